@@ -1,0 +1,127 @@
+"""A set of examples, and batches of it by index.
+
+Strategies ask for batches as lists of indices, because who trains on which example is what they decide. Tensors
+are indexed directly, which costs one gather a batch; any map-style `torch.utils.data.Dataset` works too, example
+by example, as a DataLoader would do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Examples:
+    """Examples held in tensors.
+
+    inputs: a tensor of shape (n, ...), or a tuple, list or dict of such tensors: what the model is called with.
+    targets: a tensor of shape (n, ...), or a structure of such: what the loss compares the outputs with.
+    keys: the natural owner of each example (a hospital, a speaking role), n names; None if there is none.
+    classes: names of the labels, if the targets are labels.
+
+    Raises ValueError if the lengths differ or there is no example.
+    """
+
+    def __init__(
+        self, inputs: Any, targets: Any, keys: Sequence[str] | None = None, classes: Sequence[str] | None = None
+    ) -> None:
+        leaves = tree_leaves((inputs, targets))
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ValueError("examples need tensors as inputs and targets: (inputs, targets)")
+        lengths = {len(leaf) for leaf in leaves} | ({len(keys)} if keys is not None else set())
+        if len(lengths) != 1:
+            raise ValueError(f"inputs, targets and keys have different lengths: {sorted(lengths)}")
+        if lengths == {0}:
+            raise ValueError("there are no examples: inputs and targets have length 0")
+        self.inputs, self.targets = inputs, targets
+        self.keys = list(keys) if keys is not None else None
+        self.classes = list(classes) if classes is not None else None
+        self._plain = isinstance(inputs, Tensor) and isinstance(targets, Tensor)
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        """The inputs and targets of the examples at `indices`, an int64 tensor of shape (b,)."""
+        if self._plain:
+            return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
+        return cast("tuple[Any, Any]", tree_map(lambda leaf: leaf.index_select(0, indices), (self.inputs, self.targets)))
+
+    def labels(self) -> Tensor | None:
+        """One class label an example, int64 of shape (n,), or None if the targets are something else."""
+        targets = self.targets
+        if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
+            return targets.long()
+        return None
+
+    def to(self, dtype: torch.dtype) -> Examples:
+        """The same examples with every floating-point tensor in `dtype`; self if nothing changes."""
+
+        def convert(leaf: Tensor) -> Tensor:
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+        inputs, targets = tree_map(convert, (self.inputs, self.targets))
+        unchanged = all(a is b for a, b in zip(tree_leaves((inputs, targets)), tree_leaves((self.inputs, self.targets)), strict=True))
+        return self if unchanged else Examples(inputs, targets, self.keys, self.classes)
+
+
+class DatasetExamples(Examples):
+    """Examples read one by one from a map-style dataset of (input, target) pairs, transforms and all."""
+
+    def __init__(self, dataset: Dataset[Any], keys: Sequence[str] | None = None) -> None:
+        self.dataset: Any = dataset
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ValueError("a dataset needs __len__ and __getitem__; iterable datasets cannot be divided by index")
+        if len(self.dataset) == 0:
+            raise ValueError("there are no examples: the dataset has length 0")
+        if keys is not None and len(keys) != len(self.dataset):
+            raise ValueError(f"{len(self.dataset)} examples, but {len(keys)} keys")
+        self.keys = list(keys) if keys is not None else None
+        classes = getattr(dataset, "classes", None)
+        self.classes = list(map(str, classes)) if classes is not None else None
+        self._convert: Callable[[Tensor], Tensor] = lambda leaf: leaf
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        inputs, targets = default_collate([self.dataset[i] for i in indices.tolist()])
+        return cast("tuple[Any, Any]", tree_map(self._convert, (inputs, targets)))
+
+    def labels(self) -> Tensor | None:
+        targets = getattr(self.dataset, "targets", None)
+        if targets is None:
+            targets = [self.dataset[i][1] for i in range(len(self))]
+        labels = torch.as_tensor(targets)
+        return labels.long() if labels.ndim == 1 and not labels.is_floating_point() else None
+
+    def to(self, dtype: torch.dtype) -> Examples:
+        copy = DatasetExamples(self.dataset, self.keys)
+        copy._convert = lambda leaf: (
+            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        )
+        return copy
+
+
+def as_examples(data: Any) -> Examples:
+    """Examples from what users have: Examples, (inputs, targets), a TensorDataset, or a map-style Dataset.
+
+    Raises ValueError if `data` is none of these.
+    """
+    if isinstance(data, Examples):
+        return data
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return Examples(*data.tensors)
+    if isinstance(data, (tuple, list)) and len(data) == 2:
+        return Examples(*data)
+    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return DatasetExamples(data)
+    raise ValueError(
+        f"a {type(data).__name__} cannot be trained on: give (inputs, targets), dure.Examples or a map-style Dataset"
+    )
