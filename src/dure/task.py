@@ -56,7 +56,9 @@ class Task:
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
-            if not callable(getattr(self, name)) or isinstance(getattr(self, name), (nn.Module, torch.optim.Optimizer)) and name != "loss":
+            if not callable(getattr(self, name)) or (
+                isinstance(getattr(self, name), (nn.Module, torch.optim.Optimizer)) and name != "loss"
+            ):
                 raise ValueError(f"Task({name}=...) has to be a function that makes a fresh one, not an instance")
         object.__setattr__(self, "train", as_examples(self.train))
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 
 class Examples:
@@ -51,7 +51,9 @@ class Examples:
         """The inputs and targets of the examples at `indices`, an int64 tensor of shape (b,)."""
         if self._plain:
             return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
-        return cast("tuple[Any, Any]", tree_map(lambda leaf: leaf.index_select(0, indices), (self.inputs, self.targets)))
+        return cast(
+            "tuple[Any, Any]", tree_map(lambda leaf: leaf.index_select(0, indices), (self.inputs, self.targets))
+        )
 
     def labels(self) -> Tensor | None:
         """One class label an example, int64 of shape (n,), or None if the targets are something else."""
@@ -67,7 +69,10 @@ class Examples:
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
         inputs, targets = tree_map(convert, (self.inputs, self.targets))
-        unchanged = all(a is b for a, b in zip(tree_leaves((inputs, targets)), tree_leaves((self.inputs, self.targets)), strict=True))
+        unchanged = all(
+            a is b
+            for a, b in zip(tree_leaves((inputs, targets)), tree_leaves((self.inputs, self.targets)), strict=True)
+        )
         return self if unchanged else Examples(inputs, targets, self.keys, self.classes)
 
 
@@ -75,13 +80,14 @@ class DatasetExamples(Examples):
     """Examples read one by one from a map-style dataset of (input, target) pairs, transforms and all."""
 
     def __init__(self, dataset: Dataset[Any], keys: Sequence[str] | None = None) -> None:
-        self.dataset: Any = dataset
+        items: Any = dataset
+        self.dataset = items
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError("a dataset needs __len__ and __getitem__; iterable datasets cannot be divided by index")
-        if len(self.dataset) == 0:
+        if len(items) == 0:
             raise ValueError("there are no examples: the dataset has length 0")
-        if keys is not None and len(keys) != len(self.dataset):
-            raise ValueError(f"{len(self.dataset)} examples, but {len(keys)} keys")
+        if keys is not None and len(keys) != len(items):
+            raise ValueError(f"{len(items)} examples, but {len(keys)} keys")
         self.keys = list(keys) if keys is not None else None
         classes = getattr(dataset, "classes", None)
         self.classes = list(map(str, classes)) if classes is not None else None
@@ -103,9 +109,7 @@ class DatasetExamples(Examples):
 
     def to(self, dtype: torch.dtype) -> Examples:
         copy = DatasetExamples(self.dataset, self.keys)
-        copy._convert = lambda leaf: (
-            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-        )
+        copy._convert = lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
         return copy
 
 

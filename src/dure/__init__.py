@@ -1,0 +1,81 @@
+"""dure: train one PyTorch model with many machines, by every system that its field uses.
+
+Names are imported when they are first used, so that `import dure` is quick and the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dure.compare import Comparison as Comparison
+    from dure.compare import compare as compare
+    from dure.data.examples import Examples as Examples
+    from dure.data.partition import IID as IID
+    from dure.data.partition import Dirichlet as Dirichlet
+    from dure.data.partition import LabelShards as LabelShards
+    from dure.data.partition import NaturalKey as NaturalKey
+    from dure.data.partition import QuantitySkew as QuantitySkew
+    from dure.federated.fed_avg import FedAvg as FedAvg
+    from dure.parallel.data import DataParallel as DataParallel
+    from dure.parallel.single import SingleWorker as SingleWorker
+    from dure.record.run import Run as Run
+    from dure.record.run import load_run as load_run
+    from dure.report import write_report as write_report
+    from dure.stop import Stop as Stop
+    from dure.task import Task as Task
+    from dure.task import accuracy as accuracy
+    from dure.tasks import load_task as load_task
+    from dure.train import resume as resume
+    from dure.train import train as train
+    from dure.worlds.processes import Processes as Processes
+    from dure.worlds.simulated import Simulated as Simulated
+    from dure.worlds.torchrun import Torchrun as Torchrun
+
+_WHERE = {
+    "compare": "dure.compare",
+    "Comparison": "dure.compare",
+    "Examples": "dure.data.examples",
+    "IID": "dure.data.partition",
+    "Dirichlet": "dure.data.partition",
+    "LabelShards": "dure.data.partition",
+    "NaturalKey": "dure.data.partition",
+    "QuantitySkew": "dure.data.partition",
+    "FedAvg": "dure.federated.fed_avg",
+    "DataParallel": "dure.parallel.data",
+    "SingleWorker": "dure.parallel.single",
+    "Run": "dure.record.run",
+    "load_run": "dure.record.run",
+    "write_report": "dure.report",
+    "Stop": "dure.stop",
+    "Task": "dure.task",
+    "accuracy": "dure.task",
+    "load_task": "dure.tasks",
+    "resume": "dure.train",
+    "train": "dure.train",
+    "Processes": "dure.worlds.processes",
+    "Simulated": "dure.worlds.simulated",
+    "Torchrun": "dure.worlds.torchrun",
+}
+
+_SUBMODULES = ("collectives", "models", "errors", "parallel", "federated", "data", "record")
+
+__all__ = sorted([*_WHERE, *_SUBMODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(_WHERE[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"dure.{name}")
+    else:
+        raise AttributeError(f"module 'dure' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,45 @@
+"""The names of what dure brings along, with one line on each.
+
+Nothing heavy is imported here, so that `dure --help` and a mistyped name are answered at once, without torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+TASKS: dict[str, str] = {
+    "digits": "1,797 handwritten digits of 8x8 pixels; built in, no download (mlp, cnn, logistic)",
+    "mnist": "70,000 handwritten digits of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)",
+    "fashion-mnist": "70,000 garments of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)",
+    "heart": "heart disease in 920 patients of four hospitals, from the UCI files (logistic regression)",
+    "shakespeare": "the next character of Shakespeare's plays, or of any text (lstm, transformer)",
+}
+"""Built-in tasks: name to summary."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, if any is near, and the list."""
+    known = list(known)
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
+    meant = f", did you mean {near[0]!r}?" if near else ";"
+    return f"{meant} There are: {', '.join(known)}" if near else f"{meant} there are: {', '.join(known)}"
+
+
+SYSTEMS: dict[str, tuple[str, str, str]] = {
+    "single-worker": (
+        "dure.parallel.single",
+        "SingleWorker",
+        "one worker: SGD; gradient descent with a full batch",
+    ),
+    "data-parallel": ("dure.parallel.data", "DataParallel", "ranks divide each batch, gradients are summed"),
+    "fed-avg": ("dure.federated.fed_avg", "FedAvg", "clients train locally, a server averages their updates"),
+}
+"""Strategies: name to (module, class, summary)."""
+
+WORLDS: dict[str, tuple[str, str, str]] = {
+    "processes": ("dure.worlds.processes", "Processes", "ranks as processes of this machine"),
+    "torchrun": ("dure.worlds.torchrun", "Torchrun", "the ranks that torchrun has started, on many machines"),
+    "simulated": ("dure.worlds.simulated", "Simulated", "a federation in one process"),
+}
+"""Worlds: name to (module, class, summary)."""

@@ -1,0 +1,378 @@
+"""The loop that drives every learner: advance, record, evaluate, checkpoint, until a limit is reached.
+
+It runs on every rank. What all ranks have to do together (an evaluation, a checkpoint, the end) follows from
+numbers that all of them know, or from a wish of rank 0 that travelled with the step's message; so no rank ever
+waits for one that went another way. Only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
+from dure.record.checkpoint import (
+    generators_state,
+    pack_checkpoint,
+    restore_generators,
+    unpack_checkpoint,
+)
+from dure.record.history import Evaluation, History, Step
+from dure.record.meter import Counters, peak_memory, reset_peak_memory
+from dure.record.run import RunFolder
+from dure.record.trace import Lane, Trace
+from dure.stop import Stop
+from dure.strategy import CHECKPOINT, STOP, Learner, Place, Progress, Strategy
+from dure.task import Task
+
+CHECKPOINT_SECONDS = 10.0
+"""Without `checkpoint_every`, a checkpoint is written at the first evaluation after so many seconds."""
+
+REPORT_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, the same on every rank.
+
+    folder: where rank 0 writes; None writes nothing. resume: go on from the folder's checkpoint, if it has one.
+    """
+
+    task: Task
+    strategy: Strategy
+    stop: Stop
+    seed: int
+    label: str
+    world: str
+    parameters: int
+    folder: Path | None = None
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves. weights: on rank 0, elsewhere what that rank holds."""
+
+    weights: Mapping[str, Tensor]
+    history: History
+    summary: dict[str, Any]
+
+
+class Position(msgspec.Struct):
+    """Where a run stands; it goes into every checkpoint."""
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    metrics: dict[str, float] = {}
+    last_evaluation: int = -1
+
+
+def drive(job: Job, place: Place) -> Outcome:
+    """Does the job at this place."""
+    reset_peak_memory()
+    learner: Learner | None = None
+    driver: Driver | None = None
+    try:
+        place.group.step = "the start"
+        learner = job.strategy.learner(job.task, place, job.seed)
+        driver = Driver(job, place, learner)
+        return driver.run()
+    except LossNotFiniteError:
+        if driver is not None:
+            driver.keep_last_good()
+        raise
+    except DureError:
+        raise
+    except Exception as error:
+        where = learner.where if learner is not None else f"rank {place.group.rank}"
+        reason = f"{type(error).__name__}: {error}"
+        raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error
+    finally:
+        if driver is not None and driver.folder is not None:
+            driver.folder.close()
+
+
+class Driver:
+    """One rank's part of a run."""
+
+    def __init__(self, job: Job, place: Place, learner: Learner) -> None:
+        self.job, self.place, self.group, self.learner = job, place, place.group, learner
+        self.leads = place.group.rank == 0
+        self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
+        self.examples = len(job.task.train)
+        self.evaluate_every = job.evaluate_every or learner.units_per_epoch
+        self.position = Position()
+        self.history = History()
+        self.origin = time.perf_counter()
+        self._checkpointed = time.monotonic()
+        self._reported = 0.0
+
+    def run(self) -> Outcome:
+        if self.job.resume:
+            self._resume()
+        if self.position.last_evaluation < 0:
+            self._evaluate()
+        ended = self._limit(0)
+        while ended is None:
+            ended = self._advance()
+        if self.position.last_evaluation != self.position.step:
+            self._evaluate()
+        if self.job.folder is not None and self.position.step > 0:
+            self._checkpoint()
+        return self._finish(ended)
+
+    def _advance(self) -> str | None:
+        """One step or round and all that is due after it; returns the limit that ends the run, if any."""
+        position = self.position
+        self.group.step = f"{self.learner.unit} {position.step + 1}"
+        started = time.perf_counter()
+        progress = self.learner.advance(self._wish() if self.leads else 0)
+        position.seconds += time.perf_counter() - started
+        position.step += 1
+        position.samples += progress.samples
+        position.loss = progress.loss
+        self._record(progress)
+        if position.step % self.evaluate_every == 0:
+            self._evaluate()
+        ended = self._limit(progress.wish)
+        if progress.wish & CHECKPOINT and ended is None:
+            self._checkpoint()
+        return ended
+
+    def _wish(self) -> int:
+        """What rank 0 wants all ranks to do after the next step; decided by its clock and its user alone."""
+        wish = 0
+        seconds = self.job.stop.seconds
+        if self.place.interrupted() or (seconds is not None and self.position.seconds >= seconds):
+            wish |= STOP
+        if self.job.folder is not None:
+            following, every = self.position.step + 1, self.job.checkpoint_every
+            if every is not None:
+                due = following % every == 0
+            else:
+                late = time.monotonic() - self._checkpointed > CHECKPOINT_SECONDS
+                due = late and following % self.evaluate_every == 0
+            wish |= CHECKPOINT if due else 0
+        return wish
+
+    def _limit(self, wish: int) -> str | None:
+        """The limit that was reached. Seconds and interrupts are rank 0's to see: it wished for the stop."""
+        position, stop = self.position, self.job.stop
+        reached = stop.reached(self.learner.unit, position.step, position.samples, self.examples, position.metrics)
+        if self.group.size == 1:  # nobody else has to be told first
+            wish |= self._wish()
+        if reached is not None or not wish & STOP:
+            return reached
+        return "interrupt" if self.leads and self.place.interrupted() else "seconds"
+
+    def _record(self, progress: Progress) -> None:
+        counters, position = self.group.meter.counters, self.position
+        record = Step(
+            position.step,
+            position.samples / self.examples,
+            position.samples,
+            progress.loss,
+            position.seconds,
+            counters.bytes_sent,
+            counters.bytes_received,
+            counters.compute_seconds,
+            counters.communication_seconds,
+            counters.idle_seconds,
+        )
+        self.history.append(record)
+        if self.folder is not None:
+            self.folder.append(record)
+        if self.leads and time.monotonic() - self._reported > REPORT_SECONDS:
+            self._report()
+
+    def _report(self) -> None:
+        self._reported = time.monotonic()
+        position = self.position
+        self.place.report(
+            {
+                "unit": self.learner.unit,
+                "step": position.step,
+                "epoch": position.samples / self.examples,
+                "samples": position.samples,
+                "seconds": position.seconds,
+                "loss": position.loss,
+                "metrics": dict(position.metrics),
+            }
+        )
+
+    def _all_counters(self) -> list[Counters]:
+        """Every worker's counters on every rank, in order of rank (the server first, then its clients)."""
+        mine = self.learner.meters()
+        mine[0].counters.peak_memory = peak_memory()
+        width = len(Counters().as_list())
+        values = [value for meter in mine for value in meter.counters.as_list()]
+        rows = [
+            row[start : start + width]
+            for row in self.group.all_gather_values(values)
+            for start in range(0, len(row), width)
+        ]
+        return [Counters.from_list(row) for row in rows]
+
+    def _evaluate(self) -> None:
+        position = self.position
+        position.metrics = self.learner.evaluate()
+        position.last_evaluation = position.step
+        workers = self._all_counters()
+        record = Evaluation(
+            position.step,
+            position.samples / self.examples,
+            position.samples,
+            position.loss,
+            position.seconds,
+            position.metrics,
+            sum(c.bytes_sent for c in workers),
+            sum(c.bytes_received for c in workers),
+            sum(c.compute_seconds for c in workers),
+            sum(c.communication_seconds for c in workers),
+            sum(c.idle_seconds for c in workers),
+            max(c.peak_memory for c in workers),
+        )
+        self.history.append(record)
+        if self.folder is not None:
+            self.folder.append(record)
+            self.folder.flush()
+        if self.leads:
+            self._report()
+
+    def _checkpoint(self) -> None:
+        """All ranks come here after the same step."""
+        started = time.perf_counter()
+        workers = [counters.as_list() for counters in self._all_counters()]
+        state = {
+            "position": msgspec.to_builtins(self.position),
+            "workers": workers,
+            "learner": self.learner.state(),
+            "generators": generators_state(),
+        }
+        weights = self.learner.weights()
+        if self.folder is not None:
+            self.folder.save_checkpoint(self.position.step, pack_checkpoint(weights, state))
+        self._checkpointed = time.monotonic()
+        self.group.meter.mark("checkpoint", "checkpoint", started, time.perf_counter(), self.position.step)
+
+    def keep_last_good(self) -> None:
+        """After a loss that was not finite: keeps the state before that step, unless it is spoilt as well."""
+        if self.folder is None or self.position.step == 0:
+            return
+        if all(bool(w.isfinite().all()) for w in self.learner.weights().values() if w.is_floating_point()):
+            self._save_alone()
+
+    def _save_alone(self) -> None:
+        """A checkpoint that no other rank takes part in: of a run that is ending."""
+        assert self.folder is not None
+        state = {
+            "position": msgspec.to_builtins(self.position),
+            "workers": [meter.counters.as_list() for meter in self.learner.meters()],
+            "learner": self.learner.state(),
+            "generators": generators_state(),
+        }
+        self.folder.save_checkpoint(self.position.step, pack_checkpoint(self.learner.weights(), state))
+
+    def _resume(self) -> None:
+        """Every rank takes over rank 0's checkpoint, so that only rank 0 needs the folder."""
+        parts = self.folder.read_checkpoint() if self.folder is not None else None
+        packed = self.group.broadcast_bytes(msgspec.msgpack.encode(parts) if self.leads else None)
+        received = msgspec.msgpack.decode(packed, type=tuple[bytes, bytes, bytes] | None)
+        if received is None:
+            if self.folder is not None:
+                self.folder.rewrite_history(History())
+            return
+        weights, state = unpack_checkpoint(received)
+        self.learner.restore(weights, state["learner"])
+        self.position = msgspec.convert(state["position"], Position)
+        meters = self.learner.meters()
+        first = self.group.rank if self.group.size > 1 else 0
+        for meter, row in zip(meters, state["workers"][first : first + len(meters)], strict=False):
+            meter.counters = Counters.from_list(row)
+        restore_generators(state["generators"])
+        if self.folder is not None:
+            self.history = self.folder.history().until(self.position.step)
+            self.folder.rewrite_history(self.history)
+
+    def _finish(self, ended: str) -> Outcome:
+        names = [meter.name for meter in self.learner.meters()]
+        if self.group.size > 1:
+            names = [f"rank {rank}" for rank in range(self.group.size)]
+        workers = self._all_counters()
+        lanes = self._lanes()
+        summary = summarise(self.job, self.learner, self.position, self.history, ended, names, workers)
+        weights = {name: tensor.detach().clone() for name, tensor in self.learner.weights().items()}
+        if self.folder is not None:
+            self.folder.finish(weights, summary, lanes, self.origin + self.place.clock_offset)
+        return Outcome(weights, self.history, summary)
+
+    def _lanes(self) -> list[Lane]:
+        """The timelines of all ranks, on rank 0."""
+        parts = self.group.gather_bytes(self.place.trace.packed(self.place.clock_offset))
+        return [lane for part in parts for lane in Trace.unpacked(part)]
+
+
+def summarise(
+    job: Job,
+    learner: Learner,
+    position: Position,
+    history: History,
+    ended: str,
+    names: list[str],
+    workers: list[Counters],
+) -> dict[str, Any]:
+    """The content of summary.json. names, workers: all ranks, or the server and its clients."""
+    federated = job.strategy.kind == "clients"
+    senders = workers[1:] if federated else workers
+    total = {
+        key: sum(getattr(counters, key) for counters in workers)
+        for key in (
+            "bytes_sent",
+            "bytes_received",
+            "compute_seconds",
+            "communication_seconds",
+            "idle_seconds",
+        )
+    }
+    per_worker = [
+        {
+            "name": name,
+            **{key: value for key, value in msgspec.to_builtins(counters).items() if key != "messages_sent"},
+        }
+        for name, counters in zip(names, workers, strict=True)
+    ]
+    target = job.stop.target or {}
+    return {
+        "label": job.label,
+        "strategy": job.strategy.name,
+        "world": job.world,
+        "unit": learner.unit,
+        "ended": ended,
+        "steps": position.step,
+        "epochs": position.samples / len(job.task.train),
+        "samples": position.samples,
+        "seconds": position.seconds,
+        **position.metrics,
+        "best": history.best(),
+        "train_loss": position.loss,
+        "parameters": job.parameters,
+        "workers": len(senders),
+        **total,
+        "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / len(senders),
+        "peak_memory": max(counters.peak_memory for counters in workers),
+        "per_worker": per_worker,
+        "to_target": {
+            name: {"target": value, "reached": history.to_target(name, value)} for name, value in target.items()
+        },
+    }

@@ -1,0 +1,59 @@
+"""Measuring a model on the test data, every rank its share.
+
+Each rank evaluates a contiguous share of the examples and the sums are added in order of rank, so all ranks know
+the same numbers and nobody waits for rank 0.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.data.examples import Examples
+from dure.task import Task
+
+BATCH = 1_000
+
+
+@torch.no_grad()
+def evaluate(task: Task, model: nn.Module, examples: Examples | None, group: Group, step: int) -> dict[str, float]:
+    """test_loss and test_<metric> for each of the task's metrics; empty if `examples` is None.
+
+    model: the same on every rank; its training mode is restored. examples: in the model's dtype.
+    """
+    if examples is None:
+        return {}
+    started = time.perf_counter()
+    names = ["loss", *task.measures]
+    totals, counts = [0.0] * len(names), [0.0] * len(names)
+    share = torch.arange(len(examples)).tensor_split(group.size)[group.rank]
+    was_training = model.training
+    model.eval()
+    for indices in torch.split(share, BATCH):
+        if len(indices) == 0:
+            continue
+        inputs, targets = examples.batch(indices)
+        outputs = model(inputs)
+        values = [
+            task.loss(outputs, targets),
+            *(metric(outputs, targets) for metric in task.measures.values()),
+        ]
+        for position, value in enumerate(values):
+            total, count = _sum_and_count(value, len(indices))
+            totals[position] += total
+            counts[position] += count
+    model.train(was_training)
+    parts = group.all_gather_values(totals + counts)
+    sums = [sum(column) for column in zip(*parts, strict=True)]
+    group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), step)
+    return {f"test_{name}": sums[position] / sums[len(names) + position] for position, name in enumerate(names)}
+
+
+def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
+    """A metric gives the batch's mean, or a pair (sum, count)."""
+    if isinstance(value, tuple):
+        return float(value[0]), float(value[1])
+    return float(value) * examples, float(examples)

@@ -1,0 +1,1 @@
+"""Train where the data was born: a server, clients, and updates between them."""

@@ -1,0 +1,40 @@
+"""The weighted mean of updates: (sum over clients of n_k·Δ_k) / (sum over clients of n_k).
+
+It folds: one accumulator, whatever the number of clients. The weights n_k are those of the clients that took part
+in the round (McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The sum so far: of weighted tensors, and of weights."""
+
+    sums: tuple[Tensor, ...]
+    weight: float
+
+
+def zero(like: Sequence[Tensor]) -> Folded:
+    """Nothing folded yet, for updates shaped like `like`."""
+    return Folded(tuple(torch.zeros_like(tensor) for tensor in like), 0.0)
+
+
+def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
+    """Adds one update with weight n_k. The accumulator's memory is used again."""
+    for total, tensor in zip(folded.sums, tensors, strict=True):
+        total.add_(tensor, alpha=weight)
+    return Folded(folded.sums, folded.weight + weight)
+
+
+def finish(folded: Folded) -> list[Tensor]:
+    """The mean. Raises ValueError if nothing was folded."""
+    if folded.weight <= 0:
+        raise ValueError("the mean of no updates is not defined")
+    return [total / folded.weight for total in folded.sums]

@@ -1,0 +1,1 @@
+"""Divide one model's work over ranks: one system a file."""

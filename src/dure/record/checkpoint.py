@@ -1,0 +1,166 @@
+"""Checkpoints: weights in safetensors, everything else as a tree without pickle.
+
+A checkpoint is a folder named by its step, zero-padded so that names sort:
+
+    checkpoint/00000230/model.safetensors    the weights, a plain state_dict
+    checkpoint/00000230/state.safetensors    the tensors of the rest: optimizer, generators
+    checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands
+
+It is written beside its place and renamed into it, so a kill at any moment leaves the old checkpoint or the new
+one, never half of one. Trees are made of dict, list, tuple, Tensor, str, int, float, bool and None.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from dure.errors import RunFolderError
+
+_PARTS = ("model.safetensors", "state.safetensors", "state.json")
+
+
+def pack_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A tree as JSON-able data and its tensors by name. Raises TypeError at what is neither."""
+    tensors: dict[str, Tensor] = {}
+
+    def pack(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            tensors[str(len(tensors))] = node
+            return {"$tensor": str(len(tensors) - 1)}
+        if isinstance(node, Mapping):
+            return {"$dict": [[pack(key), pack(value)] for key, value in node.items()]}
+        if isinstance(node, tuple):
+            return {"$tuple": [pack(item) for item in node]}
+        if isinstance(node, list):
+            return [pack(item) for item in node]
+        if node is None or isinstance(node, (str, int, float, bool)):
+            return node
+        raise TypeError(f"a {type(node).__name__} cannot be put into a checkpoint without pickle")
+
+    return pack(tree), tensors
+
+
+def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `pack_tree`."""
+    if isinstance(packed, list):
+        return [unpack_tree(item, tensors) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "$tensor":
+        return tensors[content]
+    if kind == "$tuple":
+        return tuple(unpack_tree(item, tensors) for item in content)
+    return {unpack_tree(key, tensors): unpack_tree(value, tensors) for key, value in content}
+
+
+def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
+    """A state_dict in safetensors. Tied tensors are written once for each of their names."""
+    seen: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        tensor = value.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        shares = pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes
+        plain[name] = tensor.clone() if shares else tensor
+        seen.add(pointer)
+    return save_tensors(plain)
+
+
+def generators_state() -> dict[str, Any]:
+    """The state of the global generators of torch, numpy and random, for data pipelines that draw from them."""
+    numpy_state = numpy.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = numpy_state["state"]
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": {
+            "key": torch.from_numpy(inner["key"].astype(numpy.int64)),
+            "pos": int(inner["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "random": random.getstate(),
+    }
+
+
+def restore_generators(state: Mapping[str, Any]) -> None:
+    """The inverse of `generators_state`."""
+    torch.set_rng_state(state["torch"])
+    stored = state["numpy"]
+    numpy.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": stored["key"].numpy().astype(numpy.uint32), "pos": stored["pos"]},
+            "has_gauss": stored["has_gauss"],
+            "gauss": stored["gauss"],
+        }
+    )
+    random.setstate(state["random"])
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new one, even across a kill."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(beside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def pack_checkpoint(weights: Mapping[str, Tensor], state: Any) -> tuple[bytes, bytes, bytes]:
+    """The three files of a checkpoint."""
+    packed, tensors = pack_tree(state)
+    return weights_to_bytes(weights), weights_to_bytes(tensors), json.dumps(packed).encode()
+
+
+def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tensor], Any]:
+    """(weights, state): the inverse of `pack_checkpoint`."""
+    return load_tensors(parts[0]), unpack_tree(json.loads(parts[2]), load_tensors(parts[1]))
+
+
+def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) -> Path:
+    """Writes the checkpoint of `step` into `folder` and removes the older ones."""
+    folder.mkdir(exist_ok=True)
+    final = folder / f"{step:08d}"
+    if final.exists():  # a run resumed here wrote it before, with the same bits
+        return final
+    beside = folder / f".{final.name}.partial"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    for name, content in zip(_PARTS, parts, strict=True):
+        with open(beside / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    os.rename(beside, final)
+    for other in folder.iterdir():
+        if other != final:
+            shutil.rmtree(other, ignore_errors=True)
+    return final
+
+
+def read_checkpoint(folder: Path) -> tuple[bytes, bytes, bytes] | None:
+    """The files of the newest checkpoint in `folder`, or None. Raises RunFolderError if they cannot be read."""
+    names = sorted(p.name for p in folder.glob("[0-9]*")) if folder.is_dir() else []
+    if not names:
+        return None
+    newest = folder / names[-1]
+    try:
+        first, second, third = ((newest / name).read_bytes() for name in _PARTS)
+    except OSError as error:
+        raise RunFolderError(f"{newest} is not a whole checkpoint: {error.strerror} ({error.filename})") from error
+    return first, second, third

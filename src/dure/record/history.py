@@ -1,0 +1,129 @@
+"""The history: a line a step, a line an evaluation; and when a target was reached.
+
+Steps to a target are counted as McMahan et al. 2017 count rounds: the curve is made monotone (the best value so
+far), and the crossing is interpolated linearly between evaluations. All systems are counted the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import msgspec
+
+
+class Step(msgspec.Struct, tag_field="kind", tag="step"):
+    """After a step or round: cumulative counters of rank 0 (a federation's server)."""
+
+    step: int
+    epoch: float
+    samples: int
+    loss: float
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    compute_seconds: float
+    communication_seconds: float
+    idle_seconds: float
+
+
+class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation"):
+    """An evaluation: the metrics, and cumulative counters summed over all ranks or clients."""
+
+    step: int
+    epoch: float
+    samples: int
+    loss: float | None
+    seconds: float
+    metrics: dict[str, float]
+    bytes_sent: int
+    bytes_received: int
+    compute_seconds: float
+    communication_seconds: float
+    idle_seconds: float
+    peak_memory: int
+
+
+Record = Step | Evaluation
+
+
+def lower_is_better(metric: str) -> bool:
+    """Losses, errors and perplexities fall; every other metric rises."""
+    return metric.endswith(("loss", "error", "perplexity"))
+
+
+def reaches(metric: str, value: float, target: float) -> bool:
+    """Whether `value` is at least as good as `target`."""
+    return value <= target if lower_is_better(metric) else value >= target
+
+
+def steps_to_target(
+    steps: Sequence[float], values: Sequence[float], target: float, falling: bool = False
+) -> float | None:
+    """Where the monotone curve first reaches `target`, interpolated linearly; None if it does not.
+
+    steps, values: the evaluations, in order. falling: lower values are better.
+    """
+    sign = -1.0 if falling else 1.0
+    best, before = float("-inf"), 0.0
+    for step, value in zip(steps, values, strict=True):
+        better = max(best, sign * value)
+        if better >= sign * target:
+            share = 1.0 if best == float("-inf") else (sign * target - best) / (better - best)
+            return before + share * (step - before) if best != float("-inf") else float(step)
+        best, before = better, float(step)
+    return None
+
+
+class History:
+    """Records in the order in which they happened."""
+
+    _decoder: ClassVar[msgspec.json.Decoder[Record]] = msgspec.json.Decoder(Record)
+    _encoder: ClassVar[msgspec.json.Encoder] = msgspec.json.Encoder()
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.records = list(records)
+
+    def append(self, record: Record) -> None:
+        self.records.append(record)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [record for record in self.records if isinstance(record, Step)]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        return [record for record in self.records if isinstance(record, Evaluation)]
+
+    def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:
+        """(x, y) of a metric over the evaluations; `against` is any field of `Evaluation`, as "bytes_sent"."""
+        pairs = [(float(getattr(e, against)), e.metrics[metric]) for e in self.evaluations if metric in e.metrics]
+        return [x for x, _ in pairs], [y for _, y in pairs]
+
+    def to_target(self, metric: str, target: float) -> float | None:
+        """Steps or rounds until `metric` reached `target`."""
+        return steps_to_target(*self.curve(metric), target, falling=lower_is_better(metric))
+
+    def best(self) -> dict[str, float]:
+        """The best value of every metric."""
+        names = dict.fromkeys(name for e in self.evaluations for name in e.metrics)
+        return {name: (min if lower_is_better(name) else max)(self.curve(name)[1]) for name in names}
+
+    @classmethod
+    def encode(cls, record: Record) -> bytes:
+        """One line of history.jsonl."""
+        return cls._encoder.encode(record) + b"\n"
+
+    @classmethod
+    def decode(cls, text: bytes) -> History:
+        """The history in `text`; a last line that was cut off by a kill is left out."""
+        whole = text[: text.rfind(b"\n") + 1]
+        return cls(cls._decoder.decode(line) for line in whole.splitlines())
+
+    def until(self, step: int) -> History:
+        """The records up to `step`: what a run resumed from the checkpoint of that step has behind it."""
+        return History(record for record in self.records if record.step <= step)
+
+    def encoded(self) -> bytes:
+        """The content of history.jsonl."""
+        return b"".join(map(self.encode, self.records))

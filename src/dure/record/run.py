@@ -1,0 +1,136 @@
+"""A run: the trained model and what was measured; and its folder on disk (docs/run-folder.md)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dure.errors import RunFolderError
+from dure.record.checkpoint import read_checkpoint, save_checkpoint, weights_to_bytes, write_atomically
+from dure.record.history import History, Record
+from dure.record.trace import Lane, write_trace
+
+
+class RunFolder:
+    """The folder of one run. `flush_seconds`: how long a line of the history may wait in memory."""
+
+    def __init__(self, path: Path, flush_seconds: float = 0.2) -> None:
+        self.path = path
+        self._flush_seconds = flush_seconds
+        self._file: IO[bytes] | None = None
+        self._waiting: list[bytes] = []
+        self._flushed = 0.0
+
+    @classmethod
+    def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
+        """A new folder with its config.json. Raises RunFolderError if there is something in it already."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunFolderError(
+                f"the run folder {path} is not empty: choose another with --out, or go on with --resume {path}"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path)
+        folder.write_json("config.json", config)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run. Raises RunFolderError if there is none."""
+        if not (path / "config.json").is_file():
+            raise RunFolderError(f"{path} is not a run folder: it has no config.json")
+        return cls(path)
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Raises RunFolderError if the file is missing or damaged."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"cannot read {self.path / name}: {error}") from error
+        return content
+
+    def append(self, record: Record) -> None:
+        """Adds a line to history.jsonl; it is on disk within `flush_seconds` of the next append."""
+        self._waiting.append(History.encode(record))
+        if time.monotonic() - self._flushed > self._flush_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._file is None:
+            self._file = open(self.path / "history.jsonl", "ab", buffering=0)  # noqa: SIM115, closed in close()
+        if self._waiting:
+            self._file.write(b"".join(self._waiting))
+        self._waiting.clear()
+        self._flushed = time.monotonic()
+
+    def history(self) -> History:
+        """What history.jsonl holds; nothing if there is no such file."""
+        path = self.path / "history.jsonl"
+        return History.decode(path.read_bytes()) if path.exists() else History()
+
+    def rewrite_history(self, history: History) -> None:
+        """Replaces history.jsonl, when a resumed run takes back what came after its checkpoint."""
+        write_atomically(self.path / "history.jsonl", history.encoded())
+
+    def save_checkpoint(self, step: int, parts: tuple[bytes, bytes, bytes]) -> None:
+        self.flush()
+        save_checkpoint(self.path / "checkpoint", step, parts)
+
+    def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
+        return read_checkpoint(self.path / "checkpoint")
+
+    def finish(
+        self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane], origin: float
+    ) -> None:
+        """Writes what an ended run leaves: weights, summary, timeline."""
+        self.flush()
+        write_atomically(self.path / "model.safetensors", weights_to_bytes(weights))
+        write_trace(self.path / "trace.json", lanes, str(summary["label"]), origin)
+        self.write_json("summary.json", summary)
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None or self._waiting:
+            self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A Task under a Strategy in a World, done.
+
+    model: the trained model. history: every step and evaluation. summary: the result in one mapping. folder: where
+    it all lies, None if the run was not given `out`.
+    """
+
+    model: nn.Module
+    history: History
+    summary: dict[str, Any]
+    folder: Path | None = None
+
+    @property
+    def label(self) -> str:
+        return str(self.summary["label"])
+
+
+def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
+    """The ended run in a folder. model: the task's factory, whose weights are then replaced by the trained ones.
+
+    Raises RunFolderError if there is no ended run.
+    """
+    folder = RunFolder.open(Path(path))
+    summary = folder.read_json("summary.json")
+    network = model()
+    network.load_state_dict(load_file(str(folder.path / "model.safetensors")))
+    return Run(network, folder.history(), summary, folder.path)

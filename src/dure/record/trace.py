@@ -1,0 +1,96 @@
+"""The timeline: spans of time per rank or client, written as Chrome trace events.
+
+A span is (name, category, start, end, step). Categories: compute, communication, idle, evaluation, checkpoint.
+A lane (a rank, a server, a client) keeps its first `limit` spans and counts the rest, so that a run of a million
+steps neither fills the memory nor writes a file that no browser opens. The file is the JSON object form of the
+Trace Event Format (Google, 2016), which Perfetto and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Span(NamedTuple):
+    """Times are seconds of `time.perf_counter`, which the processes of one machine share."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+    step: int
+
+
+class Lane(msgspec.Struct):
+    """The spans of one rank or client, and how many more there were."""
+
+    name: str
+    spans: list[Span]
+    dropped: int = 0
+
+
+class Trace:
+    """Lanes of spans. `limit`: spans that a lane keeps."""
+
+    def __init__(self, limit: int = 5_000) -> None:
+        self.limit = limit
+        self.lanes: dict[str, Lane] = {}
+
+    def add(self, lane: str, span: Span) -> None:
+        found = self.lanes.get(lane)
+        if found is None:
+            found = self.lanes[lane] = Lane(lane, [])
+        if len(found.spans) < self.limit:
+            found.spans.append(span)
+        else:
+            found.dropped += 1
+
+    def packed(self, offset: float = 0.0) -> bytes:
+        """All lanes as bytes, their times moved by `offset` seconds onto another machine's clock."""
+        lanes = [
+            Lane(
+                lane.name,
+                [span._replace(start=span.start + offset, end=span.end + offset) for span in lane.spans],
+                lane.dropped,
+            )
+            for lane in self.lanes.values()
+        ]
+        return msgspec.msgpack.encode(lanes)
+
+    @staticmethod
+    def unpacked(packed: bytes) -> list[Lane]:
+        return msgspec.msgpack.decode(packed, type=list[Lane])
+
+
+def chrome_events(lanes: Iterable[Lane], label: str, origin: float) -> list[dict[str, Any]]:
+    """Trace events of `lanes`, one thread a lane; `ts` and `dur` in microseconds since `origin`."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}]
+    for tid, lane in enumerate(lanes):
+        thread = {"pid": 1, "tid": tid}
+        events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": lane.name}})
+        if lane.dropped:
+            events.append({"ph": "M", "name": "spans_dropped", **thread, "args": {"count": lane.dropped}})
+        events.extend(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.category,
+                **thread,
+                "ts": round((span.start - origin) * 1e6, 1),
+                "dur": round((span.end - span.start) * 1e6, 1),
+                "args": {"step": span.step},
+            }
+            for span in lane.spans
+        )
+    return events
+
+
+def write_trace(path: Path, lanes: Iterable[Lane], label: str, origin: float) -> None:
+    """Writes `trace.json`."""
+    events = chrome_events(lanes, label, origin)
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))

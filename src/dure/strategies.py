@@ -1,0 +1,88 @@
+"""The lists of systems and worlds, and how they are written down: a dataclass to JSON and back.
+
+    {"name": "fed-avg", "clients": 100, "fraction": 0.1, …, "partition": "label-shards:2"}
+
+Fields keep their names; a partition is written as its text. What is written is read again by the types of the
+dataclass's fields, so a run folder says exactly what was asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dure import catalog
+from dure.data.partition import Partition, parse
+from dure.strategy import Strategy, World
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """The strategy called `name`. Raises ValueError with the nearest name if there is none."""
+    return typing.cast("type[Strategy]", _find("strategy", name, catalog.SYSTEMS))
+
+
+def world_class(name: str) -> type[World]:
+    """The world called `name`. Raises ValueError with the nearest name if there is none."""
+    return typing.cast("type[World]", _find("world", name, catalog.WORLDS))
+
+
+def _find(what: str, name: str, known: Mapping[str, tuple[str, str, str]]) -> Any:
+    if name not in known:
+        raise ValueError(f"there is no {what} {name!r}{catalog.suggestion(name, known)}")
+    module, attribute, _ = known[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def default_world(strategy: Strategy) -> World:
+    """Where a strategy lives if nothing is said: the torchrun job if there is one, this machine otherwise."""
+    from dure.worlds.processes import Processes
+    from dure.worlds.simulated import Simulated
+    from dure.worlds.torchrun import Torchrun, under_torchrun
+
+    if strategy.kind == "clients":
+        return Simulated()
+    if under_torchrun():
+        return Torchrun()
+    return Processes(1) if strategy.name == "single-worker" else Processes()
+
+
+def encode(thing: Strategy | World) -> dict[str, Any]:
+    """A strategy or world as JSON-able data."""
+    fields = dataclasses.fields(thing)  # type: ignore[arg-type]
+    return {"name": thing.name, **{field.name: _plain(getattr(thing, field.name)) for field in fields}}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Partition) else msgspec.to_builtins(value)
+
+
+def decode_strategy(written: Mapping[str, Any]) -> Strategy:
+    """The inverse of `encode`. Raises ValueError for names, fields or values that do not fit."""
+    return typing.cast("Strategy", _decode(strategy_class(written["name"]), written))
+
+
+def decode_world(written: Mapping[str, Any]) -> World:
+    """The inverse of `encode`. Raises ValueError for names, fields or values that do not fit."""
+    return typing.cast("World", _decode(world_class(written["name"]), written))
+
+
+def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    known = {field.name for field in dataclasses.fields(kind)}
+    values = {key: value for key, value in written.items() if key != "name"}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}{catalog.suggestion(unknown[0], known)}")
+    try:
+        return kind(**{key: _typed(value, hints[key]) for key, value in values.items()})
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{kind.__name__}: {error}") from error
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    return parse(value) if hint is Partition else msgspec.convert(value, hint)

@@ -1,0 +1,153 @@
+"""What a strategy is: how the learning is divided. And what it may ask of the place where it runs.
+
+A strategy is a frozen dataclass whose fields are its paper's hyperparameters. It makes a *learner*: the strategy at
+work on one rank, advancing one step or one round at a time. `dure.train` drives every learner with the same loop,
+which is why every system is measured, stopped, checkpointed and resumed on the same terms.
+
+A *place* is what a world gives to the one that runs in it. Worlds know no system and systems know no world; they
+meet in `dure.train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.data.partition import Description
+from dure.record.meter import Meter
+from dure.record.trace import Trace
+from dure.task import Task
+
+Kind = Literal["ranks", "clients"]
+"""Two families: SPMD ranks over a group; a server with clients."""
+
+STOP = 1
+CHECKPOINT = 2
+"""Wishes of rank 0. They are bits that travel with a step's message, so that all ranks do the same after it."""
+
+
+class Progress(NamedTuple):
+    """What one step or round did: the same on every rank."""
+
+    loss: float
+    """Mean training loss over the joint batch, or over the examples of the round."""
+    samples: int
+    """Training examples processed, by all workers together."""
+    wish: int = 0
+    """The wish that rank 0 gave to this step."""
+
+
+class Learner(Protocol):
+    """A strategy at work on one rank."""
+
+    unit: str
+    """What it counts: "step" or "round"."""
+    units_per_epoch: int
+    """Steps in a pass over the training data; 1 for rounds. The default interval between evaluations."""
+    where: str
+    """Who this is, for errors: "rank 1" or "server"."""
+
+    def advance(self, wish: int) -> Progress:
+        """Does one step or round. Rank 0 says its `wish`; the others give 0."""
+
+    def evaluate(self) -> dict[str, float]:
+        """test_loss and test_<metric> of the model as it is, the same on every rank; empty without test data."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's state_dict, on rank 0."""
+
+    def state(self) -> dict[str, Any]:
+        """All else that it needs to go on: optimizer state, position."""
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Goes on from `weights` and `state`."""
+
+    def meters(self) -> Sequence[Meter]:
+        """The meters of the workers that live here: this rank's, or the server's and its clients'."""
+
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+def visit_in_order(work: Callable[[Item], Value], items: Iterable[Item]) -> Iterable[Value]:
+    """Does the clients' work one after another, here."""
+    return map(work, items)
+
+
+@dataclass
+class Place:
+    """What a world gives to a program that runs in it.
+
+    group: the ranks, and this one among them. trace: this process's timeline. report: sends an event to whoever
+    watches the run (rank 0 only). interrupted: whether the user asked to stop (rank 0 only). visit: how clients'
+    work is done, results in any order. clock_offset: seconds to add to this machine's clock to get rank 0's.
+    """
+
+    group: Group
+    trace: Trace = field(default_factory=Trace)
+    report: Callable[[dict[str, Any]], None] = lambda event: None
+    interrupted: Callable[[], bool] = lambda: False
+    visit: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]] = visit_in_order
+    clock_offset: float = 0.0
+
+
+class World(Protocol):
+    """Who takes part, and how they reach each other."""
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the run folder and talks to the user."""
+
+    @property
+    def workers(self) -> int | None:
+        """How many ranks there are; None where the strategy says how many clients."""
+
+    def describe(self) -> str:
+        """For tables: "2 processes"."""
+
+    def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
+        """Runs `program` on every rank and returns what it returned on rank 0 (or on this rank, where each rank
+        called `run` itself). Raises the first failure, when all ranks have ended."""
+
+
+class Strategy(Protocol):
+    """How the learning is divided: a frozen dataclass, made by the user."""
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+    unit: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """For tables: the name, and the fields that matter."""
+
+    def check(self, task: Task, workers: int | None) -> None:
+        """Raises ValueError, before any work, if the fields do not fit each other, the task or the workers."""
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        """How the training data lie with their owners, for the report; None where nobody owns a part."""
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        """The strategy at work: the model made under `seed`, ready for its first step."""
+
+
+def seeded_model(task: Task, seed: int) -> nn.Module:
+    """A fresh model under the run's seed: the same weights on every rank and for every strategy."""
+    import torch
+
+    from dure.randomness import derive
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "model"))
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the task's model function returned a {type(model).__name__}, not an nn.Module")
+    return model

@@ -1,0 +1,180 @@
+"""One run: a Task under a Strategy in a World."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from dure import __version__
+from dure.drive import Job, drive
+from dure.errors import RunFolderError
+from dure.record.run import Run, RunFolder
+from dure.stop import Stop
+from dure.strategies import decode_strategy, decode_world, default_world, encode
+from dure.strategy import Strategy, World, seeded_model
+from dure.task import Task
+from dure.tasks import load_task
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def _ignore(event: dict[str, Any]) -> None:
+    pass
+
+
+def train(
+    task: Task,
+    strategy: Strategy,
+    world: World | None = None,
+    stop: Stop | None = None,
+    *,
+    seed: int = 0,
+    out: str | Path | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    label: str | None = None,
+    on_progress: Progress = _ignore,
+) -> Run:
+    """Trains `task` by `strategy` in `world` until `stop`.
+
+    world: by default processes of this machine (or the torchrun job this is part of), one in this very process for
+        `SingleWorker`; simulated clients for federated strategies.
+    stop: by default ten epochs.
+    seed: of the initial weights, the order of examples, sampling and dropout. Same seed and world, same bits.
+    out: the run folder (docs/run-folder.md), which must be new or empty; None keeps everything in memory.
+    evaluate_every: steps or rounds between evaluations on the test data; by default an epoch, or a round.
+    checkpoint_every: steps or rounds between checkpoints; by default at an evaluation every ten seconds or more.
+    on_progress: called with a dict of step, epoch, samples, seconds, loss and metrics, ten times a second or less.
+
+    Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in use;
+    LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps what it has written.
+    Ctrl-C ends the run after its step: it returns what was done, and summary["ended"] is "interrupt".
+    """
+    world = world if world is not None else default_world(strategy)
+    stop = stop if stop is not None else Stop(epochs=10)
+    job, config = prepare(task, strategy, world, stop, seed, evaluate_every, checkpoint_every, label)
+    folder = Path(out) if out is not None else None
+    if folder is not None and world.leads:
+        RunFolder.create(folder, config)
+    return _run(dataclasses.replace(job, folder=folder), world, on_progress)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    task: Task | None = None,
+    stop: Stop | None = None,
+    on_progress: Progress = _ignore,
+) -> Run:
+    """Goes on with the run in `folder` from its newest checkpoint, or from the start if it has none.
+
+    The result has the same bits as if the run had never been interrupted. task: needed only for a task that was
+    made in Python and not loaded by its name. stop: new limits, to train an ended run further.
+
+    Raises RunFolderError if the folder holds no run, or its task cannot be found again.
+    """
+    path = Path(folder)
+    config = RunFolder.open(path).read_json("config.json")
+    if task is None:
+        if not config["task"]["name"]:
+            raise RunFolderError(
+                f"the task of {path} was made in Python: give it as dure.resume({str(path)!r}, task=...)"
+            )
+        task = load_task(config["task"]["name"], **config["task"]["options"])
+    if stop is None:
+        stop = msgspec.convert(config["stop"], Stop)
+    strategy, world = decode_strategy(config["strategy"]), decode_world(config["world"])
+    every, checkpoint = config["evaluate_every"], config["checkpoint_every"]
+    job, new_config = prepare(task, strategy, world, stop, config["seed"], every, checkpoint, config["label"])
+    if world.leads:
+        RunFolder(path).write_json("config.json", new_config)
+        (path / "summary.json").unlink(missing_ok=True)
+    return _run(dataclasses.replace(job, folder=path, resume=True), world, on_progress)
+
+
+def _run(job: Job, world: World, on_progress: Progress) -> Run:
+    outcome = world.run(functools.partial(drive, job), on_progress)
+    model = seeded_model(job.task, job.seed)
+    model.load_state_dict(outcome.weights)
+    return Run(model, outcome.history, outcome.summary, job.folder)
+
+
+def prepare(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    stop: Stop,
+    seed: int,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    label: str | None = None,
+) -> tuple[Job, dict[str, Any]]:
+    """The job and the content of config.json. Raises ValueError if anything asked does not fit together."""
+    if world.kind != strategy.kind:
+        lives = "ranks: Processes(n) or Torchrun()" if strategy.kind == "ranks" else "clients: Simulated()"
+        raise ValueError(
+            f"{type(strategy).__name__} does not live in {type(world).__name__}; it needs a world of {lives}"
+        )
+    for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
+        if every is not None and every < 1:
+            raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
+    strategy.check(task, world.workers)
+    stop.check(strategy.unit)
+    if stop.target:
+        measured = {"test_loss", *(f"test_{name}" for name in task.measures)} if task.test is not None else set()
+        for name in stop.target:
+            if name not in measured:
+                raise ValueError(
+                    f"the target {name!r} is not measured; this task has {', '.join(sorted(measured)) or 'no test data'}"
+                )
+    label = (
+        label or f"{strategy.label} ×{world.workers}"
+        if world.workers and world.workers > 1
+        else label or strategy.label
+    )
+    model = seeded_model(task, seed)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("the model has no trainable parameter")
+    job = Job(
+        task,
+        strategy,
+        stop,
+        seed,
+        label,
+        world.describe(),
+        parameters,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+    )
+    return job, config_of(job, world)
+
+
+def config_of(job: Job, world: World) -> dict[str, Any]:
+    """The content of config.json: what was asked."""
+    task = job.task
+    reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
+    division = job.strategy.division(task, job.seed)
+    return {
+        "label": job.label,
+        "task": {"name": reference["name"], "options": dict(reference["options"]), "title": task.name},
+        "strategy": encode(job.strategy),
+        "world": encode(world),
+        "stop": msgspec.to_builtins(job.stop),
+        "seed": job.seed,
+        "evaluate_every": job.evaluate_every,
+        "checkpoint_every": job.checkpoint_every,
+        "parameters": job.parameters,
+        "train_examples": len(task.train),
+        "test_examples": len(task.test) if task.test is not None else 0,
+        "classes": task.train.classes,
+        "partition": division.as_dict() if division is not None else None,
+        "versions": {"dure": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

@@ -1,0 +1,160 @@
+"""A process that has torch loaded and forks ranks: a rank starts in milliseconds instead of seconds.
+
+A fresh interpreter needs 2 s to import torch; forking the user's own process is fast but unsafe, for its OpenMP and
+autograd threads do not survive a fork. So one clean process imports torch, computes nothing, and forks on demand.
+It lives as long as its parent: when the parent is gone, by whatever death, the server sees its socket closed, kills
+the ranks it has forked, and ends; the kernel kills the ranks should the server itself die (PR_SET_PDEATHSIG).
+
+Messages over a Unix socket: `fork` with four descriptors (the rank's control socket, its parcel, stdout, stderr)
+answers the pid; `wait <pid>` waits for that child and answers its exit status, negative for a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+_START = "from dure.worlds.fork_server import serve; import sys; serve(int(sys.argv[1]))"
+_PR_SET_PDEATHSIG = 1
+
+
+class ForkServer:
+    """The parent's side: starts the server process on first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = -1
+
+    def start(self) -> None:
+        """Starts the server if it does not run yet; it gets ready while the caller goes on."""
+        with self._lock:
+            self._connected()
+
+    def _connected(self) -> socket.socket:
+        alive = self._process is not None and self._owner == os.getpid() and self._process.poll() is None
+        if self._socket is not None and alive:
+            return self._socket
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # sys.path as it is here; a rank must import what the user's process can
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        self._socket, self._owner = ours, os.getpid()
+        return ours
+
+    def fork(self, control: int, parcel: int) -> int:
+        """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
+        with self._lock:
+            connection = self._connected()
+            output = [_descriptor(1), _descriptor(2)]
+            socket.send_fds(connection, [b"fork"], [control, parcel, *output])
+            return int(connection.recv(64) or _gone())
+
+    def wait(self, pid: int) -> int:
+        """Waits for the child to end; its exit status, negative for the signal that killed it."""
+        with self._lock:
+            connection = self._connected()
+            connection.send(f"wait {pid}".encode())
+            return int(connection.recv(64) or _gone())
+
+    def stop(self) -> None:
+        """Ends the server and waits for it."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+            if self._process is not None and self._owner == os.getpid():
+                self._process.wait()
+            self._socket = self._process = None
+
+
+def _gone() -> NoReturn:
+    raise RuntimeError("the fork server ended unexpectedly; it is started anew by the next run")
+
+
+def _descriptor(number: int) -> int:
+    """Standard output and error, or /dev/null where they are closed."""
+    try:
+        os.fstat(number)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+    return number
+
+
+def serve(descriptor: int) -> None:
+    """The server's loop: ends when the parent's end of the socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    from dure.worlds.rank import rank_main  # brings torch in, once for all ranks
+
+    connection = socket.socket(fileno=descriptor)
+    children: set[int] = set()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
+        if not message:
+            break
+        if message == b"fork":
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                _become_rank(descriptors, rank_main)
+            children.add(pid)
+            for each in descriptors:
+                os.close(each)
+            answer = pid
+        else:
+            answer = _wait(int(message.split()[1]), children)
+        with contextlib.suppress(OSError):
+            connection.send(str(answer).encode())
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _wait(pid: int, children: set[int]) -> int:
+    children.discard(pid)
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return 0
+    return os.waitstatus_to_exitcode(status)
+
+
+def _become_rank(descriptors: list[int], rank_main: Callable[[int, int], None]) -> NoReturn:
+    """In the child: runs the rank and leaves without the interpreter's teardown, in which gloo may abort."""
+    status = 1
+    try:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        control, parcel, stdout, stderr = descriptors
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.close(stdout)
+        os.close(stderr)
+        rank_main(control, parcel)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+server = ForkServer()
+"""One server for all worlds of this process."""

@@ -1,0 +1,24 @@
+"""One worker in the calling process: nothing is started, nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from dure.collectives.group import Group
+from dure.record.meter import Meter
+from dure.record.trace import Trace
+from dure.strategy import Place
+from dure.worlds.interrupts import on_interrupt
+
+Value = TypeVar("Value")
+
+
+def run_here(program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None], name: str) -> Value:
+    """Runs `program` in this process; `name` is its lane, as "rank 0". Ctrl-C asks it to end after its step."""
+    trace = Trace()
+    asked: list[bool] = []
+    group = Group(None, Meter(name, trace))
+    place = Place(group, trace, report, interrupted=lambda: bool(asked))
+    with on_interrupt(lambda: asked.append(True)):
+        return program(place)

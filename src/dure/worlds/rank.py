@@ -1,0 +1,132 @@
+"""What a forked rank does: joins the job, runs its program, and tells its parent how it went.
+
+Over the control socket it sends a pickled (kind, content): `event`, `result` (with the descriptor of a parcel),
+`error`, `done`; it is told its `Seat` first, and later perhaps `interrupt`. It leaves when the parent says so or is
+gone, so that no rank closes connections that others still read from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+
+import dure.drive
+from dure.collectives.group import Group
+from dure.errors import DureError, WorkerFailedError
+from dure.record.meter import Meter
+from dure.record.trace import Trace
+from dure.strategy import Place
+from dure.worlds import parcel
+from dure.worlds.roll_call import PRESENT, RollCall
+
+__all__ = ["Seat", "rank_main"]
+
+_ = dure.drive  # imported for the fork server: ranks find everything loaded
+_LONGEST_MESSAGE = 60_000
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits in its job. port: of the store on this machine; deadline: seconds a transfer may take."""
+
+    rank: int
+    size: int
+    port: int
+    deadline: float
+    threads: int
+    folder: str
+
+
+class Control:
+    """The rank's end of the control socket."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=descriptor)
+        self._interrupted = False
+
+    def seat(self) -> Seat:
+        seat = pickle.loads(self.socket.recv(_LONGEST_MESSAGE))
+        assert isinstance(seat, Seat)
+        return seat
+
+    def send(self, kind: str, content: Any = None, descriptors: tuple[int, ...] = ()) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone; the fork server ends this rank
+            socket.send_fds(self.socket, [pickle.dumps((kind, content))], list(descriptors))
+
+    def interrupted(self) -> bool:
+        """Whether the parent has passed on a Ctrl-C."""
+        if not self._interrupted:
+            with contextlib.suppress(BlockingIOError):
+                self._interrupted = self.socket.recv(64, socket.MSG_DONTWAIT) == b"interrupt"
+        return self._interrupted
+
+    def wait_for_the_end(self) -> None:
+        while self.socket.recv(64) == b"interrupt":
+            pass
+
+
+def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
+    """The life of a rank in a freshly forked process."""
+    control = Control(control_descriptor)
+    seat = control.seat()
+    roll_call: RollCall | None = None
+    try:
+        os.chdir(seat.folder)
+        torch.set_num_threads(seat.threads)
+        roll_call = join(seat)
+        program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)
+        result = program(place_of(seat, control, roll_call))
+        if seat.rank == 0:
+            control.send("result", None, (parcel.pack(result),))
+        control.send("done")
+    except BaseException as error:
+        failure = as_dure_error(error, seat.rank)
+        if roll_call is not None:
+            roll_call.answer(PRESENT if failure is error and _blames_another(failure) else f"failed: {failure}")
+        control.send("error", failure)
+        return
+    control.wait_for_the_end()
+
+
+def join(seat: Seat) -> RollCall:
+    """Joins torch.distributed over loopback; the store lives in the parent and outlives every rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=seat.deadline)
+    store = TCPStore("127.0.0.1", seat.port, None, False, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=PrefixStore("gloo", store), rank=seat.rank, world_size=seat.size, timeout=limit
+    )
+    return RollCall(PrefixStore("roll call", store), seat.rank, seat.size, seat.deadline)
+
+
+def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
+    trace = Trace()
+    group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
+    return Place(group, trace, lambda event: control.send("event", event), control.interrupted)
+
+
+def as_dure_error(error: BaseException, rank: int) -> DureError:
+    """An error that can travel: dure's own as they are, anything else by its text."""
+    if isinstance(error, DureError):
+        error.__cause__ = None
+        return error
+    import traceback
+
+    text = "".join(traceback.format_exception(error))[-_LONGEST_MESSAGE // 2 :]
+    return WorkerFailedError(f"rank {rank}", "the start", f"{type(error).__name__}: {error}", text)
+
+
+def _blames_another(error: DureError) -> bool:
+    from dure.errors import PeerLostError
+
+    return isinstance(error, PeerLostError)
