@@ -38,7 +38,7 @@ class Stop:
             raise ValueError(f"nothing ends this run: give epochs, {unit}s, seconds or a target{hint}")
 
     def reached(self, unit: str, step: int, samples: int, examples: int, metrics: Mapping[str, float]) -> str | None:
-        """Which limit, other than of time, has been reached. metrics: of the newest evaluation; `examples`: an epoch."""
+        """Which limit, other than time, is reached. metrics: of the newest evaluation; examples: those of an epoch."""
         own = self.steps if unit == "step" else self.rounds
         if own is not None and step >= own:
             return f"{unit}s"

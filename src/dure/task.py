@@ -20,6 +20,10 @@ Metric = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
 """metric(outputs, targets) gives the mean over the batch, or a pair (sum, count) that is added over batches."""
 
 
+SGD = partial(torch.optim.SGD, lr=0.1)
+"""The optimizer of a task that names none."""
+
+
 def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Correct predictions and predictions made, as (sum, count): they add over batches and workers.
 
@@ -49,7 +53,7 @@ class Task:
     loss: Callable[[Any, Any], Tensor]
     train: Any
     test: Any = None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1)
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD
     metrics: Mapping[str, Metric] | None = None
     name: str = "task"
     reference: Mapping[str, Any] | None = field(default=None, compare=False)

@@ -132,7 +132,7 @@ def prepare(
         for name in stop.target:
             if name not in measured:
                 raise ValueError(
-                    f"the target {name!r} is not measured; this task has {', '.join(sorted(measured)) or 'no test data'}"
+                    f"the target {name!r} is not measured; there is {', '.join(sorted(measured)) or 'no test data'}"
                 )
     label = (
         label or f"{strategy.label} ×{world.workers}"
