@@ -46,9 +46,6 @@ from dure.task import Task
 TaskFactory = Callable[..., Task]
 
 
-# The built-in tasks
-
-
 def digits(model: Literal["mlp", "cnn", "logistic"] = "mlp", lr: float = 0.1) -> Task:
     """1,797 handwritten digits of 8x8 pixels; they come with scikit-learn, no download.
 
@@ -208,9 +205,6 @@ _FACTORIES: dict[str, TaskFactory] = {
     "heart": heart,
     "shakespeare": shakespeare,
 }
-
-
-# Finding a task by its name
 
 
 def load_task(reference: str, **options: Any) -> Task:

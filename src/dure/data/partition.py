@@ -1,0 +1,367 @@
+"""Partitions: which example belongs to which client.
+
+A partition is data: a list of index tensors, one a client. It is a pure function of (clients, n, labels or
+keys, seed), so that every rank, the simulation and the deployed server compute the same one. Every example
+belongs to exactly one client, and every client has at least one. For one client every partition is 0..n-1.
+
+    IID            a random permutation, cut into parts equal to within one                        McMahan
+    LabelShards    sorted by label, cut into s * clients shards equal to within one, s a client    McMahan
+    Dirichlet      for every class, its share on each client ~ Dirichlet(alpha, ..., alpha)        Yurochkin
+    QuantitySkew   IID in its labels, but the sizes ~ Dirichlet(alpha, ..., alpha)                 Li
+    NaturalKey     a client is a hospital, a speaking role, ..., in the order of their sorted names
+
+Where a draw leaves a client with fewer than `minimum` examples, it is given some of the client's that then
+has most. (The papers draw again until nobody is short, which for many clients and a small alpha never ends.)
+
+Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum), `quantity-skew:0.5`,
+`natural-key`; `parse` reads what `str` writes.
+
+Sources: H. B. McMahan et al., AISTATS 2017, section 3 (MNIST: 200 shards of 300, two a client); M. Yurochkin et
+al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019; Q. Li et al., "Federated Learning
+on Non-IID Data Silos: An Experimental Study", ICDE 2022.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dure.catalog import suggestion
+from dure.randomness import derive, generator
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What all partitions have in common: a name, a text form, and `divide`."""
+
+    name: ClassVar[str]
+
+    def divide(
+        self,
+        clients: int | None,
+        n: int,
+        labels: Tensor | None = None,
+        keys: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> list[Tensor]:
+        """One sorted int64 tensor of indices into 0..n-1 for each client.
+
+        clients: how many; None only where the data say it (`NaturalKey`).
+        labels: class indices of shape (n,), for the partitions by label; keys: n names, for `NaturalKey`.
+
+        Raises ValueError if the examples are too few, or have not the labels or keys that are needed.
+        """
+        if clients is None:
+            raise ValueError(f"how many clients? the partition {self} does not say it")
+        if clients < 1:
+            raise ValueError(f"the number of clients has to be at least 1, not {clients}")
+        if clients > n:
+            raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
+        if clients == 1:
+            return [torch.arange(n)]
+        parts = self._divide(clients, n, labels, keys, seed)
+        return [part.sort().values for part in parts]
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Sequence[Tensor]:
+        """`divide` for at least two clients and as many examples."""
+        raise NotImplementedError
+
+    @property
+    def description(self) -> str:
+        """The partition in words, as reports show it."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The text that `parse` reads: the name and the fields, without those at the end that are default."""
+        fields = dataclasses.fields(self)
+        values = [getattr(self, field.name) for field in fields]
+        while len(values) > 1 and values[-1] == fields[len(values) - 1].default:
+            values.pop()
+        return ":".join([self.name, *map(str, values)])
+
+
+@dataclass(frozen=True)
+class IID(Partition):
+    """Every client has a random sample of all, of equal size to within one."""
+
+    name: ClassVar[str] = "iid"
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Sequence[Tensor]:
+        return torch.randperm(n, generator=generator(seed, "partition")).tensor_split(clients)
+
+    @property
+    def description(self) -> str:
+        return "IID, equal sizes"
+
+
+@dataclass(frozen=True)
+class LabelShards(Partition):
+    """Sorted by label and cut into equal shards, of which each client draws `per_client`.
+
+    With two shards a client most clients have examples of two classes only.
+    """
+
+    name: ClassVar[str] = "label-shards"
+    per_client: int = 2
+
+    def __post_init__(self) -> None:
+        if self.per_client < 1:
+            raise ValueError(f"label shards: a client needs at least 1 shard, not {self.per_client}")
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Sequence[Tensor]:
+        count = self.per_client * clients
+        if count > n:
+            raise ValueError(
+                f"{n} examples cannot be cut into {count} shards ({self.per_client} a client): "
+                "take fewer clients or fewer shards a client"
+            )
+        shards = _needed(labels, n, self).sort(stable=True).indices.tensor_split(count)
+        drawn = torch.randperm(count, generator=generator(seed, "partition")).view(clients, self.per_client)
+        return [torch.cat([shards[shard] for shard in row]) for row in drawn.tolist()]
+
+    @property
+    def description(self) -> str:
+        return f"label shards, {self.per_client} a client"
+
+
+@dataclass(frozen=True)
+class Dirichlet(Partition):
+    """The clients' shares of every class are drawn from a symmetric Dirichlet distribution.
+
+    alpha: small is skewed (0.1: a client has most of a few classes), large is even (100: like IID).
+    minimum: the fewest examples a client has.
+    """
+
+    name: ClassVar[str] = "dirichlet"
+    alpha: float = 0.5
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        _check_skew(self)
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Sequence[Tensor]:
+        labels = _needed(labels, n, self)
+        random = np.random.default_rng(derive(seed, "partition"))
+        parts: list[list[Tensor]] = [[] for _ in range(clients)]
+        for label in torch.unique(labels):
+            members = (labels == label).nonzero().flatten()
+            shuffled = members[torch.from_numpy(random.permutation(len(members)))]
+            for part, share in zip(parts, _cut(shuffled, _shares(random, self.alpha, clients)), strict=True):
+                part.append(share)
+        return _filled([torch.cat(part) for part in parts], self.minimum, random)
+
+    @property
+    def description(self) -> str:
+        return f"label skew, Dirichlet({self.alpha:g})"
+
+
+@dataclass(frozen=True)
+class QuantitySkew(Partition):
+    """The clients' sizes are drawn from a symmetric Dirichlet distribution; their labels are a random sample.
+
+    alpha: small is skewed (one client has most), large is even. minimum: the fewest examples a client has.
+    """
+
+    name: ClassVar[str] = "quantity-skew"
+    alpha: float = 0.5
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        _check_skew(self)
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Sequence[Tensor]:
+        random = np.random.default_rng(derive(seed, "partition"))
+        shuffled = torch.from_numpy(random.permutation(n))
+        return _filled(_cut(shuffled, _shares(random, self.alpha, clients)), self.minimum, random)
+
+    @property
+    def description(self) -> str:
+        return f"quantity skew, Dirichlet({self.alpha:g})"
+
+
+@dataclass(frozen=True)
+class NaturalKey(Partition):
+    """One client for each key, client k that of `sorted(set(keys))[k]`. A single client has all the data."""
+
+    name: ClassVar[str] = "natural-key"
+
+    def divide(
+        self,
+        clients: int | None,
+        n: int,
+        labels: Tensor | None = None,
+        keys: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> list[Tensor]:
+        """As `Partition.divide`; clients None means as many as there are keys."""
+        if clients is None:
+            clients = len(set(_keys(keys, n)))
+        return super().divide(clients, n, labels, keys, seed)
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Sequence[Tensor]:
+        members: dict[str, list[int]] = {}
+        for index, key in enumerate(_keys(keys, n)):
+            members.setdefault(key, []).append(index)
+        if clients != len(members):
+            names = ", ".join(sorted(members)[:5]) + (", ..." if len(members) > 5 else "")
+            raise ValueError(
+                f"the data have {len(members)} natural clients ({names}), not {clients}: "
+                f"leave the number of clients out, or give {len(members)}"
+            )
+        return [torch.tensor(members[key]) for key in sorted(members)]
+
+    @property
+    def description(self) -> str:
+        return "natural clients, by key"
+
+
+PARTITIONS: dict[str, type[Partition]] = {
+    partition.name: partition for partition in (IID, LabelShards, Dirichlet, QuantitySkew, NaturalKey)
+}
+"""Every partition by the name its text form begins with."""
+
+
+def parse(text: str) -> Partition:
+    """The partition that `text` names: "iid", "label-shards:2", "dirichlet:0.3", ...
+
+    Raises ValueError for an unknown name, for too many values, and for values that are not what they should
+    be.
+    """
+    name, *values = text.strip().split(":")
+    if name not in PARTITIONS:
+        raise ValueError(f"there is no partition {name!r}{suggestion(name, PARTITIONS)}")
+    fields = dataclasses.fields(PARTITIONS[name])
+    form = ":".join([name, *(field.name.upper() for field in fields)])
+    if len(values) > len(fields):
+        raise ValueError(f"the partition {text!r} has too many values: write {form}")
+    arguments: dict[str, Any] = {}
+    for field, value in zip(fields, values, strict=False):
+        try:
+            arguments[field.name] = (int if isinstance(field.default, int) else float)(value)
+        except ValueError as error:
+            kind = "a whole number" if isinstance(field.default, int) else "a number"
+            raise ValueError(f"the partition {text!r}: {value!r} is not {kind}; write {form}") from error
+    return PARTITIONS[name](**arguments)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a partition gave each client; as a dict it is the `partition` entry of a run's config.json.
+
+    description: the partition in words. counts: examples of each client. label_histograms: for each client
+        how often it has each class, None without labels. classes: their names, for printing only.
+    """
+
+    description: str
+    counts: list[int]
+    label_histograms: list[list[int]] | None
+    classes: list[str] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """description, counts and label_histograms, of types that JSON has."""
+        return {
+            "description": self.description,
+            "counts": self.counts,
+            "label_histograms": self.label_histograms,
+        }
+
+    def __str__(self) -> str:
+        """A table of at most 20 clients, with the classes across."""
+        shown = range(min(len(self.counts), 20))
+        rows = [["client", "examples", *(self.classes or [])]]
+        for client in shown:
+            histogram = self.label_histograms[client] if self.label_histograms else []
+            rows.append([str(client), str(self.counts[client]), *map(str, histogram)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        hidden = len(self.counts) - len(shown)
+        sizes = f"{min(self.counts)} to {max(self.counts)} examples each"
+        title = f"{self.description}: {len(self.counts)} clients, {sizes}"
+        return "\n".join([title, *lines, *([f"... and {hidden} clients more"] if hidden else [])])
+
+
+def describe(
+    partition: Partition, parts: Sequence[Tensor], labels: Tensor | None, classes: Sequence[str] | None = None
+) -> Description:
+    """Counts and, where there are labels of shape (n,), label histograms of the clients' `parts`.
+
+    classes: the labels' names; without them the classes are 0..max(labels).
+    """
+    counts = [len(part) for part in parts]
+    if labels is None:
+        return Description(partition.description, counts, None)
+    number = max(int(labels.max()) + 1, len(classes or ()))
+    histograms = [torch.bincount(labels[part], minlength=number).tolist() for part in parts]
+    names = list(classes) if classes is not None and len(classes) == number else list(map(str, range(number)))
+    return Description(partition.description, counts, histograms, names)
+
+
+def _needed(labels: Tensor | None, n: int, partition: Partition) -> Tensor:
+    if labels is None:
+        raise ValueError(
+            f"the partition {partition} needs one class label an example, which these data have not: "
+            "take iid, quantity-skew or natural-key"
+        )
+    if labels.shape != (n,):
+        raise ValueError(f"labels have the shape {tuple(labels.shape)}, expected ({n},)")
+    return labels
+
+
+def _keys(keys: Sequence[str] | None, n: int) -> Sequence[str]:
+    if keys is None:
+        raise ValueError("the partition natural-key needs a key for each example, which these data have not")
+    if len(keys) != n:
+        raise ValueError(f"there are {len(keys)} keys for {n} examples")
+    return keys
+
+
+def _check_skew(partition: Dirichlet | QuantitySkew) -> None:
+    if not (partition.alpha > 0 and math.isfinite(partition.alpha)):
+        raise ValueError(f"{partition.name}: alpha has to be a positive number, not {partition.alpha}")
+    if partition.minimum < 1:
+        raise ValueError(f"{partition.name}: a client needs at least 1 example, not {partition.minimum}")
+
+
+def _shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarray:
+    return random.dirichlet(np.full(clients, alpha))
+
+
+def _cut(indices: Tensor, shares: np.ndarray) -> list[Tensor]:
+    """`indices` cut into consecutive parts of these shares of its length."""
+    ends = np.rint(shares.cumsum()[:-1] * len(indices)).astype(int)
+    return list(indices.tensor_split(ends.tolist()))
+
+
+def _filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
+    """The parts with at least `minimum` examples each, the missing ones taken at random from the largest."""
+    total, sizes = sum(map(len, parts)), [len(part) for part in parts]
+    if minimum * len(parts) > total:
+        raise ValueError(f"{len(parts)} clients cannot have {minimum} of {total} examples each")
+    for poor in range(len(parts)):
+        while sizes[poor] < minimum:
+            rich = max(range(len(parts)), key=sizes.__getitem__)
+            # The giver keeps its minimum. The largest has more than that, or the total would not be enough.
+            count = min(minimum - sizes[poor], sizes[rich] - minimum)
+            shuffled = parts[rich][torch.from_numpy(random.permutation(sizes[rich]))]
+            parts[poor], parts[rich] = torch.cat([parts[poor], shuffled[:count]]), shuffled[count:]
+            sizes[poor], sizes[rich] = len(parts[poor]), len(parts[rich])
+    return parts

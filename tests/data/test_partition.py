@@ -1,0 +1,174 @@
+"""Partitions of examples over clients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.data.partition import IID, Dirichlet, LabelShards, NaturalKey, QuantitySkew, describe, parse
+
+PARTITIONS = st.one_of(
+    st.just(IID()),
+    st.builds(LabelShards, st.integers(1, 4)),
+    st.builds(Dirichlet, st.sampled_from([0.001, 0.1, 1.0, 100.0]), st.integers(1, 2)),
+    st.builds(QuantitySkew, st.sampled_from([0.001, 0.1, 1.0, 100.0]), st.integers(1, 2)),
+)
+
+
+@given(PARTITIONS, st.integers(1, 12), st.integers(48, 200), st.integers(0, 3))
+def test_every_example_belongs_to_exactly_one_client_and_nobody_is_empty(partition, clients, n, seed):
+    labels = torch.arange(n) * 7 % 5
+    parts = partition.divide(clients, n, labels, seed=seed)
+    assert len(parts) == clients
+    assert torch.cat(parts).sort().values.tolist() == list(range(n))
+    for part in parts:
+        assert part.dtype == torch.int64
+        assert len(part) >= getattr(partition, "minimum", 1)
+        assert torch.equal(part, part.sort().values)
+    again = partition.divide(clients, n, labels, seed=seed)
+    assert all(map(torch.equal, parts, again))
+
+
+@given(PARTITIONS)
+def test_one_client_has_everything_in_order(partition):
+    labels = torch.tensor([2, 0, 1, 1])
+    assert [part.tolist() for part in partition.divide(1, 4, labels)] == [[0, 1, 2, 3]]
+
+
+@given(st.one_of(PARTITIONS, st.just(NaturalKey())))
+def test_the_text_form_is_read_back(partition):
+    assert parse(str(partition)) == partition
+
+
+@pytest.mark.parametrize(
+    ("text", "partition"),
+    [
+        ("iid", IID()),
+        ("label-shards", LabelShards()),
+        ("label-shards:3", LabelShards(3)),
+        ("dirichlet:0.3", Dirichlet(0.3)),
+        ("dirichlet:0.3:10", Dirichlet(0.3, minimum=10)),
+        ("quantity-skew:1", QuantitySkew(1.0)),
+        ("natural-key", NaturalKey()),
+    ],
+)
+def test_text_names_a_partition(text, partition):
+    assert parse(text) == partition
+
+
+def test_the_text_form_is_short():
+    assert list(map(str, [IID(), LabelShards(), Dirichlet(0.3), Dirichlet(0.5, 10), NaturalKey()])) == [
+        "iid",
+        "label-shards:2",
+        "dirichlet:0.3",
+        "dirichlet:0.5:10",
+        "natural-key",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("dirichlett:0.3", "did you mean 'dirichlet'"),
+        ("label_shards:2", "did you mean 'label-shards'"),
+        ("xyz", "there are: iid"),
+        ("iid:3", "too many values: write iid"),
+        ("label-shards:two", "'two' is not a whole number; write label-shards:PER_CLIENT"),
+        ("label-shards:0", "at least 1 shard, not 0"),
+        ("dirichlet:-1", "alpha has to be a positive number, not -1.0"),
+        ("dirichlet:nan", "alpha has to be a positive number"),
+        ("quantity-skew:1:0", "at least 1 example, not 0"),
+    ],
+)
+def test_text_that_names_none_is_refused(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse(text)
+
+
+def test_the_paper_s_shards_are_300_consecutive_images_of_the_sorted_data():
+    labels = torch.arange(600) % 10
+    order = labels.sort(stable=True).indices
+    parts = LabelShards(2).divide(10, 600, labels)
+    shards = {tuple(sorted(shard.tolist())) for shard in order.view(20, 30)}
+    for part in parts:
+        own = [shard for shard in shards if set(shard) <= set(part.tolist())]
+        assert len(own) == 2
+    assert all(len(labels[part].unique()) <= 2 for part in parts)
+
+
+def test_a_small_alpha_is_skewed_and_a_large_one_is_even():
+    labels = torch.arange(5000) % 10
+
+    def dominance(alpha):
+        parts = Dirichlet(alpha).divide(10, 5000, labels)
+        return sum(labels[part].bincount().max() / len(part) for part in parts) / 10
+
+    assert dominance(0.05) > 0.5
+    assert dominance(1000.0) < 0.15
+
+
+def test_quantity_skew_keeps_the_label_mixture():
+    labels = torch.arange(5000) % 2
+    parts = QuantitySkew(0.5).divide(5, 5000, labels)
+    assert max(map(len, parts)) > 2 * min(map(len, parts))
+    largest = max(parts, key=len)
+    assert abs(labels[largest].float().mean() - 0.5) < 0.05
+
+
+def test_another_seed_gives_another_partition():
+    for partition in (IID(), LabelShards(2), Dirichlet(), QuantitySkew()):
+        first, second = (partition.divide(4, 100, torch.arange(100) % 5, seed=seed) for seed in (0, 1))
+        assert not all(map(torch.equal, first, second))
+
+
+def test_natural_clients_are_the_keys_in_sorted_order():
+    keys = ["va", "cleveland", "va", "hungarian"]
+    for clients in (None, 3):
+        parts = NaturalKey().divide(clients, 4, keys=keys)
+        assert [part.tolist() for part in parts] == [[1], [3], [0, 2]]
+    assert [part.tolist() for part in NaturalKey().divide(1, 4, keys=keys)] == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("partition", "arguments", "complaint"),
+    [
+        (NaturalKey(), {"clients": 2, "n": 3, "keys": ["a", "b", "c"]}, r"3 natural clients \(a, b, c\), not 2"),
+        (NaturalKey(), {"clients": None, "n": 3}, "needs a key for each example"),
+        (NaturalKey(), {"clients": 2, "n": 3, "keys": ["a", "b"]}, "2 keys for 3 examples"),
+        (LabelShards(2), {"clients": 2, "n": 3, "labels": torch.zeros(3)}, "3 examples cannot be cut into 4 shards"),
+        (LabelShards(2), {"clients": 2, "n": 9}, "needs one class label an example"),
+        (Dirichlet(), {"clients": 2, "n": 9, "labels": torch.zeros(9, 2)}, r"shape \(9, 2\), expected \(9,\)"),
+        (Dirichlet(0.5, 5), {"clients": 2, "n": 9, "labels": torch.zeros(9)}, "2 clients cannot have 5 of 9"),
+        (IID(), {"clients": 4, "n": 3}, "4 clients cannot share 3 examples"),
+        (IID(), {"clients": 0, "n": 3}, "at least 1, not 0"),
+        (IID(), {"clients": None, "n": 3}, "how many clients"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(partition, arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        partition.divide(**arguments)
+
+
+def test_a_description_counts_examples_and_labels():
+    labels = torch.tensor([0, 0, 1, 2])
+    parts = [torch.tensor([0, 2]), torch.tensor([1, 3])]
+    description = describe(LabelShards(2), parts, labels, ["cat", "dog", "owl", "elk"])
+    assert description.as_dict() == {
+        "description": "label shards, 2 a client",
+        "counts": [2, 2],
+        "label_histograms": [[1, 1, 0, 0], [1, 0, 1, 0]],
+    }
+    assert str(description).splitlines() == [
+        "label shards, 2 a client: 2 clients, 2 to 2 examples each",
+        "client  examples  cat  dog  owl  elk",
+        "     0         2    1    1    0    0",
+        "     1         2    1    0    1    0",
+    ]
+
+
+def test_a_description_without_labels_has_no_histograms():
+    description = describe(IID(), IID().divide(30, 60), None)
+    assert description.as_dict()["label_histograms"] is None
+    assert str(description).endswith("... and 10 clients more")
