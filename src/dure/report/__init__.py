@@ -1,0 +1,15 @@
+"""Runs as one page: `write_report` makes a self-contained `report.html` from run folders.
+
+    read.py     folder -> dataclasses; nothing a killed run left out or half-written stops it
+    words.py    numbers and names as people write them
+    charts.py   dataclasses -> what the page draws, as plain JSON
+    page.py     the HTML around it: header, table, time bars, footer
+    style.css, page.js    how it looks; drawing, switching, sorting, in the reader's browser
+
+plotly.js and all data lie in the file itself: the page opens without a network and asks for none.
+Nothing here imports torch.
+"""
+
+from dure.report.page import write_report
+
+__all__ = ["write_report"]

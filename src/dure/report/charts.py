@@ -1,0 +1,262 @@
+"""What the page draws, as plain JSON: curves, timelines and partitions, each bounded in size.
+
+A colour is written `var(--name)`; the page resolves it against style.css, once for light and once for dark. Text
+that plotly will draw is escaped here, since plotly reads a little HTML in it.
+
+Histories are thinned for drawing: the evaluations to the lowest and highest of every stretch (so that the best
+value stays on the curve), the training losses to the mean of every stretch. The bytes of all workers together are
+known at evaluations only; between them a training loss is placed by linear interpolation, after the last not at all.
+"""
+
+from __future__ import annotations
+
+import html
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dure.report.read import Line, Partition, Run, Span, Trace
+from dure.report.words import count, duration, higher_is_better, is_share, listed, metric_name
+
+JSON = dict[str, Any]
+
+COLOURS = 8
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross")
+DASHES = ("solid", "dash", "dot", "dashdot")
+CATEGORIES = ("compute", "communication", "idle", "evaluation", "checkpoint")
+
+POINTS = 400
+LANES = 12
+SPANS = 3_000
+SPANS_OF_ALL_RUNS = 24_000
+CELLS = 60_000
+
+
+def style(index: int) -> JSON:
+    """How run `index` looks in every chart: colour, then dash when the colours repeat, and a marker."""
+    return {
+        "color": f"var(--run-{index % COLOURS})",
+        "dash": DASHES[index // COLOURS % len(DASHES)],
+        "symbol": SYMBOLS[index % len(SYMBOLS)],
+    }
+
+
+def metrics(runs: Sequence[Run]) -> list[str]:
+    """All metrics of the runs; the one to judge by first: what is not a loss, else the test loss."""
+    keys = [key for run in runs for key in run.result.best]
+    return sorted(dict.fromkeys(keys), key=lambda key: "loss" in key)
+
+
+def curves(runs: Sequence[Run]) -> JSON | None:
+    """Every metric and the training loss, against epochs, seconds, steps or rounds, and bytes."""
+    series = []
+    for index, run in enumerate(runs):
+        if any(line.metrics for line in run.evaluations):
+            series.append(_evaluations(index, run.evaluations))
+        if run.steps:
+            series.append(_training(index, run.steps, run.evaluations))
+    drawn = {key for one in series for key, values in one["y"].items() if any(v is not None for v in values)}
+    keys = [key for key in (*metrics(runs), "train_loss") if key in drawn]
+    if not keys:
+        return None
+    units = sorted({run.result.unit for run in runs})
+    axes = [
+        {"key": "epoch", "name": "epochs", "title": "epochs"},
+        {"key": "seconds", "name": "seconds", "title": "seconds of training"},
+        {"key": "step", "name": " or ".join(f"{unit}s" for unit in units)},
+        {"key": "bytes", "name": "bytes", "title": "bytes sent, all workers together"},
+    ]
+    return {
+        "axes": [{"title": axis["name"], **axis, "log": _wide(series, axis["key"])} for axis in axes],
+        "metrics": [
+            {"key": key, "name": "training loss" if key == "train_loss" else metric_name(key),
+             "share": is_share(key), "rises": higher_is_better(key)}
+            for key in keys
+        ],
+        "series": series,
+    }  # fmt: skip
+
+
+def timelines(runs: Sequence[Run]) -> list[JSON]:
+    """Per run with a trace: lanes, and spans by category. At most LANES lanes and a bounded number of spans."""
+    traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
+    most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(traced), 1))
+    return [_timeline(index, trace, most) for index, trace in traced]
+
+
+def partitions(runs: Sequence[Run]) -> list[JSON]:
+    """The distinct partitions, each with the runs that used it."""
+    users: list[tuple[Partition, list[Run]]] = []
+    for run in runs:
+        if run.partition is None:
+            continue
+        same = next((names for partition, names in users if partition == run.partition), None)
+        if same is None:
+            users.append((run.partition, [run]))
+        else:
+            same.append(run)
+    return [_partition(partition, [run.label for run in names]) for partition, names in users]
+
+
+def _evaluations(run: int, lines: Sequence[Line]) -> JSON:
+    keys = list(dict.fromkeys(key for line in lines for key in line.metrics))
+    lines = [line for line in lines if line.metrics]
+    share = POINTS // len(keys)
+    places = {i for key in keys for i in _extremes([line.metrics.get(key) for line in lines], share)}
+    kept = [lines[i] for i in sorted(places)]
+    x = {
+        "epoch": [_short(line.epoch) for line in kept],
+        "seconds": [_short(line.seconds) for line in kept],
+        "step": [line.step for line in kept],
+        "bytes": [line.bytes_sent for line in kept],
+    }
+    return {"run": run, "x": x, "y": {key: [_short(line.metrics.get(key)) for line in kept] for key in keys}}
+
+
+def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line]) -> JSON:
+    # One batch's loss jumps; a mean of a stretch of the run shows where the run goes.
+    stretches = [lines[start:end] for start, end in _stretches(len(lines), POINTS // 2)]
+    sent = _interpolated([(line.step, line.bytes_sent) for line in evaluations])
+    x = {
+        "epoch": [_short(part[-1].epoch) for part in stretches],
+        "seconds": [_short(part[-1].seconds) for part in stretches],
+        "step": [part[-1].step for part in stretches],
+        "bytes": [_short(sent(part[-1].step)) for part in stretches],
+    }
+    return {"run": run, "x": x, "y": {"train_loss": [_mean([line.loss for line in part]) for part in stretches]}}
+
+
+def _stretches(length: int, most: int) -> list[tuple[int, int]]:
+    pieces = min(length, most)
+    return [(piece * length // pieces, (piece + 1) * length // pieces) for piece in range(pieces)]
+
+
+def _extremes(values: Sequence[float | None], most: int) -> list[int]:
+    """Indices of at most `most` values: the first, the last, and every stretch's lowest and highest."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    kept = {0, len(values) - 1}
+    for start, end in _stretches(len(values), most // 2 - 1):
+        known = [(value, index) for index in range(start, end) if (value := values[index]) is not None]
+        kept |= {min(known)[1], max(known)[1]} if known else {start}
+    return sorted(kept)
+
+
+def _interpolated(known: Sequence[tuple[float, float | None]]) -> Callable[[float], float | None]:
+    points = [(step, value) for step, value in known if value is not None]
+    steps = [step for step, _ in points]
+
+    def at(step: float) -> float | None:
+        right = bisect_left(steps, step)
+        if right == len(steps) or (right == 0 and steps[0] != step):
+            return None
+        high_step, high = points[right]
+        if high_step == step:
+            return high
+        low_step, low = points[right - 1]
+        return low + (high - low) * (step - low_step) / (high_step - low_step)
+
+    return at
+
+
+def _wide(series: Sequence[JSON], axis: str) -> bool:
+    """Whether an axis starts out logarithmic: the runs end at very different values."""
+    ends = [max((x for x in one["x"][axis] if x is not None), default=0) for one in series]
+    ends = [end for end in ends if end > 0]
+    return axis != "epoch" and bool(ends) and max(ends) > 10 * min(ends)
+
+
+def _timeline(run: int, trace: Trace, most: int) -> JSON:
+    starts: dict[int, float] = {}
+    for span in trace.spans:
+        starts.setdefault(span.lane, span.start)
+    # The lanes that start first, drawn in their own order: in a federation, the server and its first clients.
+    shown = sorted(sorted(starts, key=lambda lane: (starts[lane], lane))[:LANES])
+    of_lanes = [span for span in trace.spans if span.lane in set(shown)]
+    spans = of_lanes[:most]
+    begin, end = spans[0].start, max(span.start + span.duration for span in spans)
+    window = _window(spans)
+    per_unit, unit = (1000.0, "s") if window > 10_000 else (1.0, "ms")
+    rows = {lane: row for row, lane in enumerate(shown)}
+    return {
+        "run": run,
+        "lanes": [html.escape(trace.lanes[lane], quote=False) for lane in shown],
+        "unit": unit,
+        "range": [begin / per_unit, (begin + window) / per_unit],
+        "end": end / per_unit,
+        "spans": {
+            category: [
+                [rows[span.lane], _short(span.start / per_unit, 8), _short(span.duration / per_unit),
+                 html.escape(span.name, quote=False)]
+                for span in spans if _category(span) == category
+            ]
+            for category in (*CATEGORIES, "other")
+            if any(_category(span) == category for span in spans)
+        },
+        "note": _timeline_note(trace, len(shown), len(spans), len(of_lanes), end),
+    }  # fmt: skip
+
+
+def _timeline_note(trace: Trace, lanes: int, drawn: int, kept: int, end: float) -> str:
+    parts = []
+    more = len(trace.lanes) - lanes
+    if more > 0:
+        parts.append(
+            f"{lanes} of {count(len(trace.lanes))} lanes are drawn, the first to start; "
+            f"{count(more)} more in trace.json."
+        )
+    if drawn < kept:
+        parts.append(f"The first {count(drawn)} of their {count(kept)} spans are drawn, to {duration(end / 1000)}.")
+    if trace.dropped:
+        parts.append(f"The run itself kept its first spans only and left {count(trace.dropped)} out.")
+    return " ".join(parts)
+
+
+def _window(spans: Sequence[Span]) -> float:
+    """How many milliseconds to show first: 300, but not fewer than 40 spans nor more than 400."""
+    begin = spans[0].start
+
+    def until(index: int) -> float:
+        span = spans[min(index, len(spans)) - 1]
+        return span.start + span.duration - begin
+
+    return max(min(max(300.0, until(40)), until(400)), 0.001)
+
+
+def _category(span: Span) -> str:
+    return span.category if span.category in CATEGORIES else "other"
+
+
+def _partition(partition: Partition, users: Sequence[str]) -> JSON:
+    clients = len(partition.counts)
+    width = len(partition.classes) or 1
+    every = max(1, -(-clients * width // CELLS))
+    shown = range(0, clients, every)
+    ordered = sorted(partition.counts)
+    facts = [
+        f"{count(clients)} clients",
+        f"{count(sum(ordered))} examples",
+        f"{count(ordered[0])} to {count(ordered[-1])} each, median {count(ordered[clients // 2])}",
+    ]
+    if every > 1:
+        facts.append(f"every {every}th client is drawn")
+    rows = partition.histograms
+    return {
+        "description": partition.description,
+        "users": listed(users),
+        "facts": ", ".join(facts) + ".",
+        "clients": list(shown),
+        "counts": [partition.counts[client] for client in shown],
+        "classes": [html.escape(name, quote=False) for name in partition.classes],
+        "cells": [[rows[client][label] for client in shown] for label in range(width)] if rows else None,
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _short(sum(known) / len(known)) if known else None
+
+
+def _short(value: float | None, digits: int = 6) -> float | None:
+    """Enough digits to draw: six keep the file small."""
+    return None if value is None else float(f"{value:.{digits}g}")

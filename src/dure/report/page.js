@@ -1,0 +1,285 @@
+// Draws the charts from the page's JSON with plotly and makes the controls work: theme, sorting, axes, runs, zoom.
+// Colours come from style.css by name, so a change of theme is one redraw. What went wrong is kept in
+// body[data-errors], and how many charts were drawn in body[data-charts-drawn].
+"use strict";
+(() => {
+  const body = document.body;
+  const errors = [];
+  const fail = (what) => {
+    errors.push(String(what));
+    body.dataset.errors = JSON.stringify(errors);
+  };
+  body.dataset.errors = "[]";
+  addEventListener("error", (event) => fail(event.message));
+  addEventListener("unhandledrejection", (event) => fail(event.reason));
+
+  const $ = (id) => document.getElementById(id);
+  const data = JSON.parse($("data").textContent);
+  const touch = matchMedia("(pointer: coarse)").matches;
+  const narrow = () => innerWidth < 640;
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  let printing = false;
+
+  // Colours: "var(--name)" anywhere in a figure becomes what the style sheet says now.
+  const colour = (text) => {
+    $("probe").style.color = text;
+    return getComputedStyle($("probe")).color;
+  };
+  const coloured = (value) => {
+    if (typeof value === "string") return value.startsWith("var(--") ? colour(value) : value;
+    if (Array.isArray(value)) return value.some((v) => v && typeof v !== "number") ? value.map(coloured) : value;
+    if (value && typeof value === "object")
+      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, coloured(inner)]));
+    return value;
+  };
+
+  const axis = (more) => ({
+    gridcolor: "var(--line)", linecolor: "var(--line)", tickcolor: "var(--line)", zeroline: false, automargin: true,
+    tickfont: { color: "var(--soft)" }, ...more,
+    title: { text: more.title || "", standoff: 10, font: { color: "var(--soft)", size: 13 } },
+  });
+  const layout = (more) => ({
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
+    margin: { l: 12, r: 12, t: 12, b: 40 }, dragmode: touch ? false : "zoom",
+    font: { family: "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', sans-serif", size: 13, color: "var(--ink)" },
+    hoverlabel: { bgcolor: "var(--raised)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 13 }, align: "left" },
+    ...(printing ? { width: 680 } : {}), ...more,
+  });
+  const draw = (element, traces, wanted) =>
+    Plotly.react(element, coloured(traces), coloured(layout(wanted)), { responsive: true, displayModeBar: false });
+
+  // Runs as little lines: in the table, the legend and the headings.
+  const shapes = {
+    circle: "M14 2a4 4 0 1 1 0 8a4 4 0 1 1 0-8", square: "M10.4 2.4h7.2v7.2h-7.2z", diamond: "M14 1l5 5-5 5-5-5z",
+    "triangle-up": "M14 1.5l4.8 8.3H9.2z", "triangle-down": "M14 10.5L9.2 2.2h9.6z",
+    x: "M10 3.6L11.6 2 14 4.4 16.4 2 18 3.6 15.6 6 18 8.4 16.4 10 14 7.6 11.6 10 10 8.4 12.4 6z",
+    cross: "M12.8 1.5h2.4v3.3h3.3v2.4h-3.3v3.3h-2.4V7.2H9.5V4.8h3.3z",
+  };
+  const dashes = { solid: "", dash: "5 3", dot: "1.5 2.5", dashdot: "6 2 1.5 2" };
+  for (const swatch of document.querySelectorAll(".swatch")) {
+    const run = data.runs[swatch.dataset.run];
+    swatch.innerHTML =
+      `<path d="M0 6H28" fill="none" stroke="${run.color}" stroke-width="2" stroke-dasharray="${dashes[run.dash]}"/>` +
+      `<path d="${shapes[run.symbol]}" fill="${run.color}"/>`;
+  }
+
+  // A row of buttons of which one is pressed.
+  const choice = (element, entries, chosen, then) => {
+    for (const entry of entries) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = entry.name;
+      button.setAttribute("aria-pressed", entry.key === chosen);
+      button.addEventListener("click", () => {
+        for (const other of element.children) other.setAttribute("aria-pressed", other === button);
+        then(entry);
+      });
+      element.append(button);
+    }
+  };
+
+  const charts = [];
+
+  if (data.curves) {
+    const { axes, metrics, series } = data.curves;
+    const hidden = new Set();
+    let x = axes[0];
+    let y = metrics[0];
+    let lit = null;
+    const values = (key) => series.flatMap((one) => (one.y[key] || []).filter((v) => v !== null));
+    const startLogs = () => {
+      $("log-x").checked = x.log;
+      const known = values(y.key);
+      const low = Math.min(...known);
+      $("log-y").checked = !y.rises && low > 0 && Math.max(...known) > 30 * low;
+    };
+    const curves = () => {
+      const logX = $("log-x").checked;
+      const drawn = series.filter((one) => one.y[y.key] && !hidden.has(one.run));
+      const shown = (one) => one.x[x.key].some((v) => v !== null && (!logX || v > 0));
+      // On a logarithmic axis zero lies infinitely far away: plotly would draw a line to it.
+      const seen = (numbers, log) => (log ? numbers.map((v) => (v > 0 ? v : null)) : numbers);
+      const traces = drawn.filter(shown).map((one) => {
+        const run = data.runs[one.run];
+        const few = one.x[x.key].length < 30;
+        return {
+          type: "scatter", mode: "lines+markers", name: plain(run.label), x: seen(one.x[x.key], logX), y: seen(one.y[y.key], $("log-y").checked),
+          opacity: lit === null || lit === one.run ? 1 : 0.18,
+          line: { color: run.color, dash: run.dash, width: 2 },
+          marker: { color: run.color, symbol: run.symbol, size: 7, maxdisplayed: few ? 0 : 12 },
+          hovertemplate: `<b>%{fullData.name}</b><br>${plain(y.name)} %{y:${y.share ? ".2%" : ".4~g"}}` +
+            `<br>%{x:${x.key === "bytes" ? ".3~s" : ".4~r"}}${x.key === "bytes" ? "B" : " " + x.name}<extra></extra>`,
+        };
+      });
+      const scale = (on) => ({ type: on ? "log" : "linear" });
+      draw($("curves"), traces, {
+        xaxis: axis({ title: x.title, ...scale(logX), ...(x.key === "bytes" ? { tickformat: "~s", ticksuffix: "B" } : {}),
+          ...(logX ? {} : { rangemode: "tozero" }), nticks: narrow() ? 5 : 10 }),
+        yaxis: axis({ ...scale($("log-y").checked), ...(y.share ? { tickformat: ".0%" } : {}) }),
+        uirevision: [x.key, y.key, logX, $("log-y").checked].join(),
+      });
+      const off = [...new Set(drawn.filter((one) => !shown(one)).map((one) => data.runs[one.run].label))];
+      $("curve-note").textContent = off.length
+        ? `Not on this axis, having no ${x.name} to show: ${off.join(", ")}.` : "";
+      $("curves").setAttribute("aria-label", `${y.name} against ${x.title}`);
+    };
+    choice($("curve-metric"), metrics, y.key, (entry) => { y = entry; startLogs(); curves(); });
+    choice($("curve-axis"), axes, x.key, (entry) => { x = entry; startLogs(); curves(); });
+    for (const id of ["log-x", "log-y"]) $(id).addEventListener("change", curves);
+    for (const chip of document.querySelectorAll(".legend button")) {
+      const run = Number(chip.dataset.run);
+      const light = (on) => () => { lit = on && !hidden.has(run) ? run : null; curves(); };
+      chip.addEventListener("click", () => {
+        hidden.has(run) ? hidden.delete(run) : hidden.add(run);
+        chip.setAttribute("aria-pressed", !hidden.has(run));
+        lit = null;
+        curves();
+      });
+      if (!touch) {
+        chip.addEventListener("pointerenter", light(true));
+        chip.addEventListener("pointerleave", light(false));
+      }
+    }
+    startLogs();
+    charts.push(curves);
+  }
+
+  if (data.timelines.length) {
+    let line = data.timelines[$("timeline-run").value];
+    let range = line.range;
+    const timeline = () => {
+      const traces = Object.entries(line.spans).map(([category, spans]) => ({
+        type: "bar", orientation: "h", name: category, width: 0.72, marker: { color: `var(--${category})`, line: { width: 0 } },
+        y: spans.map((span) => span[0]), base: spans.map((span) => span[1]), x: spans.map((span) => span[2]),
+        customdata: spans.map((span) => span[3]), textposition: "none",
+        hovertemplate: `<b>%{customdata}</b><br>${category}<br>%{x:.4~r} ${line.unit}, from %{base:.6~r}<extra></extra>`,
+      }));
+      const rows = line.lanes.length;
+      draw($("timeline"), traces, {
+        barmode: "overlay", height: 30 * rows + 60,
+        xaxis: axis({ ticksuffix: ` ${line.unit}`, range: [...range], nticks: narrow() ? 5 : 12 }),
+        yaxis: axis({ tickvals: [...Array(rows).keys()], ticktext: line.lanes, range: [rows - 0.5, -0.5], fixedrange: true, showgrid: false }),
+      });
+      $("timeline-note").textContent = line.note;
+    };
+    const go = (from, to) => { range = [from, to]; timeline(); };
+    const moves = {
+      earlier: (a, b) => [a - (b - a) / 2, b - (b - a) / 2], later: (a, b) => [a + (b - a) / 2, b + (b - a) / 2],
+      out: (a, b) => [a - (b - a) / 2, b + (b - a) / 2], in: (a, b) => [a + (b - a) / 4, b - (b - a) / 4],
+      all: () => [Math.min(line.range[0], 0), line.end],
+    };
+    $("timeline-run").addEventListener("change", (event) => {
+      line = data.timelines[event.target.value];
+      go(...line.range);
+    });
+    $("timeline-move").addEventListener("click", (event) => {
+      const move = event.target.dataset.move;
+      if (move) go(...moves[move](...range));
+    });
+    charts.push(() => {
+      timeline();
+      if ($("timeline").dataset.listens) return;
+      $("timeline").dataset.listens = "yes";
+      // A range dragged with the mouse is where the buttons go on from.
+      $("timeline").on("plotly_relayout", (change) => {
+        if ("xaxis.range[0]" in change) range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+        if (change["xaxis.autorange"]) go(...line.range);
+      });
+    });
+  }
+
+  for (const element of document.querySelectorAll(".partition")) {
+    const part = data.partitions[element.dataset.partition];
+    charts.push(() => {
+      const many = part.clients.length > 40;
+      const bars = {
+        type: "bar", x: part.clients, y: part.counts, yaxis: part.cells ? "y2" : "y", marker: { color: "var(--soft)", line: { width: 0 } },
+        hovertemplate: "client %{x}<br>%{y:,} examples<extra></extra>",
+      };
+      const heat = part.cells && {
+        type: "heatmap", x: part.clients, y: part.classes.map((_, i) => i), z: part.cells, customdata: part.cells.map((row, i) => row.map(() => part.classes[i])),
+        xgap: many ? 0 : 2, ygap: part.classes.length > 40 ? 0 : 2, zmin: 0,
+        colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
+        colorbar: { thickness: 10, len: 0.72, y: 0, yanchor: "bottom", outlinewidth: 0, title: { text: "examples", font: { size: 12 } }, tickfont: { color: "var(--soft)" } },
+        hovertemplate: "client %{x}, class %{customdata}<br>%{z:,} examples<extra></extra>",
+      };
+      const classes = part.classes.length;
+      const steps = Math.max(1, Math.ceil(classes / 20));
+      const ticks = part.classes.map((_, i) => i).filter((i) => i % steps === 0);
+      const height = heat ? Math.min(520, Math.max(300, 130 + 22 * classes)) : 240;
+      element.style.maxWidth = `${Math.max(360, 46 * part.clients.length + 190)}px`;
+      draw(element, heat ? [heat, bars] : [bars], {
+        height, bargap: many ? 0 : 0.18, dragmode: false,
+        xaxis: axis({ title: "client", showgrid: false, nticks: narrow() ? 6 : 20, ...(many ? {} : { tickmode: "linear", dtick: narrow() && part.clients.length > 12 ? 5 : 1 }) }),
+        ...(heat
+          ? {
+              yaxis: axis({ title: "class", domain: [0, 0.72], tickvals: ticks, ticktext: ticks.map((i) => part.classes[i]), showgrid: false, autorange: "reversed" }),
+              yaxis2: axis({ title: "examples", domain: [0.77, 1], nticks: 3, rangemode: "tozero" }),
+            }
+          : { yaxis: axis({ title: "examples", rangemode: "tozero" }) }),
+      });
+    });
+  }
+
+  const drawAll = () => {
+    let drawn = 0;
+    for (const chart of charts) {
+      try {
+        chart();
+        drawn += 1;
+      } catch (error) {
+        fail(error.stack || error);
+      }
+    }
+    body.dataset.chartsDrawn = drawn;
+    body.dataset.width = document.documentElement.scrollWidth;
+  };
+
+  // Theme: the system's until the button is pressed.
+  const root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const remember = (theme) => { try { localStorage.setItem("dure-theme", theme); } catch { /* a file page may have no storage */ } };
+  try {
+    const kept = localStorage.getItem("dure-theme");
+    if (kept === "light" || kept === "dark") root.dataset.theme = kept;
+  } catch { /* the system's theme stands */ }
+  $("theme").addEventListener("click", () => {
+    const dark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
+    root.dataset.theme = dark ? "light" : "dark";
+    remember(root.dataset.theme);
+    drawAll();
+  });
+  system.addEventListener("change", drawAll);
+  const print = (on) => () => {
+    printing = on;
+    root.style.colorScheme = on ? "light" : "";
+    drawAll();
+  };
+  addEventListener("beforeprint", print(true));
+  addEventListener("afterprint", print(false));
+
+  // Sorting: what has no value stays below.
+  const heads = [...document.querySelectorAll("#table thead th")];
+  heads.forEach((head, place) => {
+    head.firstChild.addEventListener("click", () => {
+      const up = head.getAttribute("aria-sort") !== "ascending";
+      for (const other of heads) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const value = (row) => {
+        const cell = row.children[place];
+        if (place === 0) return cell.textContent;
+        const raw = cell.dataset.value;
+        return raw === undefined || cell.classList.contains("text") ? raw : Number(raw);
+      };
+      const rows = [...document.querySelectorAll("#table tbody:first-of-type tr")];
+      rows.sort((one, other) => {
+        const [a, b] = [value(one), value(other)];
+        if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
+        return (typeof a === "number" ? a - b : a.localeCompare(b)) * (up ? 1 : -1);
+      });
+      rows.forEach((row) => row.parentNode.append(row));
+    });
+  });
+
+  drawAll();
+})();

@@ -1,0 +1,93 @@
+"""Numbers and names as people write them: bytes, durations, counts, metrics; and HTML escaping.
+
+Every function takes what a run folder may hold, so `None` (unknown) is answered with an en dash.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+UNKNOWN = "–"
+_LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity", "distance")
+
+
+def escape(text: object) -> str:
+    """Text from outside, made safe inside HTML elements and quoted attributes."""
+    return html.escape(str(text), quote=True)
+
+
+def count(value: float | None) -> str:
+    """A count with thousands separators: 1,663,370; a fraction keeps one digit: 311.5."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e4 else f"{value:,.1f}"
+
+
+def plural(value: float | None, unit: str) -> str:
+    """1 step, 2 steps, – steps."""
+    return f"{count(value)} {unit}" + ("" if value == 1 else "s")
+
+
+def size(value: float | None) -> str:
+    """Bytes in powers of ten: 812 B, 2.65 MB."""
+    if value is None:
+        return UNKNOWN
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5 or unit == "TB":
+            return f"{_three_digits(value)} {unit}"
+        value /= 1000
+    raise AssertionError("not reached")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds: 41 ms, 3.10 s, 4 min 12 s, 2 h 05 min."""
+    if seconds is None:
+        return UNKNOWN
+    if 0 < seconds < 0.9995:
+        return f"{_three_digits(seconds * 1000)} ms"
+    if seconds < 120:
+        return f"{_three_digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def metric_name(key: str) -> str:
+    """The words of a metric's key: test_accuracy -> accuracy, test_loss -> test loss."""
+    words = key.replace("_", " ")
+    bare = words.removeprefix("test ")
+    return words if "loss" in bare else bare
+
+
+def metric_value(key: str, value: float | None) -> str:
+    """A metric to four digits, accuracies in percent."""
+    if value is None:
+        return UNKNOWN
+    return f"{100 * value:.2f} %" if is_share(key) else f"{value:.4g}"
+
+
+def is_share(key: str) -> bool:
+    """Whether the metric is a share of one, drawn in percent."""
+    return "accuracy" in key
+
+
+def higher_is_better(key: str) -> bool:
+    """Which way a metric improves, by its name: losses and errors fall, the rest rises."""
+    return not any(word in key for word in _LOWER_IS_BETTER)
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """a, b and c; a long list is cut and says by how much."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def _three_digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{digits}f}"
+    return text if float(text) else f"{value:.1g}"

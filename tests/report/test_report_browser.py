@@ -1,0 +1,140 @@
+"""The page in a real browser: everything is drawn, nothing is asked of the network, and it fits a phone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import PROGRAM, Page, chromium
+from sample_runs import write_run
+
+from dure.report import write_report
+
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None and not os.environ.get("CI"), reason="chromium is not installed, and CI is not set"
+)
+
+DRAWN = (
+    "[...document.querySelectorAll('.chart')]"
+    ".map(c => c.querySelectorAll('.main-svg').length && c.querySelectorAll('.trace, .hm').length)"
+)
+SIDEWAYS = "document.documentElement.scrollWidth"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with chromium() as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def written(comparison: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([comparison], tmp_path_factory.mktemp("report") / "report.html")
+
+
+def assert_well(page: Page) -> None:
+    assert page.ask("document.body.dataset.errors") == "[]"
+    assert page.problems == []
+    assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+    drawn = page.ask(DRAWN)
+    assert all(drawn), drawn
+
+
+def test_every_chart_is_drawn_without_an_error_or_a_request(page: Page, written: Path) -> None:
+    page.open(written)
+    assert page.ask("document.body.dataset.chartsDrawn") == "3"
+    assert_well(page)
+
+
+def test_a_phone_never_scrolls_the_page_sideways(page: Page, written: Path) -> None:
+    page.open(written, 390, 844, phone=True)
+    assert page.ask(SIDEWAYS) <= 390
+    page.ask("document.querySelector('details').open = true")
+    assert page.ask(SIDEWAYS) <= 390
+    assert page.ask("innerWidth") == 390
+    assert_well(page)
+
+
+def test_the_theme_follows_the_system_and_the_button_and_the_charts_follow_it(page: Page, written: Path) -> None:
+    looks = (
+        "[getComputedStyle(document.body).backgroundColor, document.querySelector('#curves .xtick text').style.fill]"
+    )
+    page.open(written, dark=False)
+    light = page.ask(looks)
+    page.ask("document.getElementById('theme').click()")
+    dark = page.ask(looks)
+    page.ask("localStorage.clear()")
+    page.open(written, dark=True)
+    assert page.ask(looks) == dark
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    assert_well(page)
+
+
+def test_every_switch_redraws(page: Page, written: Path) -> None:
+    page.open(written)
+    for group in ("curve-metric", "curve-axis", "timeline-move"):
+        for place in range(page.ask(f"document.getElementById('{group}').children.length")):
+            page.ask(f"document.getElementById('{group}').children[{place}].click()")
+    page.ask("document.getElementById('log-y').click()")
+    page.ask("window.choice = document.getElementById('timeline-run')")
+    for place in range(page.ask("choice.length")):
+        page.ask(f"choice.selectedIndex = {place}; choice.dispatchEvent(new Event('change'))")
+    assert "single-worker" in page.ask("document.getElementById('curve-note').textContent")
+    assert_well(page)
+
+
+def test_a_run_can_be_hidden_from_the_curves(page: Page, written: Path) -> None:
+    page.open(written)
+    lines = "document.querySelectorAll('#curves .trace').length"
+    before = page.ask(lines)
+    page.ask("document.querySelector('.legend button').click()")
+    assert page.ask(lines) == before - 1
+    page.ask("document.querySelectorAll('.legend button').forEach((b, i) => i && b.click())")
+    assert page.ask(lines) == 0
+    assert page.ask("document.body.dataset.errors") == "[]"
+
+
+def test_a_heading_sorts_and_unknown_values_stay_below(page: Page, written: Path) -> None:
+    page.open(written)
+    heads = page.ask("[...document.querySelectorAll('#table thead th')].map(h => h.textContent)")
+    place = heads.index("to 95 % accuracy")
+    rows = "[...document.querySelectorAll('#table tbody:first-of-type tr')]"
+    column = f"{rows}.map(row => row.children[{place}].dataset.value ?? null)"
+    for order in ("ascending", "descending"):
+        page.ask(f"document.querySelectorAll('#table thead button')[{place}].click()")
+        values = page.ask(column)
+        assert values[-3:] == [None, None, None]
+        known = [float(value) for value in values[:-3]]
+        assert known == sorted(known, reverse=order == "descending")
+        assert page.ask(f"document.querySelectorAll('#table thead th')[{place}].ariaSort") == order
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("killed", {"killed": True}),
+        ("no-metrics", {"evaluations": 0}),
+        ("regression", {"accuracy": None}),
+        ("thousand", {"federated": True, "workers": 1000, "steps": 60}),
+        ("no-labels", {"federated": True, "workers": 5, "histograms": False}),
+        ("</script><img src=x onerror=alert(1)>%{x}$a$", {"federated": True, "workers": 2}),
+    ],
+)
+def test_an_unusual_run_opens_too(page: Page, tmp_path: Path, name: str, options: dict[str, object]) -> None:
+    write_run(tmp_path / "run", name, **options)  # type: ignore[arg-type]
+    page.open(write_report([tmp_path / "run"], tmp_path / "report.html"), 390, 844, phone=True)
+    assert page.ask(SIDEWAYS) <= 390
+    assert_well(page)
+
+
+def test_fifteen_runs_open_and_fit(page: Page, tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / str(index), f"a-long-name-without-any-space-in-it-{index}", seed=index)
+        for index in range(15)
+    ]
+    page.open(write_report(folders, tmp_path / "report.html"), 390, 844, phone=True)
+    assert page.ask(SIDEWAYS) <= 390
+    assert_well(page)

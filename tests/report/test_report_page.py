@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_runs import write_run
+
+from dure.errors import RunFolderError
+from dure.report import write_report
+from dure.report.page import command
+from dure.report.read import read_run
+
+Report = Callable[..., str]
+
+
+def embedded(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return dict(json.loads(found[1]))
+
+
+def text_of(page: str) -> str:
+    """What a reader sees, tags removed."""
+    words: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_data(self, data: str) -> None:
+            if self.cdata_elem is None:
+                words.append(data)
+
+    Reader().feed(page)
+    return " ".join(" ".join(words).split())
+
+
+def test_loading_the_report_does_not_load_torch() -> None:
+    code = "import sys, dure.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_plotly_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, comparison: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ImportError, match=r"pip install 'dure\[report\]'"):
+        write_report([comparison], tmp_path / "report.html")
+
+
+def test_the_page_refers_to_nothing_outside_itself(comparison: Path, report: Report) -> None:
+    page = report(comparison)
+    assert not re.search(r"https?://|@import|<link|<base|<iframe|\bsrc\s*=|\bhref\s*=|url\(", page, re.IGNORECASE)
+    assert "default-src 'none'" in page
+
+
+def test_plotly_is_in_the_page_once_and_the_rest_is_small(comparison: Path, tmp_path: Path) -> None:
+    page = write_report([comparison], tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
+    assert page.count("* plotly.js v") == 1
+    assert len(page.split('<script id="plotly">')[0]) < 1_000_000
+
+
+def test_every_part_is_there_in_its_order(comparison: Path, report: Report) -> None:
+    page = report(comparison)
+    parts = re.findall(r"<h[12][^>]*>(.*?)</h", page)
+    assert parts == [
+        "digits: 9 runs", "Runs", "Curves", "Where the time went", "Timeline", "Data per client", "What the words mean",
+    ]  # fmt: skip
+
+
+def test_the_table_says_what_each_run_came_to(comparison: Path, report: Report) -> None:
+    text = text_of(report(comparison))
+    assert "0 B (best)" in text
+    assert "to 95 % accuracy" in text
+    assert "not reached" in text
+    assert "kill at step 306" in text
+    assert "scaffold failed: client 3 failed in round 1: ValueError: the model has <BatchNorm2d>" in text
+
+
+def test_a_killed_run_wins_no_cost_column(tmp_path: Path, report: Report) -> None:
+    write_run(tmp_path / "runs" / "whole", "whole", seconds=9)
+    write_run(tmp_path / "runs" / "other", "other", seconds=12)
+    write_run(tmp_path / "runs" / "killed", "killed", seconds=3, killed=True)
+    text = text_of(report(tmp_path / "runs"))
+    assert "9.00 s (best)" in text
+    assert "2.00 s (best)" not in text
+
+
+def test_hostile_text_stays_text(tmp_path: Path, report: Report) -> None:
+    hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!--"
+    classes = [hostile] * 10
+    config = {
+        "classes": classes,
+        "task": {"name": hostile},
+        "versions": {hostile: hostile},
+        "strategy": {"name": hostile},
+    }
+    run = write_run(tmp_path / "run", hostile, federated=True, workers=3, config=config)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["per_worker"][0]["name"] = summary["ended"] = summary["unit"] = summary["world"] = hostile
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = report(run, title=hostile)
+    assert page.count("<script") == 2  # the data and page.js; the third, plotly, is cut out by the fixture
+    assert not re.search(r"<img|<!--|<script>alert", page)
+    assert embedded(page)["runs"][0]["label"] == hostile
+    assert hostile in text_of(page)
+
+
+def test_a_killed_run_is_shown_as_far_as_it_came(tmp_path: Path, report: Report) -> None:
+    run = write_run(tmp_path / "run", "killed", killed=True)
+    page = report(run)
+    assert "Timeline" not in page
+    assert "kill at step 306" in text_of(page)
+    assert max(embedded(page)["curves"]["series"][0]["x"]["step"]) > 290
+
+
+def test_a_run_that_left_only_its_config_is_shown(tmp_path: Path, report: Report) -> None:
+    run = write_run(tmp_path / "run", "just begun", killed=True)
+    (run / "history.jsonl").unlink()
+    page = report(run)
+    assert embedded(page)["curves"] is None
+    assert "just begun" in text_of(page)
+
+
+def test_a_run_without_metrics_has_its_training_loss(tmp_path: Path, report: Report) -> None:
+    page = report(write_run(tmp_path / "run", "no test data", evaluations=0))
+    assert [metric["key"] for metric in embedded(page)["curves"]["metrics"]] == ["train_loss"]
+    assert "train loss" in text_of(page)
+
+
+def test_a_regression_is_judged_by_its_lowest_loss(tmp_path: Path, report: Report) -> None:
+    page = report(write_run(tmp_path / "run", "regression", accuracy=None))
+    assert "best test loss" in text_of(page)
+    assert "accuracy" not in text_of(page)
+
+
+def test_a_thousand_clients_make_a_page_of_the_usual_size(tmp_path: Path, report: Report) -> None:
+    page = report(write_run(tmp_path / "run", "many", federated=True, workers=1000, steps=100))
+    assert len(page) < 400_000
+    assert "1,000 clients" in text_of(page)
+    assert "12 of 1,001 lanes are drawn, the first to start; 989 more in trace.json." in json.dumps(embedded(page))
+    assert "client 9, busiest" in text_of(page)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="nothing-here"):
+        write_report([tmp_path / "nothing-here"], tmp_path / "report.html")
+    with pytest.raises(RunFolderError, match="at least one"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_a_comparison_of_which_everything_failed_is_still_a_page(tmp_path: Path, report: Report) -> None:
+    (tmp_path / "comparison.json").write_text(json.dumps({"runs": [], "failed": {"fed-avg": "no data"}}))
+    assert "fed-avg failed: no data" in text_of(report(tmp_path))
+
+
+def test_a_command_repeats_a_run_whose_settings_are_plain(tmp_path: Path) -> None:
+    strategy = {"name": "data-parallel", "batch_size": 64, "all_reduce": "ring", "overlap": False}
+    plain = read_run(write_run(tmp_path / "plain", "plain", config={"strategy": strategy}))
+    assert command(plain) == (
+        "dure train digits data-parallel --workers 2 --batch-size 64 --all-reduce ring --no-overlap "
+        "--epochs 20 --seed 0"
+    )
+    nested = read_run(write_run(tmp_path / "nested", "nested", config={"strategy": {**strategy, "outer": {"lr": 1}}}))
+    assert command(nested) is None
+    recorded = read_run(write_run(tmp_path / "recorded", "recorded", config={"command": "dure train a b"}))
+    assert command(recorded) == "dure train a b"
