@@ -22,8 +22,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, if any is near, and the list."""
     known = list(known)
     near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    meant = f", did you mean {near[0]!r}?" if near else ";"
-    return f"{meant} There are: {', '.join(known)}" if near else f"{meant} there are: {', '.join(known)}"
+    return (f", did you mean {near[0]!r}? There are: " if near else "; there are: ") + ", ".join(known)
 
 
 SYSTEMS: dict[str, tuple[str, str, str]] = {

@@ -73,8 +73,7 @@ def read_heart(folder: Path | str, split_seed: int = 0) -> tuple[Examples, Examp
     train, test = hold_out(list(zip(keys, labels.tolist(), strict=True)), 0.2, split_seed)
     inputs = torch.from_numpy(_features(patients, train.numpy())).float()
     train_examples, test_examples = (
-        Examples(inputs[part], labels[part], [keys[i] for i in part.tolist()], CLASSES)
-        for part in (train, test)
+        Examples(inputs[part], labels[part], [keys[i] for i in part.tolist()], CLASSES) for part in (train, test)
     )
     return train_examples, test_examples
 

@@ -78,9 +78,7 @@ def _elements(path: Path, content: bytes, dtype: np.dtype[np.generic], rank: int
     """The array after the four bytes of magic number, in the machine's byte order."""
     start = 4 + 4 * rank
     if len(content) < start:
-        raise DataError(
-            f"{path} ends inside its header: {len(content)} bytes, expected {start}; {_TRY_AGAIN}"
-        )
+        raise DataError(f"{path} ends inside its header: {len(content)} bytes, expected {start}; {_TRY_AGAIN}")
     shape = [int(length) for length in np.frombuffer(content, ">u4", count=rank, offset=4)]
     # Python's integers: a header of nonsense must not overflow, nor have memory allocated for it.
     expected = math.prod(shape) * dtype.itemsize
