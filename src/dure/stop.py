@@ -10,13 +10,14 @@ from dure.record.history import reaches
 
 @dataclass(frozen=True)
 class Stop:
-    """Limits of a run; None is no limit.
+    """Limits of a run, whichever comes first; None is no limit.
 
-    epochs: passes over the training data, counted in examples over all workers.
-    steps: optimizer steps, for strategies that count steps.
-    rounds: federated rounds, for strategies that count rounds.
-    seconds: training time, evaluation and checkpoints left out.
-    target: metric to value, as {"test_accuracy": 0.99}; all of them reached at an evaluation.
+    Args:
+        epochs: passes over the training data, counted in examples over all workers.
+        steps: optimizer steps, for strategies that count steps.
+        rounds: federated rounds, for strategies that count rounds.
+        seconds: training time, evaluation and checkpoints left out.
+        target: metric to value, as {"test_accuracy": 0.99}; all of them reached at an evaluation.
     """
 
     epochs: float | None = None

@@ -86,3 +86,24 @@ def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:
 
 def _typed(value: Any, hint: Any) -> Any:
     return parse(value) if hint is Partition else msgspec.convert(value, hint)
+
+
+def parse_strategy(text: str) -> Strategy:
+    """A strategy from "name" or "name,field=value,…", as `dure compare` takes it: "fed-avg,clients=20".
+
+    Values are read as JSON where the field is no text; null is None. Raises ValueError for what does not fit.
+    """
+    name, *settings = text.split(",")
+    kind = strategy_class(name)
+    hints = typing.get_type_hints(kind)
+    written: dict[str, Any] = {"name": name}
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
+        is_text = hints.get(field) is Partition or typing.get_origin(hints.get(field)) is typing.Literal
+        try:
+            written[field] = value if is_text else msgspec.json.decode(value.encode())
+        except msgspec.DecodeError:
+            raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
+    return decode_strategy(written)

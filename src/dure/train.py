@@ -63,7 +63,7 @@ def train(
     folder = Path(out) if out is not None else None
     if folder is not None and world.leads:
         RunFolder.create(folder, config)
-    return _run(dataclasses.replace(job, folder=folder), world, on_progress)
+    return run_job(dataclasses.replace(job, folder=folder), world, on_progress)
 
 
 def resume(
@@ -96,10 +96,11 @@ def resume(
     if world.leads:
         RunFolder(path).write_json("config.json", new_config)
         (path / "summary.json").unlink(missing_ok=True)
-    return _run(dataclasses.replace(job, folder=path, resume=True), world, on_progress)
+    return run_job(dataclasses.replace(job, folder=path, resume=True), world, on_progress)
 
 
-def _run(job: Job, world: World, on_progress: Progress) -> Run:
+def run_job(job: Job, world: World, on_progress: Progress) -> Run:
+    """Does a prepared job; its folder, if it has one, exists already."""
     outcome = world.run(functools.partial(drive, job), on_progress)
     model = seeded_model(job.task, job.seed)
     model.load_state_dict(outcome.weights)

@@ -1,0 +1,113 @@
+"""Many systems side by side: the same task, seed, initial weights and limits; one table, one report."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dure.errors import DureError
+from dure.record.checkpoint import write_atomically
+from dure.record.run import Run, RunFolder
+from dure.stop import Stop
+from dure.strategies import default_world
+from dure.strategy import Strategy, World
+from dure.task import Task
+from dure.train import prepare, run_job
+from dure.worlds.fork_server import server
+
+Entry = Strategy | tuple[Strategy, World]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """runs: those that ended, in the order asked. failed: label to error. report: the page, if `out` was given."""
+
+    runs: list[Run]
+    failed: dict[str, DureError]
+    report: Path | None = None
+
+
+def _ignore(label: str, event: dict[str, Any]) -> None:
+    pass
+
+
+def compare(
+    task: Task,
+    systems: Sequence[Entry],
+    *,
+    stop: Stop | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    evaluate_every: int | None = None,
+    on_progress: Callable[[str, dict[str, Any]], None] = _ignore,
+) -> Comparison:
+    """Trains `task` by each of `systems`, one after another, and writes one report.
+
+    systems: strategies, or pairs (strategy, world) where the default world is not what is wanted.
+    stop: the same limits for all; limits that a strategy does not count (rounds, steps) do not concern it.
+    out: a new or empty folder that gets a run folder for each system, comparison.json and report.html.
+    on_progress: called with the label of the system at work and the event that `dure.train` reports.
+
+    A system that fails does not end the comparison; it is in `failed`. Ctrl-C ends it after the step at hand: the
+    report is written of what there is.
+
+    Raises ValueError or RunFolderError, before any work, if anything asked does not fit.
+    """
+    stop = stop if stop is not None else Stop(epochs=10)
+    pairs = [entry if isinstance(entry, tuple) else (entry, default_world(entry)) for entry in systems]
+    if not pairs:
+        raise ValueError("there is nothing to compare: give at least one strategy")
+    prepared = [prepare(task, strategy, world, stop, seed, evaluate_every) for strategy, world in pairs]
+    labels = _unique([job.label for job, _ in prepared])
+    folder = Path(out) if out is not None else None
+    asked = {"task": task.name, "seed": seed, "stop": msgspec.to_builtins(stop)}
+    if folder is not None:
+        RunFolder.create(folder, asked)
+        (folder / "config.json").rename(folder / "comparison.json")
+    if any(world.name == "processes" and (world.workers or 1) > 1 for _, world in pairs):
+        server.ready()  # before anything is measured
+    runs: list[Run] = []
+    failed: dict[str, DureError] = {}
+    names: list[str] = []
+    for (job, config), (_, world), label in zip(prepared, pairs, labels, strict=True):
+        config["label"] = label
+        names.append(_slug(label))
+        path = folder / names[-1] if folder is not None else None
+        if path is not None:
+            RunFolder.create(path, config)
+        job = dataclasses.replace(job, label=label, folder=path)
+        try:
+            runs.append(run_job(job, world, lambda event, label=label: on_progress(label, event)))  # type: ignore[misc]
+        except DureError as error:
+            failed[label] = error
+        if runs and runs[-1].summary["ended"] == "interrupt":
+            break
+    if folder is None:
+        return Comparison(runs, failed)
+    done = {**asked, "runs": names, "failed": {label: str(error) for label, error in failed.items()}}
+    write_atomically(folder / "comparison.json", msgspec.json.format(msgspec.json.encode(done)) + b"\n")
+    from dure.report import write_report
+
+    report = write_report([folder / name for name in names], folder / "report.html")
+    return Comparison(runs, failed, report)
+
+
+def _slug(label: str) -> str:
+    """A label as the name of a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", label.lower().replace("×", "x")).strip("-")
+
+
+def _unique(labels: Sequence[str]) -> list[str]:
+    """The labels, numbered where several would have the same folder."""
+    seen: dict[str, int] = {}
+    result = []
+    for label in labels:
+        seen[_slug(label)] = count = seen.get(_slug(label), 0) + 1
+        result.append(label if count == 1 else f"{label} ({count})")
+    return result

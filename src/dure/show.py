@@ -1,0 +1,148 @@
+"""What the terminal shows: progress while a run goes, a table when it is done.
+
+On a terminal a live line with bar, rate, loss, metrics and time left; elsewhere a plain line every few seconds.
+Everything goes to standard error, so that standard output holds nothing but what `--json` asks for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dure.record.history import lower_is_better
+from dure.stop import Stop
+
+PLAIN_SECONDS = 2.0
+
+
+def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
+    """How much of a run is done, by the limit that is nearest; None if only a target ends it."""
+    own = stop.steps if event["unit"] == "step" else stop.rounds
+    limits = [(own, event["step"]), (stop.epochs, event["epoch"]), (stop.seconds, event["seconds"])]
+    shares = [done / limit for limit, done in limits if limit is not None]
+    return min(max(shares), 1.0) if shares else None
+
+
+def facts(event: dict[str, Any]) -> str:
+    """ "round 12 · loss 0.31 · test_accuracy 0.953 · 48,200 samples/s"."""
+    parts = [f"{event['unit']} {event['step']}"]
+    if event["loss"] is not None:
+        parts.append(f"loss {event['loss']:.4g}")
+    parts.extend(f"{name} {value:.4g}" for name, value in event["metrics"].items() if name != "test_loss")
+    if event["seconds"] > 0:
+        parts.append(f"{event['samples'] / event['seconds']:,.0f} samples/s")
+    return " · ".join(parts)
+
+
+class Display:
+    """Shows the progress of one run after another. quiet: shows nothing."""
+
+    def __init__(self, stop: Stop, quiet: bool = False) -> None:
+        self.stop, self.quiet = stop, quiet
+        self.console = Console(stderr=True)
+        self.live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self._printed = 0.0
+
+    def __enter__(self) -> Display:
+        if not self.quiet and self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live.live.is_started:
+            self.live.stop()
+
+    def __call__(self, label: str, event: dict[str, Any]) -> None:
+        """The run called `label` has come as far as `event` says."""
+        if self.quiet:
+            return
+        done = fraction_done(self.stop, event)
+        if not self.console.is_terminal:
+            self._line(label, event, done)
+            return
+        if label not in self.tasks:
+            self.tasks[label] = self.live.add_task(label, total=None if done is None else 1.0, facts="")
+        self.live.update(self.tasks[label], completed=done or 0.0, facts=facts(event))
+
+    def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
+        ended = done is not None and done >= 1.0
+        if ended or time.monotonic() - self._printed > PLAIN_SECONDS:
+            self._printed = time.monotonic()
+            share = "" if done is None else f"{done:4.0%} "
+            print(f"{share}{label}: {facts(event)}", file=sys.stderr, flush=True)
+
+
+def human_bytes(count: float) -> str:
+    """1,234,567 bytes as "1.23 MB"; powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds with as many digits as matter."""
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool]
+"""Heading, value, text, whether a lower value is better."""
+
+
+def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+    """The columns of the table: the metrics that are there, then time, bytes and memory."""
+    metrics = list(dict.fromkeys(name for summary in summaries for name in summary["best"]))
+    metrics.sort(key=lower_is_better)
+    result: list[Column] = [
+        (name.replace("_", " "), lambda s, n=name: s.get(n), lambda v: f"{v:.4f}", lower_is_better(name))  # type: ignore[misc]
+        for name in metrics
+    ]
+    result += [
+        ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
+        ("time", lambda s: s["seconds"], human_seconds, True),
+        ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
+        ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
+    ]
+    targets = list(dict.fromkeys(name for summary in summaries for name in summary["to_target"]))
+    for name in targets:
+        goal = next(s["to_target"][name]["target"] for s in summaries if name in s["to_target"])
+        reached: Callable[[dict[str, Any]], float | None] = lambda s, n=name: s["to_target"].get(n, {}).get("reached")  # type: ignore[misc]  # noqa: E731
+        result.append((f"until {name.replace('_', ' ')} {goal:g}", reached, lambda v: f"{v:.1f}", True))
+    return result
+
+
+def table(summaries: Sequence[dict[str, Any]]) -> Table:
+    """The runs, a row each; with more than one run the best value of every column in bold."""
+    result = Table(box=None, pad_edge=False, header_style="dim")
+    result.add_column("system", no_wrap=True)
+    result.add_column("in", style="dim")
+    shown = columns(summaries)
+    for heading, *_ in shown:
+        result.add_column(heading, justify="right")
+    best: list[float | None] = []
+    for _, value, _, lower in shown:
+        present = [v for v in map(value, summaries) if v is not None]
+        best.append((min if lower else max)(present) if len(set(present)) > 1 else None)
+    for summary in summaries:
+        cells = []
+        for (_, value, text, _), top in zip(shown, best, strict=True):
+            found = value(summary)
+            written = "–" if found is None else text(found)
+            cells.append(f"[bold]{written}[/bold]" if found is not None and found == top else written)
+        result.add_row(summary["label"], summary["world"], *cells)
+    return result
