@@ -39,13 +39,15 @@ from dure.task import Task
 class FedAvg:
     """Clients train locally, a server averages.
 
-    clients: K; with the partition `natural-key` None is one client a key.
-    fraction: C, the share of the clients that takes part in a round, in (0, 1].
-    local_epochs: E, passes of a client over its data in a round.
-    local_steps: steps of a client in a round instead of epochs.
-    batch_size: B, of a client's step; None is all of its data.
-    partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5, quantity-skew:1, natural-key.
-    server_lr: how far the global model moves along the mean update; 1 is plain averaging.
+    Args:
+        clients: K; with the partition natural-key None is one client a key.
+        fraction: C, the share of the clients that takes part in a round, in (0, 1].
+        local_epochs: E, passes of a client over its data in a round.
+        local_steps: steps of a client in a round instead of epochs.
+        batch_size: B, of a client's step; None is all of its data.
+        partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5, quantity-skew:1, or
+            natural-key.
+        server_lr: how far the global model moves along the mean update; 1 is plain averaging.
     """
 
     clients: int | None = 10

@@ -37,8 +37,9 @@ from dure.task import Task
 class DataParallel:
     """Every rank trains the same model on its part of each batch.
 
-    batch_size: examples of a step over all workers together; None is all the data.
-    all_reduce: how gradients are summed: `ring`, `master` or `native` (the backend's own).
+    Args:
+        batch_size: examples of a step over all workers together; None is all the data.
+        all_reduce: how gradients are summed: ring, master (through rank 0) or native (the backend's own).
     """
 
     batch_size: int | None = 64

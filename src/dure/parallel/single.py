@@ -31,7 +31,8 @@ from dure.task import Task
 class SingleWorker:
     """One worker trains alone.
 
-    batch_size: examples of a step; None is all the data in every step (gradient descent).
+    Args:
+        batch_size: examples of a step; None is all the data in every step (gradient descent).
     """
 
     batch_size: int | None = 64

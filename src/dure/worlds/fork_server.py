@@ -6,7 +6,7 @@ It lives as long as its parent: when the parent is gone, by whatever death, the 
 the ranks it has forked, and ends; the kernel kills the ranks should the server itself die (PR_SET_PDEATHSIG).
 
 Messages over a Unix socket: `fork` with four descriptors (the rank's control socket, its parcel, stdout, stderr)
-answers the pid; `wait <pid>` waits for that child and answers its exit status, negative for a signal.
+answers the pid; `ready` answers 0 once torch is loaded; `wait <pid>` waits for that child and answers its exit status, negative for a signal.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ class ForkServer:
         theirs.close()
         self._socket, self._owner = ours, os.getpid()
         return ours
+
+    def ready(self) -> None:
+        """Starts the server if need be and waits until it has torch loaded."""
+        with self._lock:
+            connection = self._connected()
+            connection.send(b"ready")
+            connection.recv(64) or _gone()
 
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
@@ -119,6 +126,8 @@ def serve(descriptor: int) -> None:
             for each in descriptors:
                 os.close(each)
             answer = pid
+        elif message == b"ready":
+            answer = 0
         else:
             answer = _wait(int(message.split()[1]), children)
         with contextlib.suppress(OSError):
