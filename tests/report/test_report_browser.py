@@ -97,6 +97,12 @@ def test_a_run_can_be_hidden_from_the_curves(page: Page, written: Path) -> None:
     assert page.ask("document.body.dataset.errors") == "[]"
 
 
+def test_runs_that_compute_the_same_are_named_since_only_one_line_is_seen(page: Page, tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, name) for name in ("one", "two")]
+    page.open(write_report(folders, tmp_path / "report.html"))
+    assert page.ask("document.getElementById('curve-note').textContent") == "On one and the same line: one, two."
+
+
 def test_a_heading_sorts_and_unknown_values_stay_below(page: Page, written: Path) -> None:
     page.open(written)
     heads = page.ask("[...document.querySelectorAll('#table thead th')].map(h => h.textContent)")

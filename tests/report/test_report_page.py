@@ -90,6 +90,12 @@ def test_a_killed_run_wins_no_cost_column(tmp_path: Path, report: Report) -> Non
     assert "2.00 s (best)" not in text
 
 
+def test_what_reads_the_same_is_equally_good(tmp_path: Path, report: Report) -> None:
+    for name, seconds in (("a", 3.1), ("b", 3.1 + 1e-9), ("c", 4.0)):
+        write_run(tmp_path / "runs" / name, name, seconds=seconds)
+    assert text_of(report(tmp_path / "runs")).count("3.10 s (best)") == 2
+
+
 def test_hostile_text_stays_text(tmp_path: Path, report: Report) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!--"
     classes = [hostile] * 10
@@ -159,13 +165,16 @@ def test_a_comparison_of_which_everything_failed_is_still_a_page(tmp_path: Path,
 
 
 def test_a_command_repeats_a_run_whose_settings_are_plain(tmp_path: Path) -> None:
-    strategy = {"name": "data-parallel", "batch_size": 64, "all_reduce": "ring", "overlap": False}
-    plain = read_run(write_run(tmp_path / "plain", "plain", config={"strategy": strategy}))
-    assert command(plain) == (
-        "dure train digits data-parallel --workers 2 --batch-size 64 --all-reduce ring --no-overlap "
-        "--epochs 20 --seed 0"
+    def told(name: str, **config: Any) -> str | None:
+        return command(read_run(write_run(tmp_path / name, name, config=config)))
+
+    strategy = {"name": "data-parallel", "batch_size": None, "all_reduce": "ring"}
+    stop = {"epochs": 20.0, "rounds": None, "target": {"test_accuracy": 0.95}}
+    assert told("plain", strategy=strategy, stop=stop, task={"name": "my tasks.py:task", "options": {"lr": 0.1}}) == (
+        "dure train 'my tasks.py:task' data-parallel --batch-size None --all-reduce ring --lr 0.1 "
+        "--epochs 20 --target test_accuracy=0.95 --workers 2 --seed 0"
     )
-    nested = read_run(write_run(tmp_path / "nested", "nested", config={"strategy": {**strategy, "outer": {"lr": 1}}}))
-    assert command(nested) is None
-    recorded = read_run(write_run(tmp_path / "recorded", "recorded", config={"command": "dure train a b"}))
-    assert command(recorded) == "dure train a b"
+    assert told("nested", strategy={**strategy, "outer": {"lr": 1}}) is None
+    assert told("in-python", task={"name": None}) is None
+    assert told("elsewhere", world={"name": "network"}) is None
+    assert told("recorded", command="dure train a b") == "dure train a b"

@@ -76,3 +76,9 @@ def test_a_run_that_a_comparison_names_and_has_not_is_told(tmp_path: Path) -> No
     runs = read_runs([tmp_path])
     assert [run.label for run in runs.runs] == ["here"]
     assert runs.failed == {"gone": "its folder is missing"}
+
+
+def test_a_folder_of_runs_is_read_in_the_order_people_count(tmp_path: Path) -> None:
+    for name in ("run-10", "run-2", "other"):
+        write_run(tmp_path / name, name, steps=5)
+    assert [run.label for run in read_runs([tmp_path]).runs] == ["other", "run-2", "run-10"]

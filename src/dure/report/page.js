@@ -43,10 +43,12 @@
     margin: { l: 12, r: 12, t: 12, b: 40 }, dragmode: touch ? false : "zoom",
     font: { family: "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', sans-serif", size: 13, color: "var(--ink)" },
     hoverlabel: { bgcolor: "var(--raised)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 13 }, align: "left" },
-    ...(printing ? { width: 680 } : {}), ...more,
+    ...more,
   });
-  const draw = (element, traces, wanted) =>
-    Plotly.react(element, coloured(traces), coloured(layout(wanted)), { responsive: true, displayModeBar: false });
+  const draw = (element, traces, wanted) => {
+    const width = printing ? { width: Math.min(680, element.clientWidth) } : {};
+    Plotly.react(element, coloured(traces), coloured(layout({ ...wanted, ...width })), { responsive: true, displayModeBar: false });
+  };
 
   // Runs as little lines: in the table, the legend and the headings.
   const shapes = {
@@ -111,16 +113,30 @@
             `<br>%{x:${x.key === "bytes" ? ".3~s" : ".4~r"}}${x.key === "bytes" ? "B" : " " + x.name}<extra></extra>`,
         };
       });
-      const scale = (on) => ({ type: on ? "log" : "linear" });
+      // Labels at 1, 2 and 5 of each decade, or, where there are many decades, at 1.
+      const scale = (on, numbers) => {
+        if (!on) return { type: "linear" };
+        const known = numbers.filter((v) => v > 0);
+        return { type: "log", dtick: Math.max(...known) > 1000 * Math.min(...known) || narrow() ? 1 : "D2", tickformat: "~g" };
+      };
       draw($("curves"), traces, {
-        xaxis: axis({ title: x.title, ...scale(logX), ...(x.key === "bytes" ? { tickformat: "~s", ticksuffix: "B" } : {}),
+        xaxis: axis({ title: x.title, ...scale(logX, traces.flatMap((trace) => trace.x)), ...(x.key === "bytes" ? { tickformat: "~s", ticksuffix: "B" } : {}),
           ...(logX ? {} : { rangemode: "tozero" }), nticks: narrow() ? 5 : 10 }),
-        yaxis: axis({ ...scale($("log-y").checked), ...(y.share ? { tickformat: ".0%" } : {}) }),
+        yaxis: axis({ ...scale($("log-y").checked, traces.flatMap((trace) => trace.y)), ...(y.share ? { tickformat: ".0%" } : {}) }),
         uirevision: [x.key, y.key, logX, $("log-y").checked].join(),
       });
       const off = [...new Set(drawn.filter((one) => !shown(one)).map((one) => data.runs[one.run].label))];
-      $("curve-note").textContent = off.length
-        ? `Not on this axis, having no ${x.name} to show: ${off.join(", ")}.` : "";
+      // Systems that compute the same lie on one line, of which only the last is seen.
+      const lines = new Map();
+      for (const one of drawn.filter(shown)) {
+        const line = JSON.stringify([one.x[x.key], one.y[y.key].map((v) => v && v.toPrecision(3))]);
+        lines.set(line, [...(lines.get(line) || []), data.runs[one.run].label]);
+      }
+      const same = [...lines.values()].filter((labels) => labels.length > 1);
+      $("curve-note").textContent = [
+        ...same.map((labels) => `On one and the same line: ${labels.join(", ")}.`),
+        ...(off.length ? [`Not on this axis, having no ${x.name} to show: ${off.join(", ")}.`] : []),
+      ].join(" ");
       $("curves").setAttribute("aria-label", `${y.name} against ${x.title}`);
     };
     choice($("curve-metric"), metrics, y.key, (entry) => { y = entry; startLogs(); curves(); });
@@ -198,7 +214,7 @@
       };
       const heat = part.cells && {
         type: "heatmap", x: part.clients, y: part.classes.map((_, i) => i), z: part.cells, customdata: part.cells.map((row, i) => row.map(() => part.classes[i])),
-        xgap: many ? 0 : 2, ygap: part.classes.length > 40 ? 0 : 2, zmin: 0,
+        xgap: many ? 0 : 2, ygap: part.classes.length > 40 ? 0 : 2, zmin: 0, zmax: Math.max(1, ...part.cells.map((row) => Math.max(...row))),
         colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
         colorbar: { thickness: 10, len: 0.72, y: 0, yanchor: "bottom", outlinewidth: 0, title: { text: "examples", font: { size: 12 } }, tickfont: { color: "var(--soft)" } },
         hovertemplate: "client %{x}, class %{customdata}<br>%{z:,} examples<extra></extra>",

@@ -161,29 +161,28 @@ def _repeat(runs: Sequence[Run]) -> str:
 def command(run: Run) -> str | None:
     """The shell command that repeats a run, or None where its configuration cannot be said in flags.
 
-    A `command` in config.json is taken as it stands. Else: a named task without options, a strategy whose fields
-    are plain values, and a world of one process or of processes.
+    A `command` in config.json is taken as it stands. Else: a named task, a strategy whose fields are numbers, words
+    or null, and a world of processes or a simulated one. What was not set is left to its default.
     """
     given = run.config.get("command")
     if isinstance(given, str) and given:
         return given
     task, strategy, world, stop = (_dict(run.config.get(key)) for key in ("task", "strategy", "world", "stop"))
-    names = (task.get("name"), strategy.get("name"))
-    fields = {key: value for key, value in strategy.items() if key != "name"}
-    stops = {key: value for key, value in stop.items() if value is not None}
-    plain = (str, int, float, bool, type(None))
-    if not all(isinstance(name, str) for name in names) or task.get("options"):
+    names = [task.get("name"), strategy.get("name")]
+    workers = world.get("ranks") if world.get("name") == "processes" else None
+    if not all(isinstance(name, str) for name in names) or (workers is None and world.get("name") != "simulated"):
         return None
-    if not all(isinstance(value, plain) for value in (*fields.values(), *stops.values())):
-        return None
+    flags = {key: value for key, value in strategy.items() if key != "name"} | _dict(task.get("options"))
+    asked = {**stop, "workers": workers, **{key: run.config.get(key) for key in ("seed", "evaluate_every")}}
+    asked["target"] = [f"{metric}={goal}" for metric, goal in _dict(stop.get("target")).items()] or None
+    flags |= {key: value for key, value in asked.items() if value is not None}
     words = ["dure", "train", *map(str, names)]
-    if world.get("name") == "processes" and number(world.get("ranks")):
-        words += ["--workers", str(world["ranks"])]
-    elif world:
-        return None
-    for key, value in {**fields, **stops, "seed": run.config.get("seed", 0)}.items():
-        flag = key.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    for key, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        # A bool would be a bare flag, which one depends on a default that is not known here.
+        if any(isinstance(one, (bool, dict, list)) for one in values):
+            return None
+        words += [f"--{key.replace('_', '-')}", *(_plain(one) or "None" for one in values)]
     return shlex.join(words)
 
 
@@ -225,6 +224,8 @@ def _plain(value: object) -> str | None:
         return None
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     return json.dumps(value) if isinstance(value, (bool, list)) else str(value)
 
 
@@ -252,10 +253,7 @@ def _table(runs: Runs) -> str:
     head = "".join(f'<th scope="col"><button type="button">{escape(column.title)}</button></th>' for column in columns)
     rows = []
     for index, run in enumerate(runs.runs):
-        cells = [
-            _cell(column, run, value is not None and column.value(run) == value)
-            for column, value in zip(columns, best, strict=True)
-        ]
+        cells = [_cell(column, run, winner) for column, winner in zip(columns, best, strict=True)]
         who = f"<span>{escape(run.label)}<small>{escape(_world(run))}</small></span>"
         rows.append(f'<tr><th scope="row"><div>{_swatch(index)}{who}</div></th>{"".join(cells)}</tr>')
     failed = "".join(
@@ -349,27 +347,32 @@ def _target_columns(runs: Sequence[Run]) -> list[Column]:
     return [column(metric, goal) for metric, goal in asked]
 
 
-def _best(column: Column, runs: Sequence[Run]) -> float | None:
-    """The best value of a column, where there is something to choose from."""
-    values = [
-        value
+def _best(column: Column, runs: Sequence[Run]) -> str | None:
+    """The best of a column as it is written, where there is something to choose from.
+
+    What reads the same is equally good: runs that compute the same differ in the last bits.
+    """
+    known = [
+        (value, column.html(run))
         for run in runs
-        if isinstance(value := column.value(run), float) and (_finished(run) or not column.finished_only)
+        if isinstance(value := column.value(run), float) and _competes(column, run)
     ]
-    if not column.better or len(set(values)) < 2:
+    if not column.better or len({text for _, text in known}) < 2:
         return None
-    return max(values) if column.better > 0 else min(values)
+    return (max(known) if column.better > 0 else min(known))[1]
 
 
-def _cell(column: Column, run: Run, best: bool) -> str:
-    value = column.value(run)
-    best = best and (_finished(run) or not column.finished_only)
+def _cell(column: Column, run: Run, best: str | None) -> str:
+    value, body = column.value(run), column.html(run)
     sort = "" if value is None else f' data-value="{escape(value)}"'
-    body = column.html(run)
-    if best:
-        body = f'<span class="best">{body}<span class="unseen"> (best)</span></span>'
     kind = ' class="text"' if isinstance(value, str) else ""
+    if best == body and _competes(column, run):
+        body = f'<span class="best">{body}<span class="unseen"> (best)</span></span>'
     return f"<td{kind}{sort}>{body}</td>"
+
+
+def _competes(column: Column, run: Run) -> bool:
+    return _finished(run) or not column.finished_only
 
 
 def _finished(run: Run) -> bool:
@@ -506,7 +509,7 @@ def _timelines(runs: Sequence[Run], timelines: Sequence[dict[str, Any]]) -> str:
 
 def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
     figures = "".join(
-        f'<figure><figcaption><h3>{escape(one["description"])}</h3><p class="aside">{escape(one["facts"])} '
+        f'<figure{" class=wide" if len(one["clients"]) > 20 else ""}><figcaption><h3>{escape(one["description"])}</h3><p class="aside">{escape(one["facts"])} '
         f"Used by {escape(one['users'])}.</p></figcaption>"
         f'<div class="chart partition" data-partition="{place}" role="img" '
         'aria-label="Examples per client"></div></figure>'
@@ -515,7 +518,7 @@ def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
     if not figures:
         return ""
     lead = "How the training examples lie with the clients: how many each has, and of which classes."
-    return _section("data-clients", "Data per client", lead, figures)
+    return _section("data-clients", "Data per client", lead, f'<div class="grid">{figures}</div>')
 
 
 def _footer(runs: Sequence[Run]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def read_runs(folders: Sequence[Path]) -> Runs:
         names = [name for name in _list(comparison.get("runs")) if isinstance(name, str)]
         below = [folder / name for name in names if _is_run(folder / name)]
         if not comparison and folder.is_dir():
-            below = sorted(child for child in folder.iterdir() if _is_run(child))
+            below = sorted(filter(_is_run, folder.iterdir()), key=_natural)
         broken = _mapping(comparison.get("failed"))
         failed.update({name: str(reason) for name, reason in broken.items()})
         failed.update({name: "its folder is missing" for name in names if not _is_run(folder / name)})
@@ -189,6 +190,12 @@ def number(value: object) -> float | None:
 
 def _is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / "history.jsonl").is_file()
+
+
+def _natural(folder: Path) -> list[tuple[int, str]]:
+    """run-2 before run-10."""
+    parts = re.split(r"(\d+)", folder.name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _distinct_labels(runs: Sequence[Run]) -> list[Run]:
