@@ -509,7 +509,8 @@ def _timelines(runs: Sequence[Run], timelines: Sequence[dict[str, Any]]) -> str:
 
 def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
     figures = "".join(
-        f'<figure{" class=wide" if len(one["clients"]) > 20 else ""}><figcaption><h3>{escape(one["description"])}</h3><p class="aside">{escape(one["facts"])} '
+        f"<figure{' class=wide' if len(one['clients']) > 20 else ''}><figcaption>"
+        f'<h3>{escape(one["description"])}</h3><p class="aside">{escape(one["facts"])} '
         f"Used by {escape(one['users'])}.</p></figcaption>"
         f'<div class="chart partition" data-partition="{place}" role="img" '
         'aria-label="Examples per client"></div></figure>'
