@@ -1,0 +1,93 @@
+# `make run` and `make test` need Python 3.10 or newer, pip and make; everything else goes into .venv.
+#
+#   PYTHON    the interpreter that .venv is made from
+#   PIP_ARGS  more arguments for pip, as "--extra-index-url https://download.pytorch.org/whl/cpu"
+#   WORKERS   how many tests run at the same time
+
+PYTHON ?= python3
+PIP_ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+INSTALL := $(PIP) install --constraint constraints.txt $(PIP_ARGS)
+
+# An environment around this one, or settings that send packages elsewhere, must not reach ours.
+unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+
+.DEFAULT_GOAL := help
+.PHONY: help run test install install-test browser lint types docs format clean
+
+help:
+	@echo "make run     install dure into .venv and compare all systems on the built-in digits"
+	@echo "make test    lint, types, documentation, tests"
+	@echo "make lint    ruff, check and format"
+	@echo "make types   mypy"
+	@echo "make docs    the documentation as HTML, in site/"
+	@echo "make format  let ruff format the code"
+	@echo "make clean   remove .venv and all that was built"
+
+run: install
+	@out="runs/compare-digits-$$(date +%Y%m%d-%H%M%S)"; \
+	$(BIN)/dure compare digits --out "$$out" && echo "open it in a browser: file://$$PWD/$$out/report.html"
+
+test: lint types browser
+	@echo "documentation and tests"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+lint: install-test
+	@echo "lint"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
+
+types: install-test
+	@echo "types"
+	@$(BIN)/mypy --no-error-summary
+
+docs: install-test
+	@$(BIN)/mkdocs build --strict --quiet --site-dir site
+	@echo "open it in a browser: file://$$PWD/site/index.html"
+
+format: install-test
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+install: $(VENV)/.installed
+install-test: $(VENV)/.installed-test
+
+# Debian's python3 without python3-venv cannot put pip into a new environment, but its own pip can.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	|| { echo "dure needs Python 3.10 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --quiet --python $(BIN)/python install $(PIP_ARGS) pip; } \
+	|| { rm -rf $(VENV); echo "no environment could be made: apt-get install python3-venv" >&2; exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing torch (about 200 MB, more where the index has only the CUDA build)"
+	@$(INSTALL) torch==2.13.0
+	@echo "installing dure and what else it needs"
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation --editable '.[report]'
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing what the tests need"
+	@$(INSTALL) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+# The tests of the report look at it in a browser. Without one they are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  echo "installing chromium"; \
+	  as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
+	  command -v apt-get >/dev/null \
+	  && { $$as_root apt-get -qq update && $$as_root apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 \
+	  || echo "chromium could not be installed: tests of the report in a browser are skipped"; }
