@@ -35,6 +35,11 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = -1
 
+    @property
+    def pid(self) -> int | None:
+        """The server's process, if it runs."""
+        return self._process.pid if self._process is not None else None
+
     def start(self) -> None:
         """Starts the server if it does not run yet; it gets ready while the caller goes on."""
         with self._lock:
@@ -109,8 +114,9 @@ def _descriptor(number: int) -> int:
 def serve(descriptor: int) -> None:
     """The server's loop: ends when the parent's end of the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    from dure.worlds.rank import rank_main  # brings torch in, once for all ranks
+    from dure.worlds.rank import load_everything, rank_main  # brings torch in, once for all ranks
 
+    load_everything()
     connection = socket.socket(fileno=descriptor)
     children: set[int] = set()
     while True:

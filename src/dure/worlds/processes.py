@@ -13,6 +13,7 @@ import pickle
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,8 @@ class Processes:
         store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=self.deadline), wait_for_workers=False)
         threads = threads_per_rank(self.workers)
         seats = [
-            Seat(rank, self.workers, store.port, self.deadline, threads, os.getcwd()) for rank in range(self.workers)
+            Seat(rank, self.workers, store.port, self.deadline, threads, os.getcwd(), tuple(sys.path))
+            for rank in range(self.workers)
         ]
         roll_call = RollCall(PrefixStore("roll call", store), -1, self.workers, self.deadline)
         with started(seats, program) as members:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-import dure.drive
+import dure.drive  # noqa: F401, loaded here once for all ranks
 from dure.collectives.group import Group
 from dure.errors import DureError, WorkerFailedError
 from dure.record.meter import Meter
@@ -29,15 +30,23 @@ from dure.strategy import Place
 from dure.worlds import parcel
 from dure.worlds.roll_call import PRESENT, RollCall
 
-__all__ = ["Seat", "rank_main"]
 
-_ = dure.drive  # imported for the fork server: ranks find everything loaded
+
+def load_everything() -> None:
+    """Called once by the fork server, so that no rank has to: the first optimizer of a process imports 800 modules
+    of torch, which takes longer than many a run."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
 _LONGEST_MESSAGE = 60_000
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits in its job. port: of the store on this machine; deadline: seconds a transfer may take."""
+    """Where a rank sits in its job. port: of the store on this machine; deadline: seconds a transfer may take.
+
+    folder, path: the parent's working directory and sys.path.
+    """
 
     rank: int
     size: int
@@ -45,6 +54,7 @@ class Seat:
     deadline: float
     threads: int
     folder: str
+    path: tuple[str, ...]
 
 
 class Control:
@@ -82,6 +92,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     roll_call: RollCall | None = None
     try:
         os.chdir(seat.folder)
+        sys.path[:] = seat.path
         torch.set_num_threads(seat.threads)
         roll_call = join(seat)
         program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)

@@ -1,0 +1,53 @@
+"""What holds for every test: no process is left behind, and the fork server ends with the session."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dure.worlds.fork_server import server
+
+
+def descendants(of: int) -> set[int]:
+    """Pids of the living processes below `of`; zombies do not count."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    found: set[int] = set()
+    frontier = {of}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier}
+        found |= frontier
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Fails a test that leaves a rank running; the fork server itself may stay."""
+    yield
+    allowed = {server.pid} if server.pid is not None else set()
+    until = time.monotonic() + 5
+    while (left := _ranks_left(allowed)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left, f"processes left behind: {left}"
+
+
+def _ranks_left(allowed: set[int]) -> set[int]:
+    forked = {pid for root in allowed for pid in descendants(root)}
+    return forked & descendants(os.getpid())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server_ends() -> Iterator[None]:
+    yield
+    server.stop()

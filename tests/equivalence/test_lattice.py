@@ -1,0 +1,82 @@
+"""Systems are one another's special cases: float64, 1e-12 (DESIGN.md, the equivalence lattice)."""
+
+from __future__ import annotations
+
+import pytest
+from small import EXAMPLES, largest_difference, small_task
+
+import dure
+from dure.collectives.all_reduce import Algorithm
+
+TOLERANCE = 1e-12
+
+
+def alone(batch_size: int | None, stop: dure.Stop) -> dure.Run:
+    return dure.train(small_task(), dure.SingleWorker(batch_size), stop=stop, seed=3)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "master", "native"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_data_parallel_walks_the_path_of_one_worker(ranks: int, algorithm: Algorithm) -> None:
+    stop = dure.Stop(epochs=3)
+    many = dure.train(small_task(), dure.DataParallel(8, algorithm), dure.Processes(ranks), stop, seed=3)
+    assert largest_difference(many, alone(8, stop)) < TOLERANCE
+
+
+@pytest.mark.parametrize("batch_size", [4, 7, EXAMPLES, None])
+@pytest.mark.parametrize("local_epochs", [1, 2])
+def test_a_federation_of_one_client_is_one_worker(batch_size: int | None, local_epochs: int) -> None:
+    federated = dure.train(
+        small_task(),
+        dure.FedAvg(clients=1, local_epochs=local_epochs, batch_size=batch_size),
+        stop=dure.Stop(rounds=3),
+        seed=3,
+    )
+    assert largest_difference(federated, alone(batch_size, dure.Stop(epochs=3 * local_epochs))) < TOLERANCE
+
+
+def test_one_client_that_counts_steps_is_one_worker() -> None:
+    federated = dure.train(
+        small_task(),
+        dure.FedAvg(clients=1, local_steps=6, batch_size=7),
+        stop=dure.Stop(rounds=4),
+        seed=3,
+    )
+    assert largest_difference(federated, alone(7, dure.Stop(steps=24))) < TOLERANCE
+
+
+@pytest.mark.parametrize("partition", [dure.QuantitySkew(0.5), dure.LabelShards(2), dure.Dirichlet(0.3), dure.NaturalKey()])
+def test_full_batch_fed_avg_over_unequal_clients_is_gradient_descent(partition: dure.QuantitySkew) -> None:
+    clients = None if isinstance(partition, dure.NaturalKey) else 4
+    strategy = dure.FedAvg(clients=clients, fraction=1.0, local_epochs=1, batch_size=None, partition=partition)
+    federated = dure.train(small_task(), strategy, stop=dure.Stop(rounds=5), seed=3)
+    counts = {len(part) for part in strategy.divide(small_task(), 3)}
+    assert len(counts) > 1 or clients is None, "the clients have to be unequal for this test to say something"
+    assert largest_difference(federated, alone(None, dure.Stop(steps=5))) < TOLERANCE
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_full_batch_data_parallel_is_gradient_descent_and_fed_avg(ranks: int) -> None:
+    many = dure.train(small_task(), dure.DataParallel(None), dure.Processes(ranks), dure.Stop(steps=5), seed=3)
+    federated = dure.train(
+        small_task(), dure.FedAvg(clients=3, batch_size=None), stop=dure.Stop(rounds=5), seed=3
+    )
+    assert largest_difference(many, alone(None, dure.Stop(steps=5))) < TOLERANCE
+    assert largest_difference(many, federated) < TOLERANCE
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_data_parallel_equals_one_worker_under_optimizers_with_state(optimizer: str) -> None:
+    from functools import partial
+
+    import torch
+
+    made = {
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
+        "adam": partial(torch.optim.Adam, lr=0.01),
+    }[optimizer]
+    task = small_task(optimizer=made)
+    stop = dure.Stop(epochs=3)
+    many = dure.train(task, dure.DataParallel(8), dure.Processes(3), stop, seed=3)
+    one = dure.train(task, dure.SingleWorker(8), stop=stop, seed=3)
+    assert largest_difference(many, one) < 1e-10  # Adam divides by small square roots

@@ -1,0 +1,54 @@
+"""A small task for tests: a network of about 200 parameters in float64, on data made from a seed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dure
+
+EXAMPLES, FEATURES, CLASSES = 41, 6, 3
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """6-12-8-3 with tanh: 215 parameters."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+    ).to(dtype)
+
+
+def examples(n: int = EXAMPLES, seed: int = 0) -> dure.Examples:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(n, FEATURES, generator=generator, dtype=torch.float64)
+    targets = (inputs[:, :CLASSES] + 0.3 * torch.randn(n, CLASSES, generator=generator)).argmax(dim=1)
+    return dure.Examples(inputs, targets, keys=[f"owner {i % 3}" for i in range(n)])
+
+
+def small_task(lr: float = 0.3, n: int = EXAMPLES, **changes: Any) -> dure.Task:
+    settings: dict[str, Any] = {
+        "model": network,
+        "loss": F.cross_entropy,
+        "train": examples(n),
+        "test": examples(20, seed=1),
+        "optimizer": partial(torch.optim.SGD, lr=lr),
+        "name": "small",
+    }
+    return dure.Task(**{**settings, **changes})
+
+
+def weights_of(run: dure.Run) -> torch.Tensor:
+    """All weights of a run's model in one vector."""
+    return torch.cat([value.double().reshape(-1) for value in run.model.state_dict().values()])
+
+
+def largest_difference(first: dure.Run, second: dure.Run) -> float:
+    return float((weights_of(first) - weights_of(second)).abs().max())
+
+
+def same_bits(first: dure.Run, second: dure.Run) -> bool:
+    mine, other = first.model.state_dict(), second.model.state_dict()
+    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
