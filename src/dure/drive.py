@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
@@ -24,7 +25,7 @@ from dure.record.checkpoint import (
     restore_generators,
     unpack_checkpoint,
 )
-from dure.record.history import Evaluation, History, Step
+from dure.record.history import Evaluation, History, Step, finite
 from dure.record.meter import Counters, peak_memory, reset_peak_memory
 from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
@@ -78,6 +79,7 @@ class Position(msgspec.Struct):
     last_evaluation: int = -1
 
 
+@torch.random.fork_rng(devices=[])  # the user's own draws go on as if there had been no run
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
     reset_peak_memory()
@@ -235,7 +237,7 @@ class Driver:
             position.samples,
             position.loss,
             position.seconds,
-            position.metrics,
+            finite(position.metrics),
             sum(c.bytes_sent for c in workers),
             sum(c.bytes_received for c in workers),
             sum(c.compute_seconds for c in workers),
@@ -363,7 +365,7 @@ def summarise(
         "epochs": position.samples / len(job.task.train),
         "samples": position.samples,
         "seconds": position.seconds,
-        **position.metrics,
+        **finite(position.metrics),
         "best": history.best(),
         "train_loss": position.loss,
         "parameters": job.parameters,

@@ -6,7 +6,8 @@ far), and the crossing is interpolated linearly between evaluations. All systems
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -28,14 +29,17 @@ class Step(msgspec.Struct, tag_field="kind", tag="step"):
 
 
 class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation"):
-    """An evaluation: the metrics, and cumulative counters summed over all ranks or clients."""
+    """An evaluation: the metrics, and cumulative counters summed over all ranks or clients.
+
+    A metric that is not finite is None: JSON has no other word for it.
+    """
 
     step: int
     epoch: float
     samples: int
     loss: float | None
     seconds: float
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     bytes_sent: int
     bytes_received: int
     compute_seconds: float
@@ -43,8 +47,16 @@ class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation"):
     idle_seconds: float
     peak_memory: int
 
+    def __post_init__(self) -> None:
+        self.metrics = finite(self.metrics)
+
 
 Record = Step | Evaluation
+
+
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The metrics, None for those that are NaN or infinite."""
+    return {name: v if v is not None and math.isfinite(v) else None for name, v in metrics.items()}
 
 
 def lower_is_better(metric: str) -> bool:
@@ -96,9 +108,10 @@ class History:
         return [record for record in self.records if isinstance(record, Evaluation)]
 
     def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """(x, y) of a metric over the evaluations; `against` is any field of `Evaluation`, as "bytes_sent"."""
-        pairs = [(float(getattr(e, against)), e.metrics[metric]) for e in self.evaluations if metric in e.metrics]
-        return [x for x, _ in pairs], [y for _, y in pairs]
+        """(x, y) of a metric over the evaluations where it was finite; `against` is any field of `Evaluation`, as
+        "bytes_sent"."""
+        pairs = [(float(getattr(e, against)), e.metrics.get(metric)) for e in self.evaluations]
+        return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
     def to_target(self, metric: str, target: float) -> float | None:
         """Steps or rounds until `metric` reached `target`."""
@@ -106,7 +119,7 @@ class History:
 
     def best(self) -> dict[str, float]:
         """The best value of every metric."""
-        names = dict.fromkeys(name for e in self.evaluations for name in e.metrics)
+        names = dict.fromkeys(name for e in self.evaluations for name, v in e.metrics.items() if v is not None)
         return {name: (min if lower_is_better(name) else max)(self.curve(name)[1]) for name in names}
 
     @classmethod
