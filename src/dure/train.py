@@ -81,22 +81,57 @@ def resume(
     Raises RunFolderError if the folder holds no run, or its task cannot be found again.
     """
     path = Path(folder)
-    config = RunFolder.open(path).read_json("config.json")
+    asked = asked_of(path)
     if task is None:
-        if not config["task"]["name"]:
+        if not asked.task.name:
             raise RunFolderError(
                 f"the task of {path} was made in Python: give it as dure.resume({str(path)!r}, task=...)"
             )
-        task = load_task(config["task"]["name"], **config["task"]["options"])
-    if stop is None:
-        stop = msgspec.convert(config["stop"], Stop)
-    strategy, world = decode_strategy(config["strategy"]), decode_world(config["world"])
-    every, checkpoint = config["evaluate_every"], config["checkpoint_every"]
-    job, new_config = prepare(task, strategy, world, stop, config["seed"], every, checkpoint, config["label"])
+        task = load_task(asked.task.name, **asked.task.options)
+    strategy, world = decode_strategy(asked.strategy), decode_world(asked.world)
+    job, new_config = prepare(
+        task,
+        strategy,
+        world,
+        stop if stop is not None else asked.stop,
+        asked.seed,
+        asked.evaluate_every,
+        asked.checkpoint_every,
+        asked.label,
+    )
     if world.leads:
         RunFolder(path).write_json("config.json", new_config)
         (path / "summary.json").unlink(missing_ok=True)
     return run_job(dataclasses.replace(job, folder=path, resume=True), world, on_progress)
+
+
+class AskedTask(msgspec.Struct):
+    """A task by its name."""
+
+    name: str | None
+    options: dict[str, Any]
+
+
+class Asked(msgspec.Struct):
+    """What config.json says was asked, as far as a resumed run needs it."""
+
+    label: str
+    task: AskedTask
+    strategy: dict[str, Any]
+    world: dict[str, Any]
+    stop: Stop
+    seed: int
+    evaluate_every: int | None
+    checkpoint_every: int | None
+
+
+def asked_of(folder: Path) -> Asked:
+    """What was asked of the run in `folder`. Raises RunFolderError if there is none, or its config.json is damaged."""
+    config = RunFolder.open(folder).read_json("config.json")
+    try:
+        return msgspec.convert(config, Asked)
+    except msgspec.ValidationError as error:
+        raise RunFolderError(f"{folder / 'config.json'} is damaged: {error}") from error
 
 
 def run_job(job: Job, world: World, on_progress: Progress) -> Run:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -35,9 +36,12 @@ class RunFolder:
             raise RunFolderError(
                 f"the run folder {path} is not empty: choose another with --out, or go on with --resume {path}"
             )
-        path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
-        folder.write_json("config.json", config)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder.write_json("config.json", config)
+        except OSError as error:
+            raise RunFolderError(f"cannot make the run folder {path}: {error.strerror}") from error
         return folder
 
     @classmethod
@@ -53,9 +57,11 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """Raises RunFolderError if the file is missing or damaged."""
         try:
-            content: dict[str, Any] = json.loads((self.path / name).read_bytes())
+            content = json.loads((self.path / name).read_bytes())
         except (OSError, ValueError) as error:
             raise RunFolderError(f"cannot read {self.path / name}: {error}") from error
+        if not isinstance(content, dict):
+            raise RunFolderError(f"{self.path / name} is damaged: it holds no JSON object")
         return content
 
     def append(self, record: Record) -> None:
@@ -73,9 +79,12 @@ class RunFolder:
         self._flushed = time.monotonic()
 
     def history(self) -> History:
-        """What history.jsonl holds; nothing if there is no such file."""
+        """What history.jsonl holds; nothing if there is no such file. Raises RunFolderError if it is damaged."""
         path = self.path / "history.jsonl"
-        return History.decode(path.read_bytes()) if path.exists() else History()
+        try:
+            return History.decode(path.read_bytes()) if path.exists() else History()
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"cannot read {path}: {error}") from error
 
     def rewrite_history(self, history: History) -> None:
         """Replaces history.jsonl, when a resumed run takes back what came after its checkpoint."""
@@ -127,10 +136,14 @@ class Run:
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     """The ended run in a folder. model: the task's factory, whose weights are then replaced by the trained ones.
 
-    Raises RunFolderError if there is no ended run.
+    Raises RunFolderError if there is no ended run, or its weights are not those of this model.
     """
     folder = RunFolder.open(Path(path))
     summary = folder.read_json("summary.json")
     network = model()
-    network.load_state_dict(load_file(str(folder.path / "model.safetensors")))
+    weights = folder.path / "model.safetensors"
+    try:
+        network.load_state_dict(load_file(str(weights)))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)
