@@ -6,7 +6,9 @@ Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended by Ctr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -68,17 +70,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [argument for argument in given if argument != DEBUG]
     try:
         return _dispatch(given)
-    except (DureError, ValueError, ImportError) as error:
+    except KeyboardInterrupt:
+        print("dure: interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+    except Exception as error:
         if debug:
             traceback.print_exc()
         if debug and isinstance(error, WorkerFailedError) and error.traceback:
             print(error.traceback, file=sys.stderr)
-        hint = "" if debug or not isinstance(error, WorkerFailedError) else f" ({DEBUG} shows the traceback)"
-        print(f"dure: {error}{hint}", file=sys.stderr)
-        return error.exit_code if isinstance(error, DureError) else 2
-    except KeyboardInterrupt:
-        print("dure: interrupted", file=sys.stderr)
-        return 130
+        foreseen = isinstance(error, (DureError, ValueError, ImportError))
+        own = foreseen and not isinstance(error, WorkerFailedError)
+        text = str(error) if foreseen else f"{type(error).__name__}: {error}"
+        print(f"dure: {_one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}", file=sys.stderr)
+        if isinstance(error, DureError):
+            return error.exit_code
+        return 2 if foreseen else 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _dispatch(given: list[str]) -> int:
@@ -225,11 +237,26 @@ def _parse(prog: str, parts: dict[str, Any], arguments: list[str], description: 
     fields = [(name, Annotated[kind, tyro.conf.arg(name="")]) for name, kind in parts.items()]
     together = dataclasses.make_dataclass("Options", fields, frozen=True)
     together.__doc__ = description
-    with registry:
-        parsed: Any = tyro.cli(
-            together, prog=prog, args=arguments, config=(tyro.conf.FlagCreatePairsOff,), description=description
-        )
+    complaint = io.StringIO()
+    try:
+        with registry, contextlib.redirect_stderr(complaint):
+            parsed: Any = tyro.cli(
+                together, prog=prog, args=arguments, config=(tyro.conf.FlagCreatePairsOff,), description=description
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)") from None
     return {name: getattr(parsed, name) for name in parts}
+
+
+def _complaint(box: str) -> str:
+    """What tyro says in a box of many lines, in one: its first paragraph, and the flag that was perhaps meant."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line and line[0] == "│"]
+    end = next((i for i, line in enumerate(lines) if not line.strip("─")), len(lines))
+    meant = next((line.split()[0] for line in lines[end:] if line.startswith("--")), None)
+    is_guess = any(line.startswith("Perhaps you meant") for line in lines)
+    return " ".join(lines[:end]) + (f", did you mean {meant}?" if is_guess and meant else "")
 
 
 def _options_of_task(reference: str) -> type[Any]:
@@ -238,15 +265,16 @@ def _options_of_task(reference: str) -> type[Any]:
     A parameter without default may be left out here: `load_task` says better what is missing.
     """
     import inspect
-    import typing
 
-    from dure.tasks import task_factory
+    from dure.tasks import hints_of, task_factory
 
     factory = task_factory(reference)
     fields: list[Any] = []
     if inspect.isfunction(factory):
-        hints = typing.get_type_hints(factory)
+        hints = hints_of(factory)
         for name, parameter in inspect.signature(factory).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
             if parameter.default is parameter.empty:
                 fields.append((name, hints.get(name, str) | None, None))
             else:
@@ -317,15 +345,9 @@ def _call_train(
 def _resume(flags: list[str]) -> int:
     asked = _parse("dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run.")
     folder: Path = asked["how"].resume
-    import msgspec
+    from dure.train import asked_of, resume
 
-    from dure.record.run import RunFolder
-    from dure.stop import Stop
-    from dure.train import resume
-
-    stored = RunFolder.open(folder).read_json("config.json")["stop"]
-    given = asked["limits"] != Limits()
-    stop = asked["limits"].stop() if given else msgspec.convert(stored, Stop)
+    stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return _show_run(
         lambda on_progress: resume(folder, stop=stop, on_progress=on_progress),
         stop,
@@ -344,8 +366,8 @@ def _show_run(run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool,
     try:
         with Display(stop, quiet) as display:
             done = run(lambda event: display("training", event))
-    except DureError:
-        if (folder / "checkpoint").is_dir():
+    except DureError as error:
+        if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(f"dure: kept until its last checkpoint; go on with dure train --resume {folder}", file=sys.stderr)
         raise
     if as_json:
@@ -419,20 +441,11 @@ def _report(given: list[str]) -> int:
     if not names:
         raise ValueError("dure report RUN [RUN ...]: name at least one run folder")
     asked = _parse("dure report RUN ...", {"how": ReportOptions}, flags, "Write a report.")
-    folders = [folder for name in names for folder in _runs_in(Path(name))]
     from dure.report import write_report
 
     out = asked["how"].out if asked["how"].out is not None else Path(names[0]) / "report.html"
-    print(write_report(folders, out))
+    print(write_report([Path(name) for name in names], out))
     return 0
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    """A run folder, or those of a comparison."""
-    if not (folder / "comparison.json").is_file():
-        return [folder]
-    comparison = json.loads((folder / "comparison.json").read_bytes())
-    return [folder / name for name in comparison.get("runs", [])]
 
 
 def _check_names(reference: str, systems: list[str]) -> None:
@@ -465,7 +478,7 @@ def _world(strategy: Strategy, workers: int | None, deadline: float) -> World:
     if under_torchrun():
         return Torchrun(deadline)
     if strategy.name == "single-worker":
-        return Processes(workers or 1, deadline)
+        return Processes(1 if workers is None else workers, deadline)
     return Processes(workers, deadline)
 
 

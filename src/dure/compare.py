@@ -94,7 +94,7 @@ def compare(
     write_atomically(folder / "comparison.json", msgspec.json.format(msgspec.json.encode(done)) + b"\n")
     from dure.report import write_report
 
-    report = write_report([folder / name for name in names], folder / "report.html")
+    report = write_report([folder], folder / "report.html")
     return Comparison(runs, failed, report)
 
 

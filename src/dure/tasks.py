@@ -327,7 +327,7 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
             raise ValueError(f"the task {reference} has no option {_flags([name])}{hint}")
     required = [parameter.name for parameter in parameters if _is_required(parameter)]
     missing = [name for name in required if name not in options]
-    hints = _hints(factory)
+    hints = hints_of(factory)
     if missing:
         flags = " ".join(f"{_flags([name])} {'DIR' if _is_path(hints.get(name)) else name.upper()}" for name in missing)
         raise ValueError(f"the task {reference} needs {flags}")
@@ -344,7 +344,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and not variadic
 
 
-def _hints(factory: TaskFactory) -> dict[str, Any]:
+def hints_of(factory: TaskFactory) -> dict[str, Any]:
     """The factory's type hints; none if they cannot be evaluated, which is the user's right."""
     target = factory.func if isinstance(factory, functools.partial) else factory
     try:
