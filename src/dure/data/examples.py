@@ -8,8 +8,10 @@ by example, as a DataLoader would do it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,6 +35,8 @@ class Examples:
         leaves = tree_leaves((inputs, targets))
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise ValueError("examples need tensors as inputs and targets: (inputs, targets)")
+        if any(leaf.ndim == 0 for leaf in leaves):
+            raise ValueError("examples need tensors of shape (n, ...), but one is a single number")
         lengths = {len(leaf) for leaf in leaves} | ({len(keys)} if keys is not None else set())
         if len(lengths) != 1:
             raise ValueError(f"inputs, targets and keys have different lengths: {sorted(lengths)}")
@@ -101,11 +105,24 @@ class DatasetExamples(Examples):
         return cast("tuple[Any, Any]", tree_map(self._convert, (inputs, targets)))
 
     def labels(self) -> Tensor | None:
+        return self._labels
+
+    @cached_property
+    def _labels(self) -> Tensor | None:
         targets = getattr(self.dataset, "targets", None)
         if targets is None:
+            if not self._is_number(self.dataset[0][1]):
+                return None
             targets = [self.dataset[i][1] for i in range(len(self))]
-        labels = torch.as_tensor(targets)
+        try:
+            labels = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError):  # names, structures, tensors of many elements
+            return None
         return labels.long() if labels.ndim == 1 and not labels.is_floating_point() else None
+
+    @staticmethod
+    def _is_number(target: Any) -> bool:
+        return isinstance(target, (int, numpy.integer)) or (isinstance(target, Tensor) and target.ndim == 0)
 
     def to(self, dtype: torch.dtype) -> Examples:
         copy = DatasetExamples(self.dataset, self.keys)
