@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -75,7 +76,7 @@ class Display:
             self._line(label, event, done)
             return
         if label not in self.tasks:
-            self.tasks[label] = self.live.add_task(label, total=None if done is None else 1.0, facts="")
+            self.tasks[label] = self.live.add_task(escape(label), total=None if done is None else 1.0, facts="")
         self.live.update(self.tasks[label], completed=done or 0.0, facts=facts(event))
 
     def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
@@ -89,10 +90,10 @@ class Display:
 def human_bytes(count: float) -> str:
     """1,234,567 bytes as "1.23 MB"; powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # which three digits would round to 1e+03
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:,.3g} TB"
+    return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
 def human_seconds(seconds: float) -> str:
@@ -144,5 +145,5 @@ def table(summaries: Sequence[dict[str, Any]]) -> Table:
             found = value(summary)
             written = "–" if found is None else text(found)
             cells.append(f"[bold]{written}[/bold]" if found is not None and found == top else written)
-        result.add_row(summary["label"], summary["world"], *cells)
+        result.add_row(escape(summary["label"]), escape(summary["world"]), *cells)
     return result

@@ -30,7 +30,7 @@ class Stop:
         """Raises ValueError if a limit is not positive, or none of them ever ends a run that counts `unit`s."""
         for name in ("epochs", "steps", "rounds", "seconds"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # NaN is not either
                 raise ValueError(f"{name} is {value}, but a run ends after more than 0 {name}")
         own = self.steps if unit == "step" else self.rounds
         if own is None and self.epochs is None and self.seconds is None and not self.target:
@@ -43,7 +43,8 @@ class Stop:
         own = self.steps if unit == "step" else self.rounds
         if own is not None and step >= own:
             return f"{unit}s"
-        if self.epochs is not None and samples >= self.epochs * examples:
+        # 0.7 epochs of 10 examples are 7, and not the 7.000000000000001 that floats make of it
+        if self.epochs is not None and samples >= self.epochs * examples * (1 - 1e-12):
             return "epochs"
         if self.target and all(name in metrics and reaches(name, metrics[name], v) for name, v in self.target.items()):
             return "target"

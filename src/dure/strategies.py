@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -73,19 +73,23 @@ def decode_world(written: Mapping[str, Any]) -> World:
 
 def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)}
     values = {key: value for key, value in written.items() if key != "name"}
-    unknown = sorted(values.keys() - known)
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}{catalog.suggestion(unknown[0], known)}")
+    _check_fields(kind, values)
     try:
         return kind(**{key: _typed(value, hints[key]) for key, value in values.items()})
     except msgspec.ValidationError as error:
         raise ValueError(f"{kind.__name__}: {error}") from error
 
 
+def _check_fields(kind: type[Any], names: Iterable[str]) -> None:
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{kind.__name__} has no field {name!r}{catalog.suggestion(name, known)}")
+
+
 def _typed(value: Any, hint: Any) -> Any:
-    return parse(value) if hint is Partition else msgspec.convert(value, hint)
+    return parse(msgspec.convert(value, str)) if hint is Partition else msgspec.convert(value, hint)
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -101,6 +105,7 @@ def parse_strategy(text: str) -> Strategy:
         field, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
+        _check_fields(kind, [field])
         is_text = hints.get(field) is Partition or typing.get_origin(hints.get(field)) is typing.Literal
         try:
             written[field] = value if is_text else msgspec.json.decode(value.encode())
