@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from dure.worlds.fork_server import server
+
+settings.register_profile("dure", deadline=None)  # how long an example takes is the machine's business
+settings.load_profile("dure")
 
 
 def descendants(of: int) -> set[int]:

@@ -1,0 +1,224 @@
+"""Checkpoints: trees without pickle, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dure.errors import RunFolderError
+from dure.record import checkpoint
+from dure.record.checkpoint import (
+    generators_state,
+    pack_checkpoint,
+    pack_tree,
+    read_checkpoint,
+    restore_generators,
+    save_checkpoint,
+    unpack_checkpoint,
+    weights_to_bytes,
+    write_atomically,
+)
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+TENSORS = st.builds(
+    lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
+)
+KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
+LEAVES = TENSORS | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS | st.just("$tensor") | st.just("$dict"), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def there_and_back(tree):
+    """Through the bytes of a checkpoint's files."""
+    return unpack_checkpoint(pack_checkpoint({}, tree))[1]
+
+
+def same(a, b) -> bool:
+    """Equal in types, structure and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@given(TREES)
+def test_a_tree_is_read_back_as_it_was_written(tree):
+    assert same(there_and_back(tree), tree)
+
+
+@pytest.mark.parametrize("node", [{1, 2}, object(), b"bytes", 1j, [{"deep": print}]])
+def test_what_would_need_pickle_is_refused(node):
+    with pytest.raises(TypeError, match="cannot be put into a checkpoint without pickle"):
+        pack_tree(node)
+
+
+def test_views_and_transposed_tensors_keep_their_values_alone():
+    base = torch.arange(12.0).view(3, 4)
+    tree = {"row": base[1], "transposed": base.T, "expanded": torch.ones(1).expand(3), "whole": base}
+    assert same(there_and_back(tree), {name: value.clone() for name, value in tree.items()})
+    packed = weights_to_bytes({"row": base[1]})
+    assert len(packed) < len(weights_to_bytes({"whole": torch.zeros(100)}))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+        partial(torch.optim.AdamW, lr=0.01),
+    ],
+)
+def test_an_optimizer_goes_on_from_a_checkpoint_with_the_same_bits(make):
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer, resumed = make(model.parameters()), make(other.parameters())
+    for number in range(3):
+        step(model, optimizer, number)
+    weights, state = unpack_checkpoint(pack_checkpoint(model.state_dict(), optimizer.state_dict()))
+    assert same(state, optimizer.state_dict())
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    for number in range(3, 6):
+        step(model, optimizer, number)
+        step(other, resumed, number)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(resumed.state_dict(), optimizer.state_dict())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+def test_tied_weights_are_written_under_both_names_and_stay_tied():
+    model, other = Tied(), Tied()
+    weights, _ = unpack_checkpoint(pack_checkpoint(model.state_dict(), {}))
+    assert same(weights, {name: weights[name] for name in weights})
+    assert torch.equal(weights["first.weight"], weights["second.weight"])
+    other.load_state_dict(weights)
+    assert other.second.weight is other.first.weight
+    assert torch.equal(other.first.weight, model.first.weight)
+
+
+def test_generators_go_on_where_they_were():
+    def draws():
+        return torch.rand(3).tolist(), numpy.random.randn(3).tolist(), random.random(), random.gauss(0, 1)
+
+    random.gauss(0, 1)  # leaves a second number behind, as numpy's randn of an odd count does
+    numpy.random.randn()
+    state = there_and_back(generators_state())
+    first = draws()
+    restore_generators(state)
+    assert draws() == first
+
+
+def parts(step: int) -> tuple[bytes, bytes, bytes]:
+    return pack_checkpoint({"w": torch.full((3,), float(step))}, {"step": step, "tensor": torch.ones(2)})
+
+
+def test_the_newest_checkpoint_is_read_and_the_older_ones_are_gone(tmp_path):
+    folder = tmp_path / "checkpoint"
+    assert read_checkpoint(folder) is None
+    save_checkpoint(folder, 7, parts(7))
+    assert save_checkpoint(folder, 12, parts(12)).name == "00000012"
+    assert [p.name for p in folder.iterdir()] == ["00000012"]
+    assert read_checkpoint(folder) == parts(12)
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_kill_while_writing_leaves_the_old_checkpoint(tmp_path, monkeypatch, call):
+    folder = tmp_path / "checkpoint"
+    save_checkpoint(folder, 7, parts(7))
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, call, killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(folder, 12, parts(12))
+    assert read_checkpoint(folder) == parts(7)
+    save_checkpoint(folder, 12, parts(12))  # what was left half written is in nobody's way
+    assert read_checkpoint(folder) == parts(12)
+    assert [p.name for p in folder.iterdir()] == ["00000012"]
+
+
+def test_a_kill_before_the_old_checkpoint_is_removed_leaves_the_new_one(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint"
+    save_checkpoint(folder, 7, parts(7))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
+        save_checkpoint(folder, 12, parts(12))
+    assert len(list(folder.iterdir())) == 2
+    assert read_checkpoint(folder) == parts(12)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_kill_while_writing_a_file_leaves_the_old_content(tmp_path, monkeypatch, call):
+    file = tmp_path / "config.json"
+    write_atomically(file, b"old")
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, call, killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(file, b"new")
+    assert file.read_bytes() == b"old"
+    write_atomically(file, b"new")
+    assert file.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path):
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    content = pack_checkpoint({"w": torch.ones(2)}, {"optimizer": optimizer.state_dict(), "random": random.getstate()})
+    saved = save_checkpoint(tmp_path / "checkpoint", 1, content)
+    assert sorted(p.name for p in saved.iterdir()) == ["model.safetensors", "state.json", "state.safetensors"]
+    json.loads((saved / "state.json").read_bytes())
+    for file in saved.iterdir():
+        with pytest.raises((pickle.UnpicklingError, ValueError, EOFError, IndexError, KeyError, AttributeError)):
+            pickle.loads(file.read_bytes())
+
+
+def test_a_checkpoint_with_a_missing_file_is_refused_by_name(tmp_path):
+    saved = save_checkpoint(tmp_path / "checkpoint", 3, parts(3))
+    (saved / "state.json").unlink()
+    with pytest.raises(RunFolderError, match=r"00000003 is not a whole checkpoint: .*state\.json"):
+        read_checkpoint(tmp_path / "checkpoint")
