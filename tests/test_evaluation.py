@@ -1,0 +1,109 @@
+"""Measuring a model on the test data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from dure import evaluation
+from dure.collectives.group import Group
+from dure.evaluation import evaluate
+from dure.record.meter import Meter
+from dure.record.trace import Trace
+from small import examples, network, small_task
+
+
+class Share(Group):
+    """One rank of several, seen alone: its sums are all there is."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        self.sums: list[float] = []
+
+    def all_gather_values(self, values: list[float]) -> list[list[float]]:
+        self.sums = values
+        return [values]
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(evaluation, "BATCH", 7)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_the_measures_are_those_of_the_plain_computation_uneven_last_batch_included():
+    task, model = small_task(), network()
+    inputs, targets = task.test.inputs, task.test.targets
+    with torch.no_grad():
+        outputs = model(inputs)
+    measured = evaluate(task, model, task.test, Group(), 0)
+    assert measured == {
+        "test_loss": pytest.approx(float(F.cross_entropy(outputs, targets)), rel=1e-12),
+        "test_accuracy": float((outputs.argmax(1) == targets).double().mean()),
+    }
+
+
+@given(st.integers(1, 30), st.integers(1, 8))
+def test_the_ranks_shares_add_up_to_the_whole(n, size):
+    task, model = small_task(test=examples(n)), network()
+    whole = evaluate(task, model, task.test, Group(), 0)
+    shares = [Share(rank, size) for rank in range(size)]
+    for share in shares:
+        if n > share.rank:
+            evaluate(task, model, task.test, share, 0)
+    loss, correct, *counts = (sum(column) for column in zip(*(s.sums for s in shares if s.sums), strict=True))
+    assert counts == [n, n]
+    assert loss / n == pytest.approx(whole["test_loss"], rel=1e-12)
+    assert correct / n == whole["test_accuracy"]
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_metric_is_a_mean_or_a_sum_with_its_count():
+    def mean(outputs, targets):
+        return (outputs.argmax(1) == targets).double().mean()
+
+    def of_class_one(outputs, targets):
+        ones = targets == 1
+        return ((outputs.argmax(1) == 1) & ones).sum(), ones.sum()
+
+    def number(outputs, targets):
+        return float(len(targets))
+
+    task, model = small_task(metrics={"mean": mean, "recall": of_class_one, "batch": number}), network()
+    with torch.no_grad():
+        guesses, targets = model(task.test.inputs).argmax(1), task.test.targets
+    measured = evaluate(task, model, task.test, Group(), 0)
+    assert measured["test_mean"] == pytest.approx(float((guesses == targets).double().mean()))
+    assert measured["test_recall"] == pytest.approx(float((guesses[targets == 1] == 1).double().mean()))
+    assert measured["test_batch"] == pytest.approx((7 * 7 + 7 * 7 + 6 * 6) / 20)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_measured_as_it_predicts_and_goes_on_as_it_was(training):
+    model = nn.Sequential(nn.Linear(6, 3, dtype=torch.float64), nn.Dropout(0.9)).train(training)
+    task = small_task()
+    first, second = (evaluate(task, model, task.test, Group(), 0) for _ in range(2))
+    assert first == second
+    assert [module.training for module in model.modules()] == [training] * 3
+
+
+def test_no_gradients_are_kept():
+    model, task = network(), small_task()
+    evaluate(task, model, task.test, Group(), 0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_is_measured_without_test_data_and_the_timeline_shows_what_was():
+    trace = Trace()
+    group, task = Group(meter=Meter("rank 0", trace)), small_task()
+    assert evaluate(task, network(), None, group, 3) == {}
+    assert not trace.lanes
+    evaluate(task, network(), task.test, group, 3)
+    ((span,),) = [lane.spans for lane in trace.lanes.values()]
+    assert (span.name, span.category, span.step) == ("evaluation", "evaluation", 3)
+    assert group.meter.counters.compute_seconds == 0
