@@ -105,9 +105,11 @@ def _slug(label: str) -> str:
 
 def _unique(labels: Sequence[str]) -> list[str]:
     """The labels, numbered where several would have the same folder."""
-    seen: dict[str, int] = {}
-    result = []
+    result: list[str] = []
     for label in labels:
-        seen[_slug(label)] = count = seen.get(_slug(label), 0) + 1
-        result.append(label if count == 1 else f"{label} ({count})")
+        taken, numbered, count = set(map(_slug, result)), label, 1
+        while _slug(numbered) in taken:
+            count += 1
+            numbered = f"{label} ({count})"
+        result.append(numbered)
     return result
