@@ -11,6 +11,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -252,9 +253,12 @@ def _parse(prog: str, parts: dict[str, Any], arguments: list[str], description: 
 
 def _complaint(box: str) -> str:
     """What tyro says in a box of many lines, in one: its first paragraph, and the flag that was perhaps meant."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line and line[0] == "│"]
-    end = next((i for i, line in enumerate(lines) if not line.strip("─")), len(lines))
-    meant = next((line.split()[0] for line in lines[end:] if line.startswith("--")), None)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)  # it colours a terminal, and draws in ASCII where it has to
+    lines = [line.strip(" │") for line in plain.splitlines()[1:]]
+    if not lines[0].strip("-"):
+        del lines[0]
+    end = next((i for i, line in enumerate(lines) if not line.strip("─-╰╯")), len(lines))
+    meant = next((line.split()[0] for line in lines[end:] if re.match("--[a-z]", line)), None)
     is_guess = any(line.startswith("Perhaps you meant") for line in lines)
     return " ".join(lines[:end]) + (f", did you mean {meant}?" if is_guess and meant else "")
 
