@@ -57,9 +57,18 @@ def best_accuracy(run: Run) -> float:
     return float(run.summary["best"]["test_accuracy"])
 
 
+def trial(asked: argparse.Namespace, partition: str, rate: float) -> float:
+    """Best test accuracy of a rate's trial; zero for a rate at which the loss diverges."""
+    try:
+        return best_accuracy(trained(asked, partition, rate, asked.trial_rounds))
+    except dure.errors.LossNotFiniteError as error:
+        show(f"{partition} lr {rate:g} diverges: {error}")
+        return 0.0
+
+
 def measured(asked: argparse.Namespace, partition: str) -> dict[str, Any]:
     """One row of the result: the trials, the chosen rate, and its rounds to each accuracy."""
-    trials = {rate: best_accuracy(trained(asked, partition, rate, asked.trial_rounds)) for rate in asked.rates}
+    trials = {rate: trial(asked, partition, rate) for rate in asked.rates}
     rate = max(trials, key=lambda rate: trials[rate])
     run = trained(asked, partition, rate, asked.rounds)
     rounds = {f"{accuracy:g}": run.history.to_target("test_accuracy", accuracy) for accuracy in ACCURACIES}

@@ -16,9 +16,9 @@ EXAMPLES, FEATURES, CLASSES = 41, 6, 3
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     """6-12-8-3 with tanh: 215 parameters."""
-    return nn.Sequential(
-        nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
-    ).to(dtype)
+    return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)).to(
+        dtype
+    )
 
 
 def examples(n: int = EXAMPLES, seed: int = 0) -> dure.Examples:

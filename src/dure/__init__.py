@@ -91,5 +91,8 @@ class _Package(ModuleType):
         if not (name in _WHERE and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)  # pickle knows plain modules only
+
 
 sys.modules[__name__].__class__ = _Package

@@ -45,7 +45,9 @@ def test_one_client_that_counts_steps_is_one_worker() -> None:
     assert largest_difference(federated, alone(7, dure.Stop(steps=24))) < TOLERANCE
 
 
-@pytest.mark.parametrize("partition", [dure.QuantitySkew(0.5), dure.LabelShards(2), dure.Dirichlet(0.3), dure.NaturalKey()])
+@pytest.mark.parametrize(
+    "partition", [dure.QuantitySkew(0.5), dure.LabelShards(2), dure.Dirichlet(0.3), dure.NaturalKey()]
+)
 def test_full_batch_fed_avg_over_unequal_clients_is_gradient_descent(partition: dure.QuantitySkew) -> None:
     clients = None if isinstance(partition, dure.NaturalKey) else 4
     strategy = dure.FedAvg(clients=clients, fraction=1.0, local_epochs=1, batch_size=None, partition=partition)
@@ -58,9 +60,7 @@ def test_full_batch_fed_avg_over_unequal_clients_is_gradient_descent(partition: 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_full_batch_data_parallel_is_gradient_descent_and_fed_avg(ranks: int) -> None:
     many = dure.train(small_task(), dure.DataParallel(None), dure.Processes(ranks), dure.Stop(steps=5), seed=3)
-    federated = dure.train(
-        small_task(), dure.FedAvg(clients=3, batch_size=None), stop=dure.Stop(rounds=5), seed=3
-    )
+    federated = dure.train(small_task(), dure.FedAvg(clients=3, batch_size=None), stop=dure.Stop(rounds=5), seed=3)
     assert largest_difference(many, alone(None, dure.Stop(steps=5))) < TOLERANCE
     assert largest_difference(many, federated) < TOLERANCE
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from dure.errors import PeerLostError
 from dure.record.meter import Meter
 
-Diagnose = Callable[[str, str, Exception], PeerLostError]
-"""diagnose(operation, step, error) finds out which peer was lost; worlds know how."""
+Diagnose = Callable[[str, str, "int | None", Exception], PeerLostError]
+"""diagnose(operation, step, peer, error) finds out which peer was lost; worlds know how."""
 
 
 class Group:
@@ -41,6 +41,7 @@ class Group:
         self.operation = "a transfer"
         self.step = "the start"
         self._diagnose = diagnose
+        self._peer: int | None = None
         self._global = dist.get_process_group_ranks(process_group) if process_group is not None else [0]
 
     @classmethod
@@ -51,7 +52,7 @@ class Group:
     @contextmanager
     def during(self, operation: str) -> Iterator[None]:
         """Names what the group does, for errors; transfers that fail inside are diagnosed."""
-        before, self.operation = self.operation, operation
+        before, self.operation, self._peer = self.operation, operation, None
         try:
             yield
         except (RuntimeError, ValueError) as error:  # c10d raises both, DistBackendError among the first
@@ -62,15 +63,17 @@ class Group:
     def _fail(self, error: Exception) -> NoReturn:
         if self._diagnose is None:
             raise error
-        raise self._diagnose(self.operation, self.step, error) from error
+        raise self._diagnose(self.operation, self.step, self._peer, error) from error
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""
+        self._peer = to
         dist.send(tensor, self._global[to], group=self.process_group)
         self.meter.sent(tensor.nbytes)
 
     def receive(self, into: Tensor, source: int) -> None:
         """Fills the contiguous tensor `into` with what rank `source` sends."""
+        self._peer = source
         dist.recv(into, self._global[source], group=self.process_group)
         self.meter.received(into.nbytes)
 
@@ -80,6 +83,7 @@ class Group:
         if into.numel():
             self.receive(into, source)
         if sending is not None:
+            self._peer = to
             sending.wait()
             self.meter.sent(tensor.nbytes)
 

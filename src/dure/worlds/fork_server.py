@@ -6,7 +6,8 @@ It lives as long as its parent: when the parent is gone, by whatever death, the 
 the ranks it has forked, and ends; the kernel kills the ranks should the server itself die (PR_SET_PDEATHSIG).
 
 Messages over a Unix socket: `fork` with four descriptors (the rank's control socket, its parcel, stdout, stderr)
-answers the pid; `ready` answers 0 once torch is loaded; `wait <pid>` waits for that child and answers its exit status, negative for a signal.
+answers the pid; `ready` answers 0 once torch is loaded; `wait <pid>` waits for that child and answers its exit
+status, negative for a signal.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 _START = "from dure.worlds.fork_server import serve; import sys; serve(int(sys.argv[1]))"
@@ -68,25 +69,39 @@ class ForkServer:
 
     def ready(self) -> None:
         """Starts the server if need be and waits until it has torch loaded."""
-        with self._lock:
-            connection = self._connected()
-            connection.send(b"ready")
-            connection.recv(64) or _gone()
+        self._ask(b"ready")
 
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
-        with self._lock:
-            connection = self._connected()
-            output = [_descriptor(1), _descriptor(2)]
-            socket.send_fds(connection, [b"fork"], [control, parcel, *output])
-            return int(connection.recv(64) or _gone())
+        return self._ask(b"fork", [control, parcel, _descriptor(1), _descriptor(2)])
 
     def wait(self, pid: int) -> int:
         """Waits for the child to end; its exit status, negative for the signal that killed it."""
+        return self._ask(f"wait {pid}".encode())
+
+    def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> int:
+        """Sends a message, answers the answer. A server that was killed is replaced by a new one.
+
+        A rank of the killed one died with it: of that the new server knows nothing, and answers SIGKILL.
+        """
         with self._lock:
-            connection = self._connected()
-            connection.send(f"wait {pid}".encode())
-            return int(connection.recv(64) or _gone())
+            for _ in range(2):
+                connection = self._connected()
+                with contextlib.suppress(OSError):
+                    socket.send_fds(connection, [message], descriptors)
+                    answer = connection.recv(64)
+                    if answer:
+                        return int(answer)
+                self._abandon()
+        raise RuntimeError("the fork server does not start: see its error above")
+
+    def _abandon(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        self._socket = self._process = None
 
     def stop(self) -> None:
         """Ends the server and waits for it."""
@@ -96,10 +111,6 @@ class ForkServer:
             if self._process is not None and self._owner == os.getpid():
                 self._process.wait()
             self._socket = self._process = None
-
-
-def _gone() -> NoReturn:
-    raise RuntimeError("the fork server ended unexpectedly; it is started anew by the next run")
 
 
 def _descriptor(number: int) -> int:
@@ -148,7 +159,7 @@ def _wait(pid: int, children: set[int]) -> int:
     try:
         _, status = os.waitpid(pid, 0)
     except ChildProcessError:
-        return 0
+        return -signal.SIGKILL
     return os.waitstatus_to_exitcode(status)
 
 

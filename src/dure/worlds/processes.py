@@ -170,11 +170,19 @@ class Supervisor:
                             while self._take(member):
                                 pass
                             self._died(member)
-                    if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE:
+                    if self._only_the_lost_are_left():
                         return
             finally:
                 for descriptor in watched:
                     os.close(descriptor)
+
+    def _only_the_lost_are_left(self) -> bool:
+        """Whether waiting longer is useless: the others have named those that still run, or had time enough."""
+        if self.failed_at is None:
+            return False
+        named = {rank for member in self.members for rank in getattr(member.error, "ranks", ())}
+        running = {member.rank for member in self.members if not member.ended}
+        return running <= named or time.monotonic() - self.failed_at > GRACE
 
     def _take(self, member: Member) -> bool:
         """Takes one message of a rank; False at the end of its stream."""

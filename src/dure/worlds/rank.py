@@ -28,8 +28,7 @@ from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Place
 from dure.worlds import parcel
-from dure.worlds.roll_call import PRESENT, RollCall
-
+from dure.worlds.roll_call import Answer, RollCall, transfer_seconds
 
 
 def load_everything() -> None:
@@ -43,8 +42,9 @@ _LONGEST_MESSAGE = 60_000
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits in its job. port: of the store on this machine; deadline: seconds a transfer may take.
+    """Where a rank sits in its job.
 
+    port: of the store on this machine. deadline: seconds until a silent peer is an error.
     folder, path: the parent's working directory and sys.path.
     """
 
@@ -103,7 +103,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     except BaseException as error:
         failure = as_dure_error(error, seat.rank)
         if roll_call is not None:
-            roll_call.answer(PRESENT if failure is error and _blames_another(failure) else f"failed: {failure}")
+            roll_call.answer(Answer(failed=str(failure)))
         control.send("error", failure)
         return
     control.wait_for_the_end()
@@ -112,7 +112,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
 def join(seat: Seat) -> RollCall:
     """Joins torch.distributed over loopback; the store lives in the parent and outlives every rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    limit = timedelta(seconds=seat.deadline)
+    limit = timedelta(seconds=transfer_seconds(seat.deadline))
     store = TCPStore("127.0.0.1", seat.port, None, False, timeout=limit)
     dist.init_process_group(
         "gloo", store=PrefixStore("gloo", store), rank=seat.rank, world_size=seat.size, timeout=limit
@@ -135,9 +135,3 @@ def as_dure_error(error: BaseException, rank: int) -> DureError:
 
     text = "".join(traceback.format_exception(error))[-_LONGEST_MESSAGE // 2 :]
     return WorkerFailedError(f"rank {rank}", "the start", f"{type(error).__name__}: {error}", text)
-
-
-def _blames_another(error: DureError) -> bool:
-    from dure.errors import PeerLostError
-
-    return isinstance(error, PeerLostError)

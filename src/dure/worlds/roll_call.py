@@ -1,77 +1,134 @@
-"""Who is still there? When a transfer fails, the ranks find out which of them was lost.
+"""Who is still there? When a transfer fails, the ranks find out together which of them was lost.
 
-A lost rank r makes its neighbours fail, and those make theirs fail: the rank whose transfer failed last would blame
-a healthy one. So before anybody blames, every rank that failed answers the roll call in the job's store and waits a
-moment for the others' answers. Those who did not answer are the lost ones; a rank that answered with an error of
-its own is the culprit, whatever the transport said. Then everybody raises the same.
+A lost rank makes its neighbours fail, and those make theirs fail: the rank whose transfer failed last would blame a
+healthy one. So every rank whose transfer failed answers the roll call in the job's store, and says on whom it
+waited. After a moment the lost are those that were waited for and did not answer; a rank that answered with an
+error of its own is the culprit, whatever the transport said. The first to know writes the verdict into the store,
+and everybody raises the same.
 
-Cost: nothing until something fails; then N keys of a few bytes.
+Cost: nothing until something fails; then a few short keys.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
+import msgspec
 from torch.distributed.distributed_c10d import Store
 
 from dure.errors import PeerLostError
 
-PRESENT = "present"
+
+def transfer_seconds(deadline: float) -> float:
+    """How long a transfer may take so that, the roll call included, everybody has raised within `deadline` seconds."""
+    return deadline - min(2.0, deadline / 4)
+
+
+class Answer(msgspec.Struct):
+    """What a rank says. failed: its own error, if it had one. waited_for: the peer of the transfer that failed."""
+
+    failed: str | None = None
+    waited_for: int | None = None
+    timed_out: bool = False
+
+
+class Verdict(msgspec.Struct):
+    """The fields of the error that everybody raises."""
+
+    ranks: tuple[int, ...]
+    operation: str
+    step: str
+    reason: str
+
+    def error(self) -> PeerLostError:
+        return PeerLostError(self.ranks, self.operation, self.step, self.reason)
+
+
+@dataclass
+class Known:
+    """What has been heard so far: answers and, from a supervisor, deaths; by rank."""
+
+    answers: dict[int, Answer]
+    deaths: dict[int, str]
+
+    def verdict(self, size: int, operation: str, step: str, waited: str) -> Verdict:
+        """The lost ranks, as far as can be known. waited: how long a transfer was waited for, in words."""
+        failed = {rank: f"failed: {answer.failed}" for rank, answer in self.answers.items() if answer.failed}
+        guilty = failed | self.deaths
+        if guilty:
+            return Verdict(tuple(sorted(guilty)), operation, step, "; ".join(dict.fromkeys(guilty.values())))
+        absent = set(range(size)) - self.answers.keys()
+        suspects = {answer.waited_for for answer in self.answers.values()} & absent
+        lost = suspects or absent or {a.waited_for for a in self.answers.values() if a.waited_for is not None}
+        timed_out = all(answer.timed_out for answer in self.answers.values() if answer.waited_for in lost)
+        reason = f"fell silent (nothing for {waited})" if timed_out else "died or hung up"
+        return Verdict(tuple(sorted(rank for rank in lost if rank is not None)), operation, step, reason)
 
 
 class RollCall:
     """The roll call of one job. store: a torch.distributed key-value store that all ranks reach.
 
-    patience: seconds to wait for answers; deadline: seconds a transfer may take, for the message.
+    deadline: seconds until every rank has raised; `transfer_seconds` of them are a transfer's, the rest is for the
+    answers.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, deadline: float, patience: float = 2.0) -> None:
+    def __init__(self, store: Store, rank: int, size: int, deadline: float) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.deadline, self.patience = deadline, patience
+        self.patience = min(2.0, deadline / 4)
+        self.waited = f"{transfer_seconds(deadline):g} s"
+        self._mine: Answer | None = None
 
-    def answer(self, text: str) -> None:
-        """This rank is there, and failed by `text` (PRESENT: only because others did)."""
-        try:
-            self.store.set(f"roll/{self.rank}", text)
-        except RuntimeError:
-            return  # the store is gone together with whoever held it: each rank tells what it knows
+    def answer(self, answer: Answer) -> None:
+        """This rank is there. Its first answer stands."""
+        if self._mine is None:
+            self._mine = answer
+            self._set(f"answer/{self.rank}", msgspec.json.encode(answer).decode())
 
-    def died(self, rank: int, text: str) -> None:
-        """A supervisor saw `rank` end."""
-        self.store.set(f"dead/{rank}", text)
+    def died(self, rank: int, how: str) -> None:
+        """A supervisor saw `rank` end: "was killed by SIGKILL"."""
+        self._set(f"death/{rank}", how)
 
-    def diagnose(self, operation: str, step: str, error: Exception) -> PeerLostError:
-        """The error to raise on this rank after a failed transfer."""
-        self.answer(PRESENT)
-        answers, deaths = self._collect()
-        guilty = {rank: text for rank, text in answers.items() if text != PRESENT} | deaths
-        missing = tuple(r for r in range(self.size) if r not in answers and r not in deaths)
-        if guilty:
-            return PeerLostError(tuple(guilty), operation, step, "; ".join(dict.fromkeys(guilty.values())))
-        if missing:
-            return PeerLostError(missing, operation, step, self._silence(error))
-        return PeerLostError((self.rank,), operation, step, f"lost its connection ({error})")
-
-    def _silence(self, error: Exception) -> str:
-        timed_out = "imed out" in str(error) or "imeout" in str(error)
-        return f"fell silent (nothing for {self.deadline:g} s)" if timed_out else "died"
-
-    def _collect(self) -> tuple[dict[int, str], dict[int, str]]:
-        """Answers and reported deaths, as soon as everybody is accounted for or patience ends."""
+    def diagnose(self, operation: str, step: str, peer: int | None, error: Exception) -> PeerLostError:
+        """The error to raise on this rank after a transfer with `peer` (None: with all) failed."""
+        mine = Answer(waited_for=peer, timed_out="imed out" in str(error) or "imeout" in str(error))
+        self.answer(mine)
+        known = Known({self.rank: mine}, {})
         until = time.monotonic() + self.patience
-        answers: dict[int, str] = {self.rank: PRESENT}
-        deaths: dict[int, str] = {}
-        while True:
-            for rank in range(self.size):
-                self._look(f"roll/{rank}", rank, answers)
-                self._look(f"dead/{rank}", rank, deaths)
-            if len(answers.keys() | deaths.keys()) == self.size or time.monotonic() > until:
-                return answers, deaths
+        while time.monotonic() < until:
+            told = self._get("verdict")
+            if told is not None:
+                return msgspec.json.decode(told, type=Verdict).error()
+            self._hear(known)
+            if known.deaths or len(known.answers) == self.size:
+                break
             time.sleep(0.02)
+        verdict = known.verdict(self.size, operation, step, self.waited)
+        return self._agreed(verdict).error()
 
-    def _look(self, key: str, rank: int, into: dict[int, str]) -> None:
+    def _hear(self, known: Known) -> None:
+        for rank in range(self.size):
+            if rank not in known.answers and (told := self._get(f"answer/{rank}")) is not None:
+                known.answers[rank] = msgspec.json.decode(told, type=Answer)
+            if rank not in known.deaths and (death := self._get(f"death/{rank}")) is not None:
+                known.deaths[rank] = death
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """The first verdict written stands for all."""
         try:
-            if rank not in into and self.store.check([key]):
-                into[rank] = self.store.get(key).decode()
+            standing = self.store.compare_set("verdict", "", msgspec.json.encode(verdict).decode())
+        except RuntimeError:  # the store is gone together with its holder: each rank tells what it knows
+            return verdict
+        return msgspec.json.decode(standing, type=Verdict)
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            self.store.set(key, value)
         except RuntimeError:
             return
+
+    def _get(self, key: str) -> str | None:
+        try:
+            return self.store.get(key).decode() if self.store.check([key]) else None
+        except RuntimeError:
+            return None

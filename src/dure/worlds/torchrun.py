@@ -21,13 +21,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from dure.collectives.group import Group
-from dure.errors import PeerLostError
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Kind, Place
 from dure.worlds.cores import threads_per_rank
 from dure.worlds.interrupts import on_interrupt
-from dure.worlds.roll_call import PRESENT, RollCall
+from dure.worlds.roll_call import Answer, RollCall, transfer_seconds
 
 Value = TypeVar("Value")
 
@@ -68,7 +67,13 @@ class Torchrun:
         limit = timedelta(seconds=self.deadline)
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
         store.set_timeout(limit)
-        dist.init_process_group("gloo", store=PrefixStore("dure", store), rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("dure", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=transfer_seconds(self.deadline)),
+        )
         roll_call = RollCall(PrefixStore("roll call", store), rank, size, self.deadline)
         trace = Trace()
         asked: list[bool] = []
@@ -78,7 +83,7 @@ class Torchrun:
             with on_interrupt(lambda: asked.append(True), (signal.SIGINT, signal.SIGTERM)):
                 value = program(place)
         except BaseException as error:
-            roll_call.answer(PRESENT if isinstance(error, PeerLostError) else f"failed: {error}")
+            roll_call.answer(Answer(failed=str(error)))
             raise
         dist.barrier()
         dist.destroy_process_group()

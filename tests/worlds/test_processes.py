@@ -1,0 +1,238 @@
+"""Ranks as processes: they start, fail and end in every way, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import descendants
+from small import same_bits, small_task
+
+import dure
+from dure.collectives import all_reduce
+from dure.errors import LossNotFiniteError, PeerLostError, WorkerFailedError
+from dure.strategy import Place
+from dure.worlds.fork_server import server
+
+
+def run(ranks: int, program: Callable[[Place], Any], deadline: float = 20) -> Any:
+    return dure.Processes(ranks, deadline).run(program, lambda event: None)
+
+
+def endless(place: Place, fate: Callable[[Place], None], fatal_step: int = 5) -> None:
+    """Reduces for ever; at `fatal_step` `fate` decides what happens to a rank."""
+    step = 0
+    while True:
+        step += 1
+        place.group.step = f"step {step}"
+        if step == fatal_step:
+            fate(place)
+        all_reduce(torch.ones(1_000), place.group, "ring")
+
+
+def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: Path) -> None:
+    def program(place: Place) -> list[float]:
+        facts = [float(place.group.rank), float(torch.get_num_threads()), float(os.stat(".").st_ino)]
+        return [fact for row in place.group.all_gather_values(facts) for fact in row]
+
+    facts = run(2, program)
+    assert facts[0::3] == [0, 1]
+    assert all(threads == max(1, len(os.sched_getaffinity(0)) // 2) for threads in facts[1::3])
+    assert all(inode == os.stat(".").st_ino for inode in facts[2::3])
+
+
+def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) -> None:
+    run(2, lambda place: print(f"hello from {place.group.rank}", flush=True))
+    assert sorted(capfd.readouterr().out.split("\n"))[1:] == ["hello from 0", "hello from 1"]
+
+
+def test_events_of_rank_0_are_reported_in_order() -> None:
+    seen: list[int] = []
+
+    def program(place: Place) -> None:
+        if place.group.rank == 0:
+            for step in range(5):
+                place.report({"unit": "step", "step": step})
+
+    dure.Processes(2).run(program, lambda event: seen.append(event["step"]))
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_an_error_of_the_users_code_arrives_with_its_rank_and_traceback() -> None:
+    def broken(place: Place) -> None:
+        if place.group.rank == 1:
+            raise ZeroDivisionError("my own mistake")
+        all_reduce(torch.ones(10), place.group, "ring")
+
+    with pytest.raises(WorkerFailedError, match="rank 1 failed.*ZeroDivisionError: my own mistake") as caught:
+        run(3, broken)
+    assert "raise ZeroDivisionError" in caught.value.traceback
+
+
+def test_an_error_in_a_model_names_rank_and_step() -> None:
+    class Broken(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += self.training
+            if self.calls == 4 and torch.distributed.get_rank() == 1:
+                raise RuntimeError("forward is broken")
+            return super().forward(inputs)
+
+    task = small_task(model=lambda: Broken(6, 3).double())
+    with pytest.raises(WorkerFailedError, match="rank 1 failed in step 4: RuntimeError: forward is broken") as caught:
+        dure.train(task, dure.DataParallel(8), dure.Processes(2), dure.Stop(steps=10))
+    assert "forward is broken" in caught.value.traceback
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_rank_is_named_with_operation_and_step(victim: int) -> None:
+    def fate(place: Place) -> None:
+        if place.group.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(PeerLostError) as caught:
+        run(4, lambda place: endless(place, fate))
+    assert caught.value.ranks == (victim,)
+    assert str(caught.value) == f"rank {victim} was killed by SIGKILL, during ring all-reduce of step 5"
+
+
+def test_a_rank_that_exits_is_named_with_its_status() -> None:
+    def fate(place: Place) -> None:
+        if place.group.rank == 1:
+            os._exit(7)
+
+    with pytest.raises(PeerLostError, match="rank 1 exited with status 7, during ring all-reduce of step 5"):
+        run(3, lambda place: endless(place, fate))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stopped_rank_is_named_within_the_deadline(victim: int) -> None:
+    def fate(place: Place) -> None:
+        if place.group.rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(PeerLostError) as caught:
+        run(4, lambda place: endless(place, fate), deadline=2)
+    assert caught.value.ranks == (victim,)
+    assert "fell silent (nothing for 1.5 s), during ring all-reduce of step 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "master", "native"])
+def test_a_rank_killed_in_training_ends_every_strategy(algorithm: str) -> None:
+    class Mortal(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if self.training and torch.distributed.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().forward(inputs)
+
+    task = small_task(model=lambda: Mortal(6, 3).double())
+    with pytest.raises(PeerLostError, match="rank 1 was killed by SIGKILL, during .* of step 1"):
+        dure.train(task, dure.DataParallel(8, algorithm), dure.Processes(3, 20), dure.Stop(steps=10))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_finite_names_its_rank_and_step_on_all() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        value = torch.nn.functional.cross_entropy(outputs, targets)
+        return value / 0 if outputs.requires_grad and torch.distributed.get_rank() == 1 else value
+
+    with pytest.raises(LossNotFiniteError, match="the loss is inf at step 1 on rank 1"):
+        dure.train(small_task(loss=loss), dure.DataParallel(8), dure.Processes(2), dure.Stop(steps=10))
+
+
+def test_the_world_can_be_used_again_after_a_failure_and_many_times() -> None:
+    def fate(place: Place) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(PeerLostError):
+        run(2, lambda place: endless(place, fate))
+    pid = server.pid
+    runs = [dure.train(small_task(), dure.DataParallel(8), dure.Processes(2), dure.Stop(steps=4)) for _ in range(3)]
+    assert all(same_bits(runs[0], other) for other in runs)
+    assert server.pid == pid
+
+
+def test_the_fork_server_is_started_anew_when_it_was_killed() -> None:
+    run(2, lambda place: None)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    time.sleep(0.1)
+    assert run(2, lambda place: place.group.size) == 2
+
+
+SCRIPT = """
+    import os, sys, time, torch, dure
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Slow(nn.Linear):
+        def forward(self, inputs):
+            time.sleep(0.01)
+            return super().forward(inputs)
+
+    data = (torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    task = dure.Task(model=lambda: Slow(4, 2), loss=F.cross_entropy, train=data, test=data)
+
+    def told(event):
+        if event["step"] > 3:
+            print("running", flush=True)
+
+    run = dure.train(task, dure.DataParallel(8), dure.Processes(2), dure.Stop(epochs=1e6), out=sys.argv[1], on_progress=told)
+    print("ended by", run.summary["ended"], "steps", run.summary["steps"] > 3, flush=True)
+"""
+
+
+@pytest.fixture
+def running_script(tmp_path: Path) -> Any:
+    """A user's script without a main guard, in the middle of training on two ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_killing_the_parent_leaves_no_process(running_script: subprocess.Popen[str]) -> None:
+    family = descendants(running_script.pid)
+    assert len(family) == 3, "a fork server and two ranks"
+    running_script.kill()
+    running_script.wait()
+    until = time.monotonic() + 10
+    while time.monotonic() < until and any(alive(pid) for pid in family):
+        time.sleep(0.05)
+    assert not [pid for pid in family if alive(pid)]
+
+
+def test_ctrl_c_ends_the_run_and_keeps_what_was_done(running_script: subprocess.Popen[str], tmp_path: Path) -> None:
+    running_script.send_signal(signal.SIGINT)
+    output, _ = running_script.communicate(timeout=60)
+    assert output.splitlines()[-1] == "ended by interrupt steps True"
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert list((tmp_path / "run" / "checkpoint").iterdir())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_world_without_ranks_or_patience_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        dure.Processes(0)
+    with pytest.raises(ValueError, match="deadline"):
+        dure.Processes(2, deadline=0)

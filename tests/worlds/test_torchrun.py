@@ -1,0 +1,75 @@
+"""The ranks that torchrun starts: the same command, the same bits as on local processes, the same errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import descendants
+from safetensors.torch import load_file
+
+import dure
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def test_torchrun_gives_the_bits_of_local_processes(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [*TORCHRUN, "-m", "dure", "train", "digits", "data-parallel", "--steps", "30", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("run folder") == 1, "rank 0 alone talks to the user"
+    local = dure.train(
+        dure.load_task("digits"), dure.DataParallel(), dure.Processes(2), dure.Stop(steps=30)
+    ).model.state_dict()
+    trained = load_file(out / "model.safetensors")
+    assert all(trained[name].equal(local[name]) for name in local)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_other_ranks_name_a_lost_one(how: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "victim.py"
+    script.write_text(
+        "import os, sys, torch, dure\n"
+        "from dure.collectives import all_reduce\n"
+        "def program(place):\n"
+        "    for step in range(1, 1000):\n"
+        "        place.group.step = f'step {step}'\n"
+        "        if step == 5 and place.group.rank == 2:\n"
+        f"            os.kill(os.getpid(), {int(how)})\n"
+        "        all_reduce(torch.ones(1000), place.group)\n"
+        "try:\n"
+        "    dure.Torchrun(deadline=4).run(program, print)\n"
+        "except dure.errors.PeerLostError as error:\n"
+        "    open(f'{sys.argv[1]}/rank{os.environ[\"RANK\"]}', 'w').write(str(error))\n"
+        "    os._exit(1)\n"
+    )
+    command = [*TORCHRUN[:-1], "4", str(script), str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        until = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < until and len(list(tmp_path.glob("rank?"))) < 3:
+            time.sleep(0.05)
+    finally:
+        family = descendants(process.pid)
+        process.kill()
+        process.wait()
+        for pid in family:
+            os.kill(pid, signal.SIGKILL)
+    told = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
+    assert told, "somebody has to raise before torchrun ends the job"
+    for text in told.values():
+        assert text.startswith("rank 2 ")
+        assert text.endswith("during ring all-reduce of step 5")
+
+
+def test_outside_torchrun_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="not started by torchrun"):
+        dure.Torchrun()
