@@ -16,6 +16,9 @@ INSTALL := $(PIP) install --constraint constraints.txt $(PIP_ARGS)
 # An environment around this one, or settings that send packages elsewhere, must not reach ours.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
+# Threads that wait give their core back: spinning ones starve each other where more of them run than there are cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help run test install install-test browser lint types docs format clean
 
@@ -46,7 +49,7 @@ types: install-test
 	@$(BIN)/mypy --no-error-summary
 
 docs: install-test
-	@$(BIN)/mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "open it in a browser: file://$$PWD/site/index.html"
 
 format: install-test

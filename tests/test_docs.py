@@ -1,0 +1,108 @@
+"""The documentation builds, needs no network, and speaks of what there is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dure import catalog
+from dure.cli import main, usage
+from dure.data.partition import PARTITIONS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LOADED_FROM_ELSEWHERE = re.compile(r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//')
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The `dure …` commands in the fenced blocks of a page, without `dure`."""
+    for language, body in FENCE.findall(page.read_text()):
+        for line in body.splitlines():
+            if language == "sh" and line.startswith("dure "):
+                yield shlex.split(line, comments=True)[1:]
+
+
+def test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        found = LOADED_FROM_ELSEWHERE.search(page.read_text())
+        assert found is None, f"{page.name}: {found and found[0]}"
+
+
+@pytest.mark.parametrize("system", catalog.SYSTEMS)
+def test_every_system_has_a_page(system: str) -> None:
+    text = (DOCS / f"{system}.md").read_text()
+    assert f"`{system}`" in text
+    assert f"dure.{catalog.SYSTEMS[system][1]}(" in text
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("tasks.md", list(catalog.TASKS)),
+        ("partitions.md", list(PARTITIONS)),
+        ("command-line.md", [*catalog.TASKS, *catalog.SYSTEMS, *catalog.WORLDS]),
+    ],
+)
+def test_every_name_is_explained(page: str, names: list[str]) -> None:
+    text = (DOCS / page).read_text()
+    assert [name for name in names if not re.search(rf"`{name}[`:]", text)] == []
+
+
+def test_every_world_is_explained() -> None:
+    text = (DOCS / "getting-started.md").read_text()
+    assert [kind for _, kind, _ in catalog.WORLDS.values() if f"`{kind}(" not in text] == []
+
+
+def test_the_page_of_the_command_line_has_the_help_as_it_is() -> None:
+    text = (DOCS / "command-line.md").read_text()
+    assert f"<!-- dure --help -->\n```text\n{usage()}```" in text
+
+
+def test_every_error_is_explained() -> None:
+    import dure.errors
+
+    text = (DOCS / "failures.md").read_text()
+    names = [name for name, value in vars(dure.errors).items() if isinstance(value, type) and name != "DureError"]
+    assert [name for name in names if name.endswith("Error") and f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_commands_on_a_page_name_what_there_is(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for language, body in FENCE.findall(page.read_text()):
+        if language == "python" and body.startswith("# my_task.py\n"):
+            Path("my_task.py").write_text(body)
+    for command in commands(page):
+        if command[0] == "compare" or (command[0] == "train" and "--resume" not in command):
+            first_flag = next((i for i, word in enumerate(command) if word.startswith("-")), len(command))
+            flags = [word.partition("=")[0] for word in command[first_flag:] if word.startswith("--")]
+            with contextlib.suppress(SystemExit):
+                main([*command[:first_flag], "--help"])
+            listed = capsys.readouterr().out
+            assert "--seed" in listed, shlex.join(command)
+            assert [flag for flag in flags if flag not in listed] == [], shlex.join(command)
+        else:
+            assert command[0] in ("train", "report", "--help", "--version"), shlex.join(command)
