@@ -1,0 +1,50 @@
+"""Every example runs, says something useful, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dure.cli import main
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LEAST_ACCURACY = {"single_worker": 0.8, "fed_avg": 0.6, "my_task": 0.9}
+
+
+def run(folder: Path, *command: str) -> str:
+    # One thread: ranks of a loaded machine wait long for the threads of the others.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_runs(script, tmp_path):
+    text = script.read_text()
+    assert len(text.splitlines()) < 40
+    assert text.startswith('"""')
+    said = run(tmp_path, str(script))
+    assert list(tmp_path.iterdir()) == []
+    numbers = [float(number) for number in re.findall(r"\b[01]\.\d+", said)]
+    if script.stem == "data_parallel":
+        losses = [float(loss) for loss in re.findall(r"test loss (\S+?)[,\n]", said)]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
+    else:
+        assert max(numbers) >= LEAST_ACCURACY[script.stem]
+
+
+def test_the_task_of_ones_own_trains_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    task = f"{EXAMPLES / 'my_task.py'}:task"
+    assert main(["train", task, "fed-avg", "--points", "200", "--rounds", "2", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["steps"], summary["samples"]) == (2, 400)
