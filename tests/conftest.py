@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from dure.worlds.fork_server import server
 
 settings.register_profile("dure", deadline=None)  # how long an example takes is the machine's business
 settings.load_profile("dure")
+torch.set_num_threads(1)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
 
 
 def descendants(of: int) -> set[int]:
