@@ -48,9 +48,7 @@ def trained(asked: argparse.Namespace, partition: str, rate: float, rounds: int)
         return dure.resume(folder, stop=stop, on_progress=progress)
     strategy = dure.FedAvg(clients=100, fraction=0.1, local_epochs=5, batch_size=10, partition=parse(partition))
     task = dure.load_task("mnist", data=str(asked.data), model="cnn", lr=rate)
-    return dure.train(
-        task, strategy, stop=stop, seed=asked.seed, out=folder, checkpoint_every=1, on_progress=progress
-    )
+    return dure.train(task, strategy, stop=stop, seed=asked.seed, out=folder, checkpoint_every=1, on_progress=progress)
 
 
 def best_accuracy(run: Run) -> float:

@@ -363,9 +363,7 @@ def _resume(flags: list[str]) -> int:
 
 def _show_run(run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool, folder: Path) -> int:
     """Runs with a display, then says what came out and where it lies."""
-    from rich.console import Console
-
-    from dure.show import Display, table
+    from dure.show import Display, error_console, table
 
     try:
         with Display(stop, quiet) as display:
@@ -377,7 +375,7 @@ def _show_run(run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool,
     if as_json:
         print(json.dumps(done.summary))
     elif not quiet:
-        Console(stderr=True).print(table([done.summary]))
+        error_console().print(table([done.summary]))
         print(f"run folder: {folder}", file=sys.stderr)
     if done.summary["ended"] != "interrupt":
         return 0
@@ -407,10 +405,8 @@ def _compare(given: list[str]) -> int:
         workers = how.workers if strategy.kind == "ranks" and strategy.name != "single-worker" else None
         entries.append((strategy, _world(strategy, workers, 60.0)))
     out = how.out if how.out is not None else _new_folder(f"compare-{_file_name(task)}")
-    from rich.console import Console
-
     from dure.compare import compare
-    from dure.show import Display, table
+    from dure.show import Display, error_console, table
 
     with Display(stop, how.json) as display:
         done = compare(
@@ -421,7 +417,7 @@ def _compare(given: list[str]) -> int:
         failed = {label: str(error) for label, error in done.failed.items()}
         print(json.dumps({"runs": summaries, "failed": failed, "report": str(done.report)}))
     else:
-        Console(stderr=True).print(table(summaries))
+        error_console().print(table(summaries))
     for label, error in done.failed.items():
         print(f"dure: {label}: {error}", file=sys.stderr)
     print(f"report: {done.report}", file=sys.stderr)
@@ -471,9 +467,10 @@ def _start_fork_server() -> None:
 
 def _world(strategy: Strategy, workers: int | None, deadline: float) -> World:
     """The world for a strategy and the flags --workers and --deadline."""
+    from dure.worlds.here import under_torchrun
     from dure.worlds.processes import Processes
     from dure.worlds.simulated import Simulated
-    from dure.worlds.torchrun import Torchrun, under_torchrun
+    from dure.worlds.torchrun import Torchrun
 
     if strategy.kind == "clients":
         if workers is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,36 +67,37 @@ def compare(
     prepared = [prepare(task, strategy, world, stop, seed, evaluate_every) for strategy, world in pairs]
     labels = _unique([job.label for job, _ in prepared])
     folder = Path(out) if out is not None else None
+    leads = all(world.leads for _, world in pairs)
     asked = {"task": task.name, "seed": seed, "stop": msgspec.to_builtins(stop)}
-    if folder is not None:
+    if folder is not None and leads:
         RunFolder.create(folder, asked)
         (folder / "config.json").rename(folder / "comparison.json")
     if any(world.name == "processes" and (world.workers or 1) > 1 for _, world in pairs):
         server.ready()  # before anything is measured
-    runs: list[Run] = []
-    failed: dict[str, DureError] = {}
+    done = Comparison([], {})
     names: list[str] = []
     for (job, config), (_, world), label in zip(prepared, pairs, labels, strict=True):
-        config["label"] = label
         names.append(_slug(label))
         path = folder / names[-1] if folder is not None else None
-        if path is not None:
-            RunFolder.create(path, config)
+        if path is not None and leads:
+            RunFolder.create(path, {**config, "label": label})
         job = dataclasses.replace(job, label=label, folder=path)
         try:
-            runs.append(run_job(job, world, lambda event, label=label: on_progress(label, event)))  # type: ignore[misc]
+            run = run_job(job, world, functools.partial(on_progress, label))
         except DureError as error:
-            failed[label] = error
-        if runs and runs[-1].summary["ended"] == "interrupt":
+            done.failed[label] = error
+            continue
+        done.runs.append(run)
+        if run.summary["ended"] == "interrupt":
             break
-    if folder is None:
-        return Comparison(runs, failed)
-    done = {**asked, "runs": names, "failed": {label: str(error) for label, error in failed.items()}}
-    write_atomically(folder / "comparison.json", msgspec.json.format(msgspec.json.encode(done)) + b"\n")
+    if folder is None or not leads:
+        return done
+    failed = {label: str(error) for label, error in done.failed.items()}
+    content = {**asked, "runs": names, "failed": failed}
+    write_atomically(folder / "comparison.json", msgspec.json.format(msgspec.json.encode(content)) + b"\n")
     from dure.report import write_report
 
-    report = write_report([folder], folder / "report.html")
-    return Comparison(runs, failed, report)
+    return dataclasses.replace(done, report=write_report([folder], folder / "report.html"))
 
 
 def _slug(label: str) -> str:

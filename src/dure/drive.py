@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
+from dure.randomness import generators_state, restore_generators
 from dure.record.checkpoint import (
-    generators_state,
     pack_checkpoint,
-    restore_generators,
     unpack_checkpoint,
 )
 from dure.record.history import Evaluation, History, Step, finite
@@ -116,7 +115,6 @@ class Driver:
         self.evaluate_every = job.evaluate_every or learner.units_per_epoch
         self.position = Position()
         self.history = History()
-        self.origin = time.perf_counter()
         self._checkpointed = time.monotonic()
         self._reported = 0.0
 
@@ -255,16 +253,7 @@ class Driver:
     def _checkpoint(self) -> None:
         """All ranks come here after the same step."""
         started = time.perf_counter()
-        workers = [counters.as_list() for counters in self._all_counters()]
-        state = {
-            "position": msgspec.to_builtins(self.position),
-            "workers": workers,
-            "learner": self.learner.state(),
-            "generators": generators_state(),
-        }
-        weights = self.learner.weights()
-        if self.folder is not None:
-            self.folder.save_checkpoint(self.position.step, pack_checkpoint(weights, state))
+        self._save(self._all_counters())
         self._checkpointed = time.monotonic()
         self.group.meter.mark("checkpoint", "checkpoint", started, time.perf_counter(), self.position.step)
 
@@ -273,18 +262,19 @@ class Driver:
         if self.folder is None or self.position.step == 0:
             return
         if all(bool(w.isfinite().all()) for w in self.learner.weights().values() if w.is_floating_point()):
-            self._save_alone()
+            self._save([meter.counters for meter in self.learner.meters()])  # the others are ending as well
 
-    def _save_alone(self) -> None:
-        """A checkpoint that no other rank takes part in: of a run that is ending."""
-        assert self.folder is not None
+    def _save(self, workers: list[Counters]) -> None:
+        """Writes the state as a checkpoint, on rank 0. Every rank calls it, for a model may lie on all of them."""
         state = {
             "position": msgspec.to_builtins(self.position),
-            "workers": [meter.counters.as_list() for meter in self.learner.meters()],
+            "workers": [counters.as_list() for counters in workers],
             "learner": self.learner.state(),
             "generators": generators_state(),
         }
-        self.folder.save_checkpoint(self.position.step, pack_checkpoint(self.learner.weights(), state))
+        weights = self.learner.weights()
+        if self.folder is not None:
+            self.folder.save_checkpoint(self.position.step, pack_checkpoint(weights, state))
 
     def _resume(self) -> None:
         """Every rank takes over rank 0's checkpoint, so that only rank 0 needs the folder."""
@@ -316,7 +306,7 @@ class Driver:
         summary = summarise(self.job, self.learner, self.position, self.history, ended, names, workers)
         weights = {name: tensor.detach().clone() for name, tensor in self.learner.weights().items()}
         if self.folder is not None:
-            self.folder.finish(weights, summary, lanes, self.origin + self.place.clock_offset)
+            self.folder.finish(weights, summary, lanes)
         return Outcome(weights, self.history, summary)
 
     def _lanes(self) -> list[Lane]:

@@ -8,7 +8,11 @@ changes nothing.
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -34,3 +38,47 @@ def shuffled(n: int, seed: int, epoch: int, client: int = 0) -> Tensor:
     examples in the same order.
     """
     return torch.randperm(n, generator=generator(seed, "shuffle", epoch, client))
+
+
+def seed_generators(seed: int, purpose: str, *position: int, everything: bool = False) -> None:
+    """Seeds torch's global generator, from which dropout draws, by `derive`.
+
+    everything: seeds those of numpy and random too, for users' code that draws from them.
+    """
+    own = derive(seed, purpose, *position)
+    torch.default_generator.manual_seed(own)
+    if everything:
+        numpy.random.seed(own % 2**32)
+        random.seed(own)
+
+
+def generators_state() -> dict[str, Any]:
+    """The state of the global generators of torch, numpy and random, for data pipelines that draw from them."""
+    numpy_state = numpy.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = numpy_state["state"]
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": {
+            "key": torch.from_numpy(inner["key"].astype(numpy.int64)),
+            "pos": int(inner["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "random": random.getstate(),
+    }
+
+
+def restore_generators(state: Mapping[str, Any]) -> None:
+    """The inverse of `generators_state`."""
+    torch.set_rng_state(state["torch"])
+    stored = state["numpy"]
+    numpy.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": stored["key"].numpy().astype(numpy.uint32), "pos": stored["pos"]},
+            "has_gauss": stored["has_gauss"],
+            "gauss": stored["gauss"],
+        }
+    )
+    random.setstate(state["random"])

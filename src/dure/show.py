@@ -41,12 +41,18 @@ def facts(event: dict[str, Any]) -> str:
     return " · ".join(parts)
 
 
+def error_console() -> Console:
+    """Standard error; wide enough for a table where it is no terminal."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=160)
+
+
 class Display:
     """Shows the progress of one run after another. quiet: shows nothing."""
 
     def __init__(self, stop: Stop, quiet: bool = False) -> None:
         self.stop, self.quiet = stop, quiet
-        self.console = Console(stderr=True)
+        self.console = error_console()
         self.live = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

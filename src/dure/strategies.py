@@ -40,9 +40,10 @@ def _find(what: str, name: str, known: Mapping[str, tuple[str, str, str]]) -> An
 
 def default_world(strategy: Strategy) -> World:
     """Where a strategy lives if nothing is said: the torchrun job if there is one, this machine otherwise."""
+    from dure.worlds.here import under_torchrun
     from dure.worlds.processes import Processes
     from dure.worlds.simulated import Simulated
-    from dure.worlds.torchrun import Torchrun, under_torchrun
+    from dure.worlds.torchrun import Torchrun
 
     if strategy.kind == "clients":
         return Simulated()

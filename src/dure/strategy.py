@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.data.examples import Examples
 from dure.data.partition import Description
+from dure.randomness import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.task import Task
@@ -141,13 +144,16 @@ class Strategy(Protocol):
 
 def seeded_model(task: Task, seed: int) -> nn.Module:
     """A fresh model under the run's seed: the same weights on every rank and for every strategy."""
-    import torch
-
-    from dure.randomness import derive
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "model"))
-        model = task.model()
+    before = generators_state()
+    seed_generators(seed, "model", everything=True)
+    model = task.model()
+    restore_generators(before)
     if not isinstance(model, nn.Module):
         raise ValueError(f"the task's model function returned a {type(model).__name__}, not an nn.Module")
     return model
+
+
+def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:
+    """(train, test) with floating-point tensors in the dtype of the model's parameters."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    return task.train.to(dtype), None if task.test is None else task.test.to(dtype)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from small import EXAMPLES, largest_difference, small_task
 
 import dure
 from dure.collectives.all_reduce import Algorithm
+from small import EXAMPLES, largest_difference, small_task
 
 TOLERANCE = 1e-12
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small import CLASSES, FEATURES, same_bits, small_task
 from torch import nn
 
 import dure
+from small import CLASSES, FEATURES, same_bits, small_task
 
 
 def with_dropout() -> nn.Module:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError
 from dure.federated.local import LocalTrainer, LocalWork
 from dure.federated.messages import Assignment
 from dure.flat import FlatParameters
-from dure.parallel.batches import JointBatches
 from small import examples, network, small_task
 
 SIZES = st.none() | st.integers(1, 30)
@@ -44,7 +44,7 @@ def test_a_number_of_steps_goes_through_the_data_again_and_again(n, batch_size, 
 
 @given(st.integers(1, 20), SIZES, st.integers(1, 3), st.integers(1, 3))
 def test_one_client_with_all_the_data_visits_them_as_a_lone_worker_does(n, batch_size, epochs, rounds):
-    work, alone = LocalWork(epochs, None, batch_size), JointBatches(n, batch_size, seed=5)
+    work, alone = LocalWork(epochs, None, batch_size), Batches(n, batch_size, seed=5)
     visited = [batch for round in range(rounds) for batch in work.batches(torch.arange(n), 5, round, 0)]
     assert all(torch.equal(batch, alone.at(step)) for step, batch in enumerate(visited))
     assert len(visited) == rounds * epochs * alone.steps_per_epoch

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import CLASSES, EXAMPLES, FEATURES, largest_difference, same_bits, small_task
 from torch import Tensor, nn
 
 import dure
 from dure.collectives import master, ring
 from dure.parallel.data import elements_in_message
+from small import CLASSES, EXAMPLES, FEATURES, largest_difference, same_bits, small_task
 
 STOP = dure.Stop(epochs=2)
 
@@ -85,9 +85,9 @@ class Normed(nn.Module):
 def test_buffers_in_the_result_are_those_of_rank_0() -> None:
     run = dure.train(small_task(n=40, model=Normed), dure.DataParallel(20), dure.Processes(2), dure.Stop(steps=1))
     task = small_task(n=40)
-    from dure.parallel.batches import JointBatches
+    from dure.data.batches import Batches
 
-    part = JointBatches(40, 20, 0).at(0).tensor_split(2)[0]
+    part = Batches(40, 20, 0).at(0).tensor_split(2)[0]
     seen = task.train.inputs[part]
     assert torch.allclose(run.model.norm.running_mean, 0.1 * seen.mean(dim=0))  # type: ignore[union-attr, arg-type, operator]
     assert run.model.norm.num_batches_tracked == 1  # type: ignore[union-attr]

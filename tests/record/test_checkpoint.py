@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dure.errors import RunFolderError
+from dure.randomness import generators_state, restore_generators
 from dure.record import checkpoint
 from dure.record.checkpoint import (
-    generators_state,
     pack_checkpoint,
     pack_tree,
     read_checkpoint,
-    restore_generators,
     save_checkpoint,
     unpack_checkpoint,
     weights_to_bytes,

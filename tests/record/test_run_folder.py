@@ -107,7 +107,7 @@ def ended_run(path) -> nn.Linear:
     model = nn.Linear(2, 2)
     folder = RunFolder.create(path, {"label": "x"})
     folder.append(Evaluation(0, 0.0, 0, None, 0.0, {"test_loss": 2.0}, 0, 0, 0.0, 0.0, 0.0, 0))
-    folder.finish(model.state_dict(), {"label": "x", "test_loss": 2.0}, [], 0.0)
+    folder.finish(model.state_dict(), {"label": "x", "test_loss": 2.0}, [])
     return model
 
 

@@ -15,9 +15,13 @@ SPANS = st.builds(
 )
 
 
-def test_a_span_is_a_complete_event_in_microseconds_since_the_origin():
-    lanes = [Lane("rank 0", []), Lane("rank 1", [Span("forward", "compute", 10.0015, 10.0018, 12)])]
-    process, first, second, event = chrome_events(lanes, "my run", origin=10.0)
+def test_a_span_is_a_complete_event_in_microseconds_since_the_first_span_of_all():
+    lanes = [
+        Lane("rank 0", [Span("forward", "compute", 10.0, 10.001, 11)]),
+        Lane("rank 1", [Span("forward", "compute", 10.0015, 10.0018, 12)]),
+    ]
+    process, first, early, second, event = chrome_events(lanes, "my run")
+    assert early["ts"] == 0.0
     assert process == {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "my run"}}
     assert first == {"ph": "M", "name": "thread_name", "pid": 1, "tid": 0, "args": {"name": "rank 0"}}
     assert (second["tid"], second["args"]) == (1, {"name": "rank 1"})
@@ -31,7 +35,7 @@ def test_a_lane_keeps_its_first_spans_and_counts_the_rest():
         trace.add("rank 0", Span("forward", "compute", step, step + 1, step))
     trace.add("rank 1", Span("forward", "compute", 0, 1, 0))
     assert [span.step for span in trace.lanes["rank 0"].spans] == [0, 1]
-    events = chrome_events(trace.lanes.values(), "run", 0.0)
+    events = chrome_events(list(trace.lanes.values()), "run")
     dropped = [event for event in events if event["name"] == "spans_dropped"]
     assert dropped == [{"ph": "M", "name": "spans_dropped", "pid": 1, "tid": 0, "args": {"count": 3}}]
     assert sum(event["ph"] == "X" for event in events) == 3
@@ -57,7 +61,7 @@ def test_packing_moves_the_times_onto_another_clock_and_leaves_the_lane_alone():
 
 def test_the_file_is_the_json_object_form_of_the_trace_event_format(tmp_path):
     file = tmp_path / "trace.json"
-    write_trace(file, [Lane('the "server"', [Span("a<b", "idle", 0.0, 1.0, 1)])], "run", 0.0)
+    write_trace(file, [Lane('the "server"', [Span("a<b", "idle", 0.0, 1.0, 1)])], "run")
     content = json.loads(file.read_text())
     assert content.keys() == {"displayTimeUnit", "traceEvents"}
     assert content["displayTimeUnit"] == "ms"

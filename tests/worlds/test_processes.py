@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import descendants
-from small import same_bits, small_task
 
 import dure
+from conftest import descendants
 from dure.collectives import all_reduce
 from dure.errors import LossNotFiniteError, PeerLostError, WorkerFailedError
 from dure.strategy import Place
 from dure.worlds.fork_server import server
+from small import same_bits, small_task
 
 
 def run(ranks: int, program: Callable[[Place], Any], deadline: float = 20) -> Any:
@@ -73,7 +73,7 @@ def test_an_error_of_the_users_code_arrives_with_its_rank_and_traceback() -> Non
             raise ZeroDivisionError("my own mistake")
         all_reduce(torch.ones(10), place.group, "ring")
 
-    with pytest.raises(WorkerFailedError, match="rank 1 failed.*ZeroDivisionError: my own mistake") as caught:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 failed.*ZeroDivisionError: my own mistake") as caught:
         run(3, broken)
     assert "raise ZeroDivisionError" in caught.value.traceback
 
@@ -136,7 +136,7 @@ def test_a_rank_killed_in_training_ends_every_strategy(algorithm: str) -> None:
             return super().forward(inputs)
 
     task = small_task(model=lambda: Mortal(6, 3).double())
-    with pytest.raises(PeerLostError, match="rank 1 was killed by SIGKILL, during .* of step 1"):
+    with pytest.raises(PeerLostError, match=r"rank 1 was killed by SIGKILL, during .* of step 1"):
         dure.train(task, dure.DataParallel(8, algorithm), dure.Processes(3, 20), dure.Stop(steps=10))  # type: ignore[arg-type]
 
 
@@ -186,7 +186,8 @@ SCRIPT = """
         if event["step"] > 3:
             print("running", flush=True)
 
-    run = dure.train(task, dure.DataParallel(8), dure.Processes(2), dure.Stop(epochs=1e6), out=sys.argv[1], on_progress=told)
+    stop = dure.Stop(epochs=1e6)
+    run = dure.train(task, dure.DataParallel(8), dure.Processes(2), stop, out=sys.argv[1], on_progress=told)
     print("ended by", run.summary["ended"], "steps", run.summary["steps"] > 3, flush=True)
 """
 

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import descendants
 from safetensors.torch import load_file
 
 import dure
+from conftest import descendants
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

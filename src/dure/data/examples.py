@@ -26,6 +26,8 @@ class Examples:
     keys: the natural owner of each example (a hospital, a speaking role), n names; None if there is none.
     classes: names of the labels, if the targets are labels.
 
+    `draws` tells whether reading an example may draw random numbers, as transforms do.
+
     Raises ValueError if the lengths differ or there is no example.
     """
 
@@ -43,6 +45,7 @@ class Examples:
         if lengths == {0}:
             raise ValueError("there are no examples: inputs and targets have length 0")
         self.inputs, self.targets = inputs, targets
+        self.draws = False
         self.keys = list(keys) if keys is not None else None
         self.classes = list(classes) if classes is not None else None
         self._plain = isinstance(inputs, Tensor) and isinstance(targets, Tensor)
@@ -92,6 +95,7 @@ class DatasetExamples(Examples):
             raise ValueError("there are no examples: the dataset has length 0")
         if keys is not None and len(keys) != len(items):
             raise ValueError(f"{len(items)} examples, but {len(keys)} keys")
+        self.draws = True
         self.keys = list(keys) if keys is not None else None
         classes = getattr(dataset, "classes", None)
         self.classes = list(map(str, classes)) if classes is not None else None

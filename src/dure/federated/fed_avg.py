@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, NaturalKey, Partition, describe
 from dure.errors import DureError, WorkerFailedError
 from dure.evaluation import evaluate
@@ -28,10 +29,8 @@ from dure.federated.coordinator import Coordinator
 from dure.federated.local import LocalTrainer, LocalWork
 from dure.federated.messages import Assignment, Update
 from dure.flat import FlatParameters
-from dure.parallel.batches import check_batch_size
-from dure.parallel.single import examples_for
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, seeded_model
+from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
 from dure.task import Task
 
 
@@ -64,8 +63,14 @@ class FedAvg:
 
     @property
     def label(self) -> str:
-        work = f"E={self.local_epochs}" if self.local_steps is None else f"{self.local_steps} steps"
-        return f"FedAvg {self.partition} {work}"
+        default = FedAvg()
+        shown = {"K": "clients", "C": "fraction", "E": "local_epochs", "steps": "local_steps", "B": "batch_size"}
+        parts = [
+            f"{letter}={getattr(self, field)}"
+            for letter, field in {**shown, "server lr": "server_lr"}.items()
+            if getattr(self, field) != getattr(default, field)
+        ]
+        return " ".join(["FedAvg", str(self.partition), *parts])
 
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError
 from dure.federated.messages import Assignment, Update
 from dure.flat import FlatParameters
-from dure.randomness import derive, shuffled
+from dure.randomness import seed_generators
 from dure.task import Task
 
 
@@ -38,20 +39,13 @@ class LocalWork:
     def batches(self, indices: Tensor, seed: int, round: int, client: int) -> Iterator[Tensor]:
         """The client's batches in `round`; `indices` are its examples.
 
-        Local epochs count on over the rounds, so that a federation of one client visits the examples in the order
-        in which a lone worker does.
+        Its steps count on over the rounds, so that a federation of one client visits the examples in the order in
+        which a lone worker does.
         """
-        n = len(indices)
-        size = n if self.batch_size is None else min(self.batch_size, n)
-        steps_per_epoch = -(-n // size)
-        steps = self.steps if self.steps is not None else self.epochs * steps_per_epoch
-        first_epoch = round * (-(-steps // steps_per_epoch))
-        for step in range(steps):
-            epoch, position = divmod(step, steps_per_epoch)
-            if position == 0:
-                keep = self.batch_size is None
-                order = indices if keep else indices[shuffled(n, seed, first_epoch + epoch, client)]
-            yield order[position * size : (position + 1) * size]
+        own = Batches(len(indices), self.batch_size, seed, client)
+        steps = self.steps if self.steps is not None else self.epochs * own.steps_per_epoch
+        for step in range(round * steps, (round + 1) * steps):
+            yield indices[own.at(step)]
 
 
 class LocalTrainer:
@@ -75,7 +69,7 @@ class LocalTrainer:
         """
         self.load(assignment)
         client, round = assignment.client, assignment.round
-        torch.default_generator.manual_seed(derive(self.seed, "client", round, client))
+        seed_generators(self.seed, "client", round, client, everything=self.examples.draws)
         self.model.train()
         optimizer = self.task.optimizer(self.model.parameters())
         loss_sum, samples = 0.0, 0
@@ -91,6 +85,8 @@ class LocalTrainer:
             optimizer.step()
             loss_sum += value * len(batch)
             samples += len(batch)
+        if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
+            raise LossNotFiniteError(math.nan, f"client {client}", f"round {round + 1}, after its last local step")
         delta = [now - before for now, before in zip(self.flat.buffers, assignment.weights, strict=True)]
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         return Update(round, client, len(indices), samples, loss_sum / samples, delta, buffers)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm, all_reduce
+from dure.data.batches import check_batch_size
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.flat import by_dtype, views_of
-from dure.parallel.batches import check_batch_size
 from dure.parallel.single import SingleLearner
 from dure.strategy import Kind, Learner, Place, Progress
 from dure.task import Task
@@ -81,6 +81,7 @@ class DataParallelLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.algorithm = strategy.all_reduce
+        self._take_weights_of_rank_0()
         self.message = GradientMessage([p for p in self.model.parameters() if p.requires_grad], self.group.size)
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
@@ -109,6 +110,12 @@ class DataParallelLearner(SingleLearner):
             if not math.isfinite(value):
                 raise LossNotFiniteError(value, f"rank {rank}", f"step {self.step + 1}")
         return Progress(sum(losses), len(indices), wish)
+
+    def _take_weights_of_rank_0(self) -> None:
+        """For models whose first weights do not follow from the seed alone, such as those read from a file."""
+        for parameter in self.model.parameters():
+            self.group.broadcast_value(parameter.data)
+        self._take_buffers_of_rank_0()
 
     def evaluate(self) -> dict[str, float]:
         self._take_buffers_of_rank_0()

@@ -13,17 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from dure.data.examples import Examples
+from dure.data.batches import Batches, check_batch_size
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
-from dure.parallel.batches import JointBatches, check_batch_size
-from dure.randomness import derive
+from dure.randomness import seed_generators
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, seeded_model
+from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
 from dure.task import Task
 
 
@@ -67,14 +65,14 @@ class SingleLearner:
         self.model = seeded_model(task, seed).train()
         self.optimizer = task.optimizer(self.model.parameters())
         self.train_examples, self.test_examples = examples_for(self.model, task)
-        self.batches = JointBatches(len(self.train_examples), batch_size, seed)
+        self.batches = Batches(len(self.train_examples), batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
         self.step = 0
 
     def advance(self, wish: int) -> Progress:
         """One step of the optimizer on the next joint batch."""
-        torch.default_generator.manual_seed(derive(self.seed, "step", self.step, self.group.rank))
+        seed_generators(self.seed, "step", self.step, self.group.rank, everything=self.train_examples.draws)
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
         started = time.perf_counter()
@@ -120,9 +118,3 @@ class SingleLearner:
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]
-
-
-def examples_for(model: torch.nn.Module, task: Task) -> tuple[Examples, Examples | None]:
-    """(train, test) with floating-point tensors in the dtype of the model's parameters."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    return task.train.to(dtype), None if task.test is None else task.test.to(dtype)

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -77,38 +74,6 @@ def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
         plain[name] = tensor.clone() if shares else tensor
         seen.add(pointer)
     return save_tensors(plain)
-
-
-def generators_state() -> dict[str, Any]:
-    """The state of the global generators of torch, numpy and random, for data pipelines that draw from them."""
-    numpy_state = numpy.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    inner = numpy_state["state"]
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": {
-            "key": torch.from_numpy(inner["key"].astype(numpy.int64)),
-            "pos": int(inner["pos"]),
-            "has_gauss": int(numpy_state["has_gauss"]),
-            "gauss": float(numpy_state["gauss"]),
-        },
-        "random": random.getstate(),
-    }
-
-
-def restore_generators(state: Mapping[str, Any]) -> None:
-    """The inverse of `generators_state`."""
-    torch.set_rng_state(state["torch"])
-    stored = state["numpy"]
-    numpy.random.set_state(
-        {
-            "bit_generator": "MT19937",
-            "state": {"key": stored["key"].numpy().astype(numpy.uint32), "pos": stored["pos"]},
-            "has_gauss": stored["has_gauss"],
-            "gauss": stored["gauss"],
-        }
-    )
-    random.setstate(state["random"])
 
 
 def write_atomically(path: Path, content: bytes) -> None:

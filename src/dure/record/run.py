@@ -97,13 +97,11 @@ class RunFolder:
     def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
         return read_checkpoint(self.path / "checkpoint")
 
-    def finish(
-        self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane], origin: float
-    ) -> None:
+    def finish(self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]) -> None:
         """Writes what an ended run leaves: weights, summary, timeline."""
         self.flush()
         write_atomically(self.path / "model.safetensors", weights_to_bytes(weights))
-        write_trace(self.path / "trace.json", lanes, str(summary["label"]), origin)
+        write_trace(self.path / "trace.json", lanes, str(summary["label"]))
         self.write_json("summary.json", summary)
         self.close()
 

@@ -9,7 +9,7 @@ Trace Event Format (Google, 2016), which Perfetto and chrome://tracing open.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +67,9 @@ class Trace:
         return msgspec.msgpack.decode(packed, type=list[Lane])
 
 
-def chrome_events(lanes: Iterable[Lane], label: str, origin: float) -> list[dict[str, Any]]:
-    """Trace events of `lanes`, one thread a lane; `ts` and `dur` in microseconds since `origin`."""
+def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
+    """Trace events of `lanes`, one thread a lane; `ts` and `dur` in microseconds since the first span of all."""
+    origin = min((span.start for lane in lanes for span in lane.spans), default=0.0)
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}]
     for tid, lane in enumerate(lanes):
         thread = {"pid": 1, "tid": tid}
@@ -90,7 +91,7 @@ def chrome_events(lanes: Iterable[Lane], label: str, origin: float) -> list[dict
     return events
 
 
-def write_trace(path: Path, lanes: Iterable[Lane], label: str, origin: float) -> None:
+def write_trace(path: Path, lanes: Sequence[Lane], label: str) -> None:
     """Writes `trace.json`."""
-    events = chrome_events(lanes, label, origin)
+    events = chrome_events(lanes, label)
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,17 @@ from dure.strategy import Place
 from dure.worlds.interrupts import on_interrupt
 
 Value = TypeVar("Value")
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or whoever sets the same variables) has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def refuse_under_torchrun(world: str) -> None:
+    """Raises ValueError where N processes would each do the same work and write the same files."""
+    if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise ValueError(f"torchrun has started {os.environ['WORLD_SIZE']} ranks, and {world} is one: start it without")
 
 
 def run_here(program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None], name: str) -> Value:

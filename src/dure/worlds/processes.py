@@ -28,7 +28,7 @@ from dure.strategy import Kind, Place
 from dure.worlds import parcel
 from dure.worlds.cores import available_cores, threads_per_rank
 from dure.worlds.fork_server import server
-from dure.worlds.here import run_here
+from dure.worlds.here import refuse_under_torchrun, run_here
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.rank import Seat
 from dure.worlds.roll_call import RollCall
@@ -55,6 +55,7 @@ class Processes:
     leads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        refuse_under_torchrun("Processes")
         if self.ranks is None:
             object.__setattr__(self, "ranks", max(2, available_cores()))
         if self.workers < 1:

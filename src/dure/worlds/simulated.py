@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from dure.strategy import Kind, Place
-from dure.worlds.here import run_here
+from dure.worlds.here import refuse_under_torchrun, run_here
 
 Value = TypeVar("Value")
 
@@ -22,6 +22,9 @@ class Simulated:
     name: ClassVar[str] = "simulated"
     kind: ClassVar[Kind] = "clients"
     leads: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse_under_torchrun("a simulated federation")
 
     @property
     def workers(self) -> int | None:

@@ -25,15 +25,11 @@ from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Kind, Place
 from dure.worlds.cores import threads_per_rank
+from dure.worlds.here import under_torchrun
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.roll_call import Answer, RollCall, transfer_seconds
 
 Value = TypeVar("Value")
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun (or whoever sets the same variables) has started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,7 @@ class Torchrun:
         limit = timedelta(seconds=self.deadline)
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
         store.set_timeout(limit)
+        store = PrefixStore(f"run {store.add(f'runs of {rank}', 1)}", store)  # keys of an earlier run in this job stand
         dist.init_process_group(
             "gloo",
             store=PrefixStore("dure", store),

@@ -19,22 +19,29 @@ class Folded:
 
     sums: tuple[Tensor, ...]
     weight: float
+    dtypes: tuple[torch.dtype, ...]
 
 
 def zero(like: Sequence[Tensor]) -> Folded:
     """Nothing folded yet, for updates shaped like `like`."""
-    return Folded(tuple(torch.zeros_like(tensor) for tensor in like), 0.0)
+    sums = tuple(torch.zeros_like(tensor, dtype=_wide(tensor.dtype)) for tensor in like)
+    return Folded(sums, 0.0, tuple(tensor.dtype for tensor in like))
 
 
 def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
     """Adds one update with weight n_k. The accumulator's memory is used again."""
     for total, tensor in zip(folded.sums, tensors, strict=True):
         total.add_(tensor, alpha=weight)
-    return Folded(folded.sums, folded.weight + weight)
+    return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 
 def finish(folded: Folded) -> list[Tensor]:
     """The mean. Raises ValueError if nothing was folded."""
     if folded.weight <= 0:
         raise ValueError("the mean of no updates is not defined")
-    return [total / folded.weight for total in folded.sums]
+    return [(total / folded.weight).to(dtype) for total, dtype in zip(folded.sums, folded.dtypes, strict=True)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """n_k·Δ_k overflows in half precision: such updates are summed in float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

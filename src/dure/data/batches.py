@@ -1,8 +1,8 @@
-"""Which examples a step trains on: the joint batch of all workers, as indices.
+"""Which examples a step trains on: the joint batch of all workers, or a client's batch, as indices.
 
 An epoch visits every example exactly once, in the order `dure.randomness.shuffled`; its last batch is smaller where
-the batch size does not divide. A full batch keeps the data's own order. The joint batch depends on (seed, step)
-alone, never on the number of workers: that is what makes one worker and many comparable.
+the batch size does not divide. A full batch keeps the data's own order. A batch depends on (seed, step, client) alone,
+never on the number of workers: that is what makes one worker and many comparable.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import Tensor
 from dure.randomness import shuffled
 
 
-class JointBatches:
-    """The joint batches of n examples. batch_size: None is all the data in every step."""
+class Batches:
+    """The batches of n examples. batch_size: None is all the data in every step. client: whose examples they are."""
 
-    def __init__(self, n: int, batch_size: int | None, seed: int) -> None:
+    def __init__(self, n: int, batch_size: int | None, seed: int, client: int = 0) -> None:
         self.n = n
         self.batch_size = n if batch_size is None else min(batch_size, n)
         self.shuffles = batch_size is not None
-        self.seed = seed
+        self.seed, self.client = seed, client
         self.steps_per_epoch = -(-n // self.batch_size)
         self._epoch, self._order = -1, torch.arange(n)
 
     def at(self, step: int) -> Tensor:
-        """The indices of `step`'s joint batch (steps count from 0), int64 of shape (b,), b <= batch_size."""
+        """The indices of `step`'s batch (steps count from 0), int64 of shape (b,), b <= batch_size."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if self.shuffles and epoch != self._epoch:
-            self._epoch, self._order = epoch, shuffled(self.n, self.seed, epoch)
+            self._epoch, self._order = epoch, shuffled(self.n, self.seed, epoch, self.client)
         return self._order[position * self.batch_size : (position + 1) * self.batch_size]
 
 

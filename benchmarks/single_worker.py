@@ -1,0 +1,93 @@
+"""SingleWorker against a hand-written PyTorch loop of the same steps, side by side in one run.
+
+Both train the same model on the same batches from the same weights and must end with the same bits. The loop is the
+shortest that does so: a permutation an epoch, indexing, forward, backward, step. SingleWorker also records every
+step. Interleaved repetitions, medians; seconds of training alone, evaluation left out on both sides.
+
+    python benchmarks/single_worker.py > result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+import dure
+from dure.randomness import shuffled
+from dure.strategy import seeded_model
+
+BATCH = 64
+
+
+def by_hand(task: dure.Task, epochs: int) -> tuple[float, nn.Module]:
+    """Seconds of the hand-written loop, and the trained model."""
+    inputs, targets = task.train.inputs, task.train.targets
+    model = seeded_model(task, 0).train()
+    optimizer = task.optimizer(model.parameters())
+    started = time.perf_counter()
+    for epoch in range(epochs):
+        for batch in shuffled(len(inputs), 0, epoch).split(BATCH):
+            optimizer.zero_grad()
+            loss = task.loss(model(inputs[batch]), targets[batch])
+            loss.backward()
+            optimizer.step()
+    return time.perf_counter() - started, model
+
+
+def by_dure(task: dure.Task, epochs: int) -> tuple[float, nn.Module]:
+    run = dure.train(task, dure.SingleWorker(BATCH), stop=dure.Stop(epochs=epochs), seed=0, evaluate_every=10**9)
+    return run.summary["seconds"], run.model
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    mine: dict[str, Tensor] = first.state_dict()
+    return all(torch.equal(value, mine[name]) for name, value in second.state_dict().items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=9)
+    asked = parser.parse_args()
+    rows = []
+    for model, epochs in (("logistic", 40), ("mlp", 20), ("cnn", 2)):
+        task = dataclasses.replace(dure.load_task("digits", model=model), test=None)
+        by_hand(task, 1), by_dure(task, 1)  # torch warms up
+        pairs = []
+        for repetition in range(asked.repeat):
+            order = (by_hand, by_dure) if repetition % 2 else (by_dure, by_hand)
+            seconds = {}
+            models = {}
+            for way in order:
+                seconds[way.__name__], models[way.__name__] = way(task, epochs)
+            assert same(models["by_hand"], models["by_dure"]), "both have to do the same steps"
+            pairs.append(seconds)
+        steps = epochs * -(-len(task.train) // BATCH)
+        hand = statistics.median(pair["by_hand"] for pair in pairs)
+        ours = statistics.median(pair["by_dure"] for pair in pairs)
+        ratio = statistics.median(pair["by_dure"] / pair["by_hand"] for pair in pairs)
+        rows.append(
+            {
+                "model": model,
+                "steps": steps,
+                "by_hand_us_per_step": hand / steps * 1e6,
+                "dure_us_per_step": ours / steps * 1e6,
+                "median_ratio": ratio,
+            }
+        )
+        text = (
+            f"{model:<10} by hand {hand / steps * 1e6:7.0f} us/step, dure {ours / steps * 1e6:7.0f}, ratio {ratio:.3f}"
+        )
+        print(text, file=sys.stderr)
+    about = {"benchmark": "single_worker", "batch": BATCH, "threads": torch.get_num_threads(), "repeat": asked.repeat}
+    json.dump({**about, "torch": torch.__version__, "rows": rows}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
