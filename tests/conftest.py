@@ -5,36 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
 from dure.worlds.fork_server import server
+from process_tree import descendants
 
 settings.register_profile("dure", deadline=None)  # how long an example takes is the machine's business
 settings.load_profile("dure")
 torch.set_num_threads(1)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
-
-
-def descendants(of: int) -> set[int]:
-    """Pids of the living processes below `of`; zombies do not count."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
-    found: set[int] = set()
-    frontier = {of}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found |= frontier
-    return found
 
 
 @pytest.fixture(autouse=True)

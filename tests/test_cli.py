@@ -228,7 +228,7 @@ def test_systems_are_compared_and_reported(dure, here):
     status, out, _ = dure(line)
     compared = json.loads(out)
     assert status == 0
-    assert [run["label"] for run in compared["runs"]] == ["single worker", "FedAvg label-shards:1"]
+    assert [run["label"] for run in compared["runs"]] == ["single worker", "FedAvg label-shards:1 K=2"]
     assert (compared["failed"], compared["report"]) == ({}, "all/report.html")
     status, out, err = dure("report all --out again.html")
     assert (status, out, err) == (0, "again.html\n", "")
@@ -242,7 +242,7 @@ def test_a_comparison_with_a_failure_says_which_and_why(dure):
     assert status == 1
     assert json.loads(out)["runs"] == []
     assert "dure: single worker: rank 0 failed in step 1: RuntimeError: two" in err
-    assert "dure: FedAvg iid: client 0 failed in round 1" in err
+    assert "dure: FedAvg iid K=3: client 0 failed in round 1" in err
 
 
 def test_a_task_whose_hints_cannot_be_read_can_be_trained(dure):

@@ -32,13 +32,13 @@ def refuses_full_batches(outputs, targets):
 
 def test_every_system_gets_a_run_folder_and_all_one_report(tmp_path):
     done = dure.compare(small_task(), SYSTEMS, stop=Stop(epochs=2), out=tmp_path, seed=4)
-    folders = ["single-worker", "gradient-descent", "fedavg-iid-e-1"]
+    folders = ["single-worker", "gradient-descent", "fedavg-iid-k-3"]
     assert {p.name for p in tmp_path.iterdir()} == {*folders, "comparison.json", "report.html"}
     comparison = json.loads((tmp_path / "comparison.json").read_text())
     assert set(comparison) == {"task", "seed", "stop", "runs", "failed"}
     assert (comparison["task"], comparison["seed"], comparison["runs"]) == ("small", 4, folders)
     assert comparison["failed"] == {}
-    assert [run.label for run in done.runs] == ["single worker", "gradient descent", "FedAvg iid"]
+    assert [run.label for run in done.runs] == ["single worker", "gradient descent", "FedAvg iid K=3"]
     for run, name in zip(done.runs, folders, strict=True):
         assert run.folder == tmp_path / name
         assert json.loads((run.folder / "config.json").read_text())["label"] == run.label
@@ -56,7 +56,7 @@ def test_a_run_of_a_comparison_is_the_run_alone_and_starts_where_the_others_do()
 
 def test_a_system_that_fails_does_not_end_the_others(tmp_path):
     done = dure.compare(small_task(loss=refuses_full_batches), SYSTEMS, stop=Stop(epochs=1), out=tmp_path)
-    assert [run.label for run in done.runs] == ["single worker", "FedAvg iid"]
+    assert [run.label for run in done.runs] == ["single worker", "FedAvg iid K=3"]
     assert list(done.failed) == ["gradient descent"]
     assert isinstance(done.failed["gradient descent"], WorkerFailedError)
     comparison = json.loads((tmp_path / "comparison.json").read_text())
@@ -129,5 +129,5 @@ def test_ctrl_c_ends_the_comparison_and_reports_what_there_is(tmp_path):
 def test_progress_is_told_by_label():
     told = []
     dure.compare(small_task(), SYSTEMS, stop=Stop(epochs=1), on_progress=lambda label, event: told.append(label))
-    assert list(dict.fromkeys(told)) == ["single worker", "gradient descent", "FedAvg iid"]
+    assert list(dict.fromkeys(told)) == ["single worker", "gradient descent", "FedAvg iid K=3"]
     assert torch.is_grad_enabled()

@@ -71,7 +71,9 @@ def test_a_torchrun_world_is_read_back_inside_its_job(monkeypatch):
         monkeypatch.setenv(name, value)
     assert decode_world(encode(Torchrun(12.5))) == Torchrun(12.5)
     assert default_world(SingleWorker()) == Torchrun()
-    assert default_world(FedAvg()) == Simulated()
+    for world in (Simulated, Processes):
+        with pytest.raises(ValueError, match="torchrun has started 2 ranks"):
+            world()
 
 
 @pytest.mark.parametrize("name", catalog.SYSTEMS)

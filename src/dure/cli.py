@@ -6,22 +6,27 @@ Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended by Ctr
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import io
 import json
 import os
-import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
 from dure.errors import DureError, WorkerFailedError
+from dure.flags import (
+    CompareOptions,
+    Limits,
+    ReportOptions,
+    ResumeOptions,
+    TrainOptions,
+    given_options,
+    options_of_task,
+    parse_flags,
+)
 
 if TYPE_CHECKING:
     from dure.stop import Stop
@@ -69,8 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     given = [argument for argument in given if argument != DEBUG]
+    # Threads of OpenMP that wait for work give their core back; spinning, they starve whoever else needs it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return _dispatch(given)
+    except BrokenPipeError:  # `dure --help | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
         return 130
@@ -107,99 +117,9 @@ def _dispatch(given: list[str]) -> int:
     return commands[given[0]](given[1:])
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When the run ends, whichever comes first; ten epochs if nothing is said.
-
-    Args:
-        epochs: passes over the training data, counted in examples over all workers.
-        steps: optimizer steps, for systems that count steps.
-        rounds: federated rounds, for systems that count rounds.
-        seconds: training time, evaluation and checkpoints left out.
-        target: METRIC=VALUE, as test_accuracy=0.99; several must all be reached.
-    """
-
-    epochs: float | None = None
-    steps: int | None = None
-    rounds: int | None = None
-    seconds: float | None = None
-    target: tuple[str, ...] = ()
-
-    def stop(self, epochs: float = 10) -> Stop:
-        """The limits; `epochs` is the default if none is given."""
-        from dure.stop import Stop
-
-        target: dict[str, float] = {}
-        for text in self.target:
-            name, _, value = text.partition("=")
-            try:
-                target[name] = float(value)
-            except ValueError:
-                raise ValueError(f"--target {text}: it is METRIC=VALUE, as test_accuracy=0.99") from None
-        limits = Stop(self.epochs, self.steps, self.rounds, self.seconds, target or None)
-        return Stop(epochs=epochs) if limits == Stop() else limits
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """How to run it.
-
-    Args:
-        workers: ranks, for systems that divide the work; one a core by default.
-        deadline: seconds that a rank waits for a silent peer.
-        seed: of weights, order of examples, sampling and dropout; same seed, same bits.
-        out: the run folder; by default a new one in runs/.
-        evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
-        checkpoint_every: steps or rounds between checkpoints; by default an evaluation every 10 s or more.
-        label: how tables call the run.
-        json: print the summary as JSON on standard output, and no progress.
-    """
-
-    workers: int | None = None
-    deadline: float = 60.0
-    seed: int = 0
-    out: Path | None = None
-    evaluate_every: int | None = None
-    checkpoint_every: int | None = None
-    label: str | None = None
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """Go on with a run; everything else is in its folder.
-
-    Args:
-        resume: the run folder.
-        json: print the summary as JSON on standard output, and no progress.
-    """
-
-    resume: Path
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """How to compare.
-
-    Args:
-        workers: ranks, for systems that divide the work; one a core by default.
-        seed: of weights, order of examples, sampling and dropout; same seed, same bits.
-        out: the folder of the comparison; by default a new one in runs/.
-        evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
-        json: print the summaries as JSON on standard output, and no progress.
-    """
-
-    workers: int | None = None
-    seed: int = 0
-    out: Path | None = None
-    evaluate_every: int | None = None
-    json: bool = False
-
-
 COMPARED = (
     "single-worker",
-    "single-worker,batch_size=null",
+    "single-worker,batch_size=None",
     "data-parallel,all_reduce=ring",
     "data-parallel,all_reduce=master",
     "data-parallel,all_reduce=native",
@@ -213,85 +133,6 @@ def _names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
     """The leading arguments that are no flags, and the rest."""
     count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
     return given[:count], given[count:]
-
-
-def _parse(prog: str, parts: dict[str, Any], arguments: list[str], description: str = "") -> dict[str, Any]:
-    """Parses flags into instances of several dataclasses at once; their fields share one level of flags."""
-    import tyro
-
-    from dure.data.partition import Partition, parse
-
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def partition_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-        if info.type is not Partition:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="PARTITION",
-            instance_from_str=lambda texts: parse(texts[0]),
-            is_instance=lambda value: isinstance(value, Partition),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    fields = [(name, Annotated[kind, tyro.conf.arg(name="")]) for name, kind in parts.items()]
-    together = dataclasses.make_dataclass("Options", fields, frozen=True)
-    together.__doc__ = description
-    complaint = io.StringIO()
-    try:
-        with registry, contextlib.redirect_stderr(complaint):
-            parsed: Any = tyro.cli(
-                together, prog=prog, args=arguments, config=(tyro.conf.FlagCreatePairsOff,), description=description
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise ValueError(f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)") from None
-    return {name: getattr(parsed, name) for name in parts}
-
-
-def _complaint(box: str) -> str:
-    """What tyro says in a box of many lines, in one: its first paragraph, and the flag that was perhaps meant."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)  # it colours a terminal, and draws in ASCII where it has to
-    lines = [line.strip(" │") for line in plain.splitlines()[1:]]
-    if not lines[0].strip("-"):
-        del lines[0]
-    end = next((i for i, line in enumerate(lines) if not line.strip("─-╰╯")), len(lines))
-    meant = next((line.split()[0] for line in lines[end:] if re.match("--[a-z]", line)), None)
-    is_guess = any(line.startswith("Perhaps you meant") for line in lines)
-    return " ".join(lines[:end]) + (f", did you mean {meant}?" if is_guess and meant else "")
-
-
-def _options_of_task(reference: str) -> type[Any]:
-    """The task's own options as a dataclass: the parameters of the function that makes it.
-
-    A parameter without default may be left out here: `load_task` says better what is missing.
-    """
-    import inspect
-
-    from dure.tasks import hints_of, task_factory
-
-    factory = task_factory(reference)
-    fields: list[Any] = []
-    if inspect.isfunction(factory):
-        hints = hints_of(factory)
-        for name, parameter in inspect.signature(factory).parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                continue
-            if parameter.default is parameter.empty:
-                fields.append((name, hints.get(name, str) | None, None))
-            else:
-                fields.append((name, hints.get(name, type(parameter.default)), parameter.default))
-    options = dataclasses.make_dataclass("TaskOptions", fields, frozen=True)
-    options.__doc__ = factory.__doc__ if fields else "The task has no options."
-    return options
-
-
-def _set_options(options: Any) -> dict[str, Any]:
-    """The options that were given; those left out keep the default of the task's function."""
-    values = {field.name: (getattr(options, field.name), field.default) for field in dataclasses.fields(options)}
-    return {name: value for name, (value, default) in values.items() if value is not None or default is not None}
 
 
 def _train(given: list[str]) -> int:
@@ -311,10 +152,10 @@ def _train(given: list[str]) -> int:
     from dure.tasks import load_task
 
     kind = strategy_class(system)
-    parts = {"strategy": kind, "task": _options_of_task(reference), "limits": Limits, "how": TrainOptions}
-    asked = _parse(f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0])
+    parts = {"strategy": kind, "task": options_of_task(reference), "limits": Limits, "how": TrainOptions}
+    asked = parse_flags(f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0])
     how: TrainOptions = asked["how"]
-    task = load_task(reference, **_set_options(asked["task"]))
+    task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
     world = _world(strategy, how.workers, how.deadline)
     out = how.out if how.out is not None else _new_folder(f"{_file_name(task)}-{system}")
@@ -347,7 +188,7 @@ def _call_train(
 
 
 def _resume(flags: list[str]) -> int:
-    asked = _parse("dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run.")
+    asked = parse_flags("dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run.")
     folder: Path = asked["how"].resume
     from dure.train import asked_of, resume
 
@@ -394,11 +235,11 @@ def _compare(given: list[str]) -> int:
     from dure.strategies import parse_strategy
     from dure.tasks import load_task
 
-    parts = {"task": _options_of_task(reference), "limits": Limits, "how": CompareOptions}
-    asked = _parse(f"dure compare {reference}", parts, flags, "Many systems on one task.")
+    parts = {"task": options_of_task(reference), "limits": Limits, "how": CompareOptions}
+    asked = parse_flags(f"dure compare {reference}", parts, flags, "Many systems on one task.")
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
-    task = load_task(reference, **_set_options(asked["task"]))
+    task = load_task(reference, **given_options(asked["task"]))
     entries = []
     for system in systems:
         strategy = parse_strategy(system)
@@ -425,22 +266,11 @@ def _compare(given: list[str]) -> int:
     return 130 if interrupted else max((error.exit_code for error in done.failed.values()), default=0)
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """Where to write the page.
-
-    Args:
-        out: the page; by default report.html in the first run's folder.
-    """
-
-    out: Path | None = None
-
-
 def _report(given: list[str]) -> int:
     names, flags = _names_before_flags(given)
     if not names:
         raise ValueError("dure report RUN [RUN ...]: name at least one run folder")
-    asked = _parse("dure report RUN ...", {"how": ReportOptions}, flags, "Write a report.")
+    asked = parse_flags("dure report RUN ...", {"how": ReportOptions}, flags, "Write a report.")
     from dure.report import write_report
 
     out = asked["how"].out if asked["how"].out is not None else Path(names[0]) / "report.html"
@@ -450,7 +280,9 @@ def _report(given: list[str]) -> int:
 
 def _check_names(reference: str, systems: list[str]) -> None:
     """Mistyped names are answered before torch is loaded."""
-    if ":" not in reference and reference not in catalog.TASKS:
+    if reference.endswith(".py"):
+        raise ValueError(f"{reference} is a file: say which task in it, {reference}:NAME")
+    if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
         raise ValueError(f"there is no task {reference!r}{catalog.suggestion(reference, catalog.TASKS)}")
     for system in systems:
         if system not in catalog.SYSTEMS:
@@ -479,7 +311,9 @@ def _world(strategy: Strategy, workers: int | None, deadline: float) -> World:
     if under_torchrun():
         return Torchrun(deadline)
     if strategy.name == "single-worker":
-        return Processes(1 if workers is None else workers, deadline)
+        if workers not in (None, 1):
+            raise ValueError(f"single-worker is one worker: leave out --workers {workers}, or take data-parallel")
+        return Processes(1, deadline)
     return Processes(workers, deadline)
 
 

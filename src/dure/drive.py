@@ -208,6 +208,7 @@ class Driver:
                 "seconds": position.seconds,
                 "loss": position.loss,
                 "metrics": dict(position.metrics),
+                "evaluated": position.last_evaluation,
             }
         )
 
@@ -226,6 +227,8 @@ class Driver:
 
     def _evaluate(self) -> None:
         position = self.position
+        if position.step == 0:
+            self.group.step = "the first evaluation"
         position.metrics = self.learner.evaluate()
         position.last_evaluation = position.step
         workers = self._all_counters()

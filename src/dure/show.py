@@ -87,6 +87,8 @@ class Display:
 
     def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
         ended = done is not None and done >= 1.0
+        if ended and event["evaluated"] != event["step"]:
+            return  # the last evaluation is still to come
         if ended or time.monotonic() - self._printed > PLAIN_SECONDS:
             self._printed = time.monotonic()
             share = "" if done is None else f"{done:4.0%} "

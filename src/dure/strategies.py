@@ -96,7 +96,7 @@ def _typed(value: Any, hint: Any) -> Any:
 def parse_strategy(text: str) -> Strategy:
     """A strategy from "name" or "name,field=value,…", as `dure compare` takes it: "fed-avg,clients=20".
 
-    Values are read as JSON where the field is no text; null is None. Raises ValueError for what does not fit.
+    Values are read as JSON where the field is no text; null and None are None. Raises ValueError for what does not fit.
     """
     name, *settings = text.split(",")
     kind = strategy_class(name)
@@ -109,7 +109,7 @@ def parse_strategy(text: str) -> Strategy:
         _check_fields(kind, [field])
         is_text = hints.get(field) is Partition or typing.get_origin(hints.get(field)) is typing.Literal
         try:
-            written[field] = value if is_text else msgspec.json.decode(value.encode())
+            written[field] = value if is_text else None if value == "None" else msgspec.json.decode(value.encode())
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
     return decode_strategy(written)

@@ -32,13 +32,14 @@ def test_every_example_comes_exactly_once_a_local_epoch(n, batch_size, epochs, r
     assert max(map(len, batches)) <= (n if batch_size is None else batch_size)
 
 
-@given(st.integers(1, 20), SIZES, st.integers(1, 30), st.integers(0, 3))
-def test_a_number_of_steps_goes_through_the_data_again_and_again(n, batch_size, steps, round):
-    batches = list(LocalWork(9, steps, batch_size).batches(torch.arange(n), 0, round, 2))
-    assert len(batches) == steps
+@given(st.integers(1, 20), SIZES, st.integers(1, 30), st.integers(1, 4))
+def test_a_number_of_steps_goes_through_the_data_again_and_again_over_the_rounds(n, batch_size, steps, rounds):
+    work = LocalWork(9, steps, batch_size)
+    batches = [batch for round in range(rounds) for batch in work.batches(torch.arange(n), 0, round, 2)]
+    assert len(batches) == rounds * steps
     size = n if batch_size is None else min(batch_size, n)
     per_epoch = -(-n // size)
-    for start in range(0, steps - per_epoch + 1, per_epoch):
+    for start in range(0, rounds * steps - per_epoch + 1, per_epoch):
         assert sorted(torch.cat(batches[start : start + per_epoch]).tolist()) == list(range(n))
 
 

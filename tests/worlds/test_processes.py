@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import dure
-from conftest import descendants
 from dure.collectives import all_reduce
 from dure.errors import LossNotFiniteError, PeerLostError, WorkerFailedError
 from dure.strategy import Place
 from dure.worlds.fork_server import server
+from process_tree import descendants
 from small import same_bits, small_task
 
 

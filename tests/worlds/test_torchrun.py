@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import dure
-from conftest import descendants
+from process_tree import descendants
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -8,6 +8,7 @@ gone, so that no rank closes connections that others still read from.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import socket
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-import dure.drive  # noqa: F401, loaded here once for all ranks
 from dure.collectives.group import Group
 from dure.errors import DureError, WorkerFailedError
 from dure.record.meter import Meter
@@ -32,8 +32,9 @@ from dure.worlds.roll_call import Answer, RollCall, transfer_seconds
 
 
 def load_everything() -> None:
-    """Called once by the fork server, so that no rank has to: the first optimizer of a process imports 800 modules
-    of torch, which takes longer than many a run."""
+    """Called once by the fork server, so that no rank has to: what programs will need, which is not imported above,
+    and the 800 modules of torch that the first optimizer of a process imports."""
+    importlib.import_module("dure.drive")
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
