@@ -111,8 +111,8 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ("train digits fed-avg --partition dirichlett", "no partition 'dirichlett', did you mean 'dirichlet'?"),
         ("train digits fed-avg --workers 2", "fed-avg counts clients, not workers: use --clients 2"),
         ("train mine.py:task data-parallel --workers 21", "21 workers are more than the 20 training examples"),
-        ("train digits single-worker --workers 2", "SingleWorker is one worker, but the world has 2"),
-        ("train digits single-worker --workers 0", "it takes at least one"),
+        ("train digits single-worker --workers 2", "single-worker is one worker: leave out --workers 2"),
+        ("train digits single-worker --workers 0", "single-worker is one worker: leave out --workers 0"),
         ("train digits single-worker --epochs -1", "epochs is -1.0, but a run ends after more than 0 epochs"),
         ("train digits single-worker --rounds 3", "rounds do not count here, it counts steps"),
         ("train digits single-worker --target accuracy", "it is METRIC=VALUE, as test_accuracy=0.99"),
@@ -232,7 +232,7 @@ def test_systems_are_compared_and_reported(dure, here):
     assert (compared["failed"], compared["report"]) == ({}, "all/report.html")
     status, out, err = dure("report all --out again.html")
     assert (status, out, err) == (0, "again.html\n", "")
-    status, out, _ = dure("report all/single-worker all/fedavg-label-shards-1-e-1")
+    status, out, _ = dure("report all/single-worker all/fedavg-label-shards-1-k-2")
     assert (status, out) == (0, "all/single-worker/report.html\n")
     assert (here / "all" / "single-worker" / "report.html").exists()
 
@@ -242,7 +242,7 @@ def test_a_comparison_with_a_failure_says_which_and_why(dure):
     assert status == 1
     assert json.loads(out)["runs"] == []
     assert "dure: single worker: rank 0 failed in step 1: RuntimeError: two" in err
-    assert "dure: FedAvg iid K=3: client 0 failed in round 1" in err
+    assert "dure: FedAvg iid: client 0 failed in round 1" in err
 
 
 def test_a_task_whose_hints_cannot_be_read_can_be_trained(dure):

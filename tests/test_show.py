@@ -24,6 +24,7 @@ def event(step: int = 12, unit: str = "step", **changes):
         "seconds": 2.0,
         "loss": 0.31,
         "metrics": metrics,
+        "evaluated": step,
     }
     return {**base, **changes}
 

@@ -112,6 +112,9 @@ def _dispatch(given: list[str]) -> int:
     if given[0] == "--version":
         print(f"dure {__version__}")
         return 0
+    if given[0] in commands and given[1:] in (["--help"], ["-h"]):
+        print(usage(), end="")
+        return 0
     if given[0] not in commands:
         raise ValueError(f"there is no command {given[0]!r}{catalog.suggestion(given[0], commands)}")
     return commands[given[0]](given[1:])
@@ -140,9 +143,6 @@ def _train(given: list[str]) -> int:
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         return _resume(flags)
     if len(names) != 2:
-        if flags == ["--help"] or flags == ["-h"]:
-            print(usage(), end="")
-            return 0
         raise ValueError("dure train TASK SYSTEM [options]: name a task and a system (dure --help lists them)")
     reference, system = names
     _check_names(reference, [system])

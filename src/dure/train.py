@@ -51,7 +51,8 @@ def train(
     out: the run folder (docs/run-folder.md), which must be new or empty; None keeps everything in memory.
     evaluate_every: steps or rounds between evaluations on the test data; by default an epoch, or a round.
     checkpoint_every: steps or rounds between checkpoints; by default at an evaluation every ten seconds or more.
-    on_progress: called with a dict of unit, step, epoch, samples, seconds, loss, metrics and evaluated (the step of the metrics), ten times a second or less.
+    on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples, seconds, loss, metrics,
+        and evaluated: the step of the metrics.
 
     Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in use;
     LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps what it has written.

@@ -17,8 +17,8 @@ from torch import Tensor
 from dure.errors import PeerLostError
 from dure.record.meter import Meter
 
-Diagnose = Callable[[str, str, "int | None", Exception], PeerLostError]
-"""diagnose(operation, step, peer, error) finds out which peer was lost; worlds know how."""
+Diagnose = Callable[[str, str, "int | None", Exception], "PeerLostError | None"]
+"""diagnose(operation, step, peer, error) finds out which peer was lost, if any; worlds know how."""
 
 
 class Group:
@@ -55,15 +55,16 @@ class Group:
         before, self.operation, self._peer = self.operation, operation, None
         try:
             yield
-        except (RuntimeError, ValueError) as error:  # c10d raises both, DistBackendError among the first
+        except RuntimeError as error:  # all that c10d raises when a transfer fails
             self._fail(error)
         finally:
             self.operation = before
 
     def _fail(self, error: Exception) -> NoReturn:
-        if self._diagnose is None:
+        lost = self._diagnose(self.operation, self.step, self._peer, error) if self._diagnose is not None else None
+        if lost is None:
             raise error
-        raise self._diagnose(self.operation, self.step, self._peer, error) from error
+        raise lost from error
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""

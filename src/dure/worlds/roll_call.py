@@ -41,8 +41,9 @@ class Verdict(msgspec.Struct):
     step: str
     reason: str
 
-    def error(self) -> PeerLostError:
-        return PeerLostError(self.ranks, self.operation, self.step, self.reason)
+    def error(self) -> PeerLostError | None:
+        """None if nobody was lost: then the transfer failed for a reason of its own."""
+        return PeerLostError(self.ranks, self.operation, self.step, self.reason) if self.ranks else None
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Known:
             return Verdict(tuple(sorted(guilty)), operation, step, "; ".join(dict.fromkeys(guilty.values())))
         absent = set(range(size)) - self.answers.keys()
         suspects = {answer.waited_for for answer in self.answers.values()} & absent
-        lost = suspects or absent or {a.waited_for for a in self.answers.values() if a.waited_for is not None}
+        lost = suspects or absent
         timed_out = all(answer.timed_out for answer in self.answers.values() if answer.waited_for in lost)
         reason = f"fell silent (nothing for {waited})" if timed_out else "died or hung up"
         return Verdict(tuple(sorted(rank for rank in lost if rank is not None)), operation, step, reason)
@@ -89,8 +90,11 @@ class RollCall:
         """A supervisor saw `rank` end: "was killed by SIGKILL"."""
         self._set(f"death/{rank}", how)
 
-    def diagnose(self, operation: str, step: str, peer: int | None, error: Exception) -> PeerLostError:
-        """The error to raise on this rank after a transfer with `peer` (None: with all) failed."""
+    def diagnose(self, operation: str, step: str, peer: int | None, error: Exception) -> PeerLostError | None:
+        """The error to raise on this rank after a transfer with `peer` (None: with all) failed.
+
+        None if every rank is there: the error of the transfer tells more.
+        """
         mine = Answer(waited_for=peer, timed_out="imed out" in str(error) or "imeout" in str(error))
         self.answer(mine)
         known = Known({self.rank: mine}, {})
