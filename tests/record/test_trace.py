@@ -32,8 +32,8 @@ def test_a_span_is_a_complete_event_in_microseconds_since_the_first_span_of_all(
 def test_a_lane_keeps_its_first_spans_and_counts_the_rest():
     trace = Trace(limit=2)
     for step in range(5):
-        trace.add("rank 0", Span("forward", "compute", step, step + 1, step))
-    trace.add("rank 1", Span("forward", "compute", 0, 1, 0))
+        trace.add("rank 0", *Span("forward", "compute", step, step + 1, step))
+    trace.add("rank 1", *Span("forward", "compute", 0, 1, 0))
     assert [span.step for span in trace.lanes["rank 0"].spans] == [0, 1]
     events = chrome_events(list(trace.lanes.values()), "run")
     dropped = [event for event in events if event["name"] == "spans_dropped"]
@@ -46,7 +46,7 @@ def test_lanes_travel_as_bytes(lanes):
     trace = Trace(limit=3)
     for name, spans in lanes.items():
         for span in spans:
-            trace.add(name, span)
+            trace.add(name, *span)
     unpacked = Trace.unpacked(trace.packed())
     assert unpacked == list(trace.lanes.values())
     assert all(isinstance(span, Span) for lane in unpacked for span in lane.spans)
@@ -54,7 +54,7 @@ def test_lanes_travel_as_bytes(lanes):
 
 def test_packing_moves_the_times_onto_another_clock_and_leaves_the_lane_alone():
     trace = Trace()
-    trace.add("rank 1", Span("send", "communication", 1.0, 2.5, 3))
+    trace.add("rank 1", *Span("send", "communication", 1.0, 2.5, 3))
     assert Trace.unpacked(trace.packed(offset=-0.5)) == [Lane("rank 1", [Span("send", "communication", 0.5, 2.0, 3)])]
     assert trace.lanes["rank 1"].spans[0].start == 1.0
 

@@ -22,14 +22,16 @@ class Batches:
         self.shuffles = batch_size is not None
         self.seed, self.client = seed, client
         self.steps_per_epoch = -(-n // self.batch_size)
-        self._epoch, self._order = -1, torch.arange(n)
+        self._epoch = -1
+        self._batches: tuple[Tensor, ...] = torch.split(torch.arange(n), self.batch_size)
 
     def at(self, step: int) -> Tensor:
         """The indices of `step`'s batch (steps count from 0), int64 of shape (b,), b <= batch_size."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if self.shuffles and epoch != self._epoch:
-            self._epoch, self._order = epoch, shuffled(self.n, self.seed, epoch, self.client)
-        return self._order[position * self.batch_size : (position + 1) * self.batch_size]
+            order = shuffled(self.n, self.seed, epoch, self.client)
+            self._epoch, self._batches = epoch, torch.split(order, self.batch_size)
+        return self._batches[position]
 
 
 def check_batch_size(batch_size: int | None) -> None:

@@ -77,7 +77,7 @@ class LocalTrainer:
             inputs, targets = self.examples.batch(batch)
             optimizer.zero_grad(set_to_none=True)
             loss = self.task.loss(self.model(inputs), targets)
-            value = float(loss.detach())
+            value = float(loss.item())
             if not math.isfinite(value):
                 when = f"round {round + 1}, local step {step + 1}"
                 raise LossNotFiniteError(value, f"client {client}", when)

@@ -94,7 +94,7 @@ class SingleLearner:
         inputs, targets = self.train_examples.batch(indices)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.model(inputs), targets)
-        value = float(loss.detach())
+        value = float(loss.item())
         forwarded = time.perf_counter()
         (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
         meter = self.group.meter

@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 
-class Step(msgspec.Struct, tag_field="kind", tag="step"):
+class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False):
     """After a step or round: cumulative counters of rank 0 (a federation's server)."""
 
     step: int

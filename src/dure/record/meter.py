@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dure.record.trace import Span, Trace
+from dure.record.trace import Trace
 
 
 class Counters(msgspec.Struct):
@@ -69,7 +69,7 @@ class Meter:
     def mark(self, name: str, category: str, start: float, end: float, step: int) -> None:
         """A span on the timeline that no counter adds up: an evaluation, a checkpoint."""
         if self.trace is not None:
-            self.trace.add(self.name, Span(name, category, start, end, step))
+            self.trace.add(self.name, name, category, start, end, step)
 
 
 def reset_peak_memory() -> None:

@@ -41,12 +41,13 @@ class Trace:
         self.limit = limit
         self.lanes: dict[str, Lane] = {}
 
-    def add(self, lane: str, span: Span) -> None:
+    def add(self, lane: str, name: str, category: str, start: float, end: float, step: int) -> None:
+        """A span on the lane called `lane`."""
         found = self.lanes.get(lane)
         if found is None:
             found = self.lanes[lane] = Lane(lane, [])
         if len(found.spans) < self.limit:
-            found.spans.append(span)
+            found.spans.append(Span(name, category, start, end, step))
         else:
             found.dropped += 1
 
