@@ -16,8 +16,8 @@ INSTALL := $(PIP) install --constraint constraints.txt $(PIP_ARGS)
 # An environment around this one, or settings that send packages elsewhere, must not reach ours.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
-# Threads that wait give their core back: spinning ones starve each other where more of them run than there are cores.
-export OMP_WAIT_POLICY ?= PASSIVE
+# Tests run two at a time: threads that wait have to give their core back.
+test: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help run test install install-test browser lint types docs format clean

@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     given = [argument for argument in given if argument != DEBUG]
-    # Threads of OpenMP that wait for work give their core back; spinning, they starve whoever else needs it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # OpenMP's threads spin for milliseconds before they give their core back, and starve whoever else needs it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         return _dispatch(given)
     except BrokenPipeError:  # `dure --help | head`: nobody reads on

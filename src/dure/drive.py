@@ -31,6 +31,7 @@ from dure.record.trace import Lane, Trace
 from dure.stop import Stop
 from dure.strategy import CHECKPOINT, STOP, Learner, Place, Progress, Strategy
 from dure.task import Task
+from dure.threads import enough_threads
 
 CHECKPOINT_SECONDS = 10.0
 """Without `checkpoint_every`, a checkpoint is written at the first evaluation after so many seconds."""
@@ -88,7 +89,8 @@ def drive(job: Job, place: Place) -> Outcome:
         place.group.step = "the start"
         learner = job.strategy.learner(job.task, place, job.seed)
         driver = Driver(job, place, learner)
-        return driver.run()
+        with enough_threads(learner.flops_per_step()):
+            return driver.run()
     except LossNotFiniteError:
         if driver is not None:
             driver.keep_last_good()

@@ -54,6 +54,9 @@ class Learner(Protocol):
     where: str
     """Who this is, for errors: "rank 1" or "server"."""
 
+    def flops_per_step(self) -> float:
+        """Floating-point operations of one optimizer step here; small steps get one thread (`dure.threads`)."""
+
     def advance(self, wish: int) -> Progress:
         """Does one step or round. Rank 0 says its `wish`; the others give 0."""
 

@@ -32,6 +32,7 @@ from dure.flat import FlatParameters
 from dure.record.meter import Meter
 from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
 from dure.task import Task
+from dure.threads import flops_per_step
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,10 @@ class FedAvgLearner:
             seed,
             strategy.server_lr,
         )
+
+    def flops_per_step(self) -> float:
+        batch = min(self.trainer.work.batch_size or len(self.parts[0]), len(self.parts[0]))
+        return flops_per_step(self.model, self.trainer.examples, batch)
 
     def advance(self, wish: int) -> Progress:
         """One round: assignments down, local training, updates up, the new global model."""

@@ -23,6 +23,7 @@ from dure.randomness import seed_generators
 from dure.record.meter import Meter
 from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
 from dure.task import Task
+from dure.threads import flops_per_step
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class SingleLearner:
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
         self.step = 0
+
+    def flops_per_step(self) -> float:
+        return flops_per_step(self.model, self.train_examples, -(-self.batches.batch_size // self.group.size))
 
     def advance(self, wish: int) -> Progress:
         """One step of the optimizer on the next joint batch."""
