@@ -1,8 +1,9 @@
 """SingleWorker against a hand-written PyTorch loop of the same steps, side by side in one run.
 
-Both train the same model on the same batches from the same weights and must end with the same bits. The loop is the
-shortest that does so: a permutation an epoch, indexing, forward, backward, step. SingleWorker also records every
-step. Interleaved repetitions, medians; seconds of training alone, evaluation left out on both sides.
+Both train the same model on the same batches from the same weights; on one thread they end with the same bits. The
+loop is the shortest that does so: a permutation an epoch, indexing, forward,
+backward, step, on as many threads as torch takes. SingleWorker also records every step, and chooses its threads.
+Interleaved repetitions, medians; seconds of training alone, evaluation left out on both sides.
 
     python benchmarks/single_worker.py > result.json
 """
@@ -46,9 +47,13 @@ def by_dure(task: dure.Task, epochs: int) -> tuple[float, nn.Module]:
     return run.summary["seconds"], run.model
 
 
-def same(first: nn.Module, second: nn.Module) -> bool:
-    mine: dict[str, Tensor] = first.state_dict()
-    return all(torch.equal(value, mine[name]) for name, value in second.state_dict().items())
+def check_that_they_do_the_same(task: dure.Task) -> None:
+    """On one thread both end with the same bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    mine: dict[str, Tensor] = by_hand(task, 1)[1].state_dict()
+    assert all(torch.equal(value, mine[name]) for name, value in by_dure(task, 1)[1].state_dict().items())
+    torch.set_num_threads(threads)
 
 
 def main() -> None:
@@ -58,16 +63,11 @@ def main() -> None:
     rows = []
     for model, epochs in (("logistic", 40), ("mlp", 20), ("cnn", 2)):
         task = dataclasses.replace(dure.load_task("digits", model=model), test=None)
-        by_hand(task, 1), by_dure(task, 1)  # torch warms up
+        check_that_they_do_the_same(task)
         pairs = []
         for repetition in range(asked.repeat):
             order = (by_hand, by_dure) if repetition % 2 else (by_dure, by_hand)
-            seconds = {}
-            models = {}
-            for way in order:
-                seconds[way.__name__], models[way.__name__] = way(task, epochs)
-            assert same(models["by_hand"], models["by_dure"]), "both have to do the same steps"
-            pairs.append(seconds)
+            pairs.append({way.__name__: way(task, epochs)[0] for way in order})
         steps = epochs * -(-len(task.train) // BATCH)
         hand = statistics.median(pair["by_hand"] for pair in pairs)
         ours = statistics.median(pair["by_dure"] for pair in pairs)
