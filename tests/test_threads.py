@@ -8,8 +8,8 @@ from torch import nn
 
 import dure
 from dure.data.examples import Examples
-from dure.models import CNN
-from dure.threads import SMALL_STEP, enough_threads, flops_per_step
+from dure.models import CNN, CharLSTM
+from dure.threads import SMALL_STEP, flops_per_step, threads, threads_for
 from small import small_task
 
 
@@ -35,6 +35,14 @@ def test_the_papers_cnn_is_large_and_a_small_network_is_small():
     assert flops_per_step(task.model(), task.train, 10) < SMALL_STEP < flops_per_step(CNN(), images(2), 10)
 
 
+def test_recurrent_layers_count_for_each_position():
+    text = Examples(torch.zeros(1, 80, dtype=torch.int64), torch.zeros(1, 80, dtype=torch.int64))
+    model = CharLSTM(90)
+    weights = sum(p.numel() for layer in model.modules() if isinstance(layer, nn.RNNBase) for p in layer.parameters())
+    assert flops_per_step(model, text, 1) > 3 * 2 * 80 * weights > SMALL_STEP
+    assert not any(layer._forward_hooks for layer in model.modules())
+
+
 def test_counting_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()).double().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -48,22 +56,24 @@ def test_a_model_that_fails_is_left_to_fail_in_its_first_step():
 
 
 def test_threads_are_as_before_when_the_block_ends(two_threads):
-    with enough_threads(SMALL_STEP / 2):
+    assert (threads_for(SMALL_STEP / 2), threads_for(SMALL_STEP * 2)) == (1, 2)
+    with threads(1):
+        assert torch.get_num_threads() == 1
+        with threads(2):
+            assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
-    with enough_threads(SMALL_STEP * 2):
-        assert torch.get_num_threads() == 2
 
 
 def test_a_run_of_a_small_model_uses_one_thread(two_threads):
-    used = []
+    used, evaluated = [], []
 
     class Watched(nn.Linear):
         def forward(self, inputs):
-            if self.training:
-                used.append(torch.get_num_threads())
+            (used if self.training else evaluated).append(torch.get_num_threads())
             return super().forward(inputs)
 
     dure.train(small_task(model=lambda: Watched(6, 3).double()), dure.SingleWorker(8), stop=dure.Stop(steps=3))
     assert used == [1, 1, 1]
+    assert evaluated[1:] == [2, 2], "the first one counted operations; then came two evaluations"
     assert torch.get_num_threads() == 2

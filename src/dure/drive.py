@@ -31,7 +31,7 @@ from dure.record.trace import Lane, Trace
 from dure.stop import Stop
 from dure.strategy import CHECKPOINT, STOP, Learner, Place, Progress, Strategy
 from dure.task import Task
-from dure.threads import enough_threads
+from dure.threads import threads, threads_for
 
 CHECKPOINT_SECONDS = 10.0
 """Without `checkpoint_every`, a checkpoint is written at the first evaluation after so many seconds."""
@@ -89,7 +89,7 @@ def drive(job: Job, place: Place) -> Outcome:
         place.group.step = "the start"
         learner = job.strategy.learner(job.task, place, job.seed)
         driver = Driver(job, place, learner)
-        with enough_threads(learner.flops_per_step()):
+        with threads(threads_for(learner.flops_per_step())):
             return driver.run()
     except LossNotFiniteError:
         if driver is not None:
@@ -115,6 +115,7 @@ class Driver:
         self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
         self.examples = len(job.task.train)
         self.evaluate_every = job.evaluate_every or learner.units_per_epoch
+        self.all_threads = torch.get_num_threads()
         self.position = Position()
         self.history = History()
         self._checkpointed = time.monotonic()
@@ -231,7 +232,8 @@ class Driver:
         position = self.position
         if position.step == 0:
             self.group.step = "the first evaluation"
-        position.metrics = self.learner.evaluate()
+        with threads(self.all_threads):
+            position.metrics = self.learner.evaluate()
         position.last_evaluation = position.step
         workers = self._all_counters()
         record = Evaluation(

@@ -69,7 +69,7 @@ class FedAvg:
         parts = [
             f"{letter}={getattr(self, field)}"
             for letter, field in {**shown, "server lr": "server_lr"}.items()
-            if getattr(self, field) != getattr(default, field)
+            if getattr(self, field) != getattr(default, field) and not (field == "clients" and self.clients is None)
         ]
         return " ".join(["FedAvg", str(self.partition), *parts])
 
@@ -131,7 +131,8 @@ class FedAvgLearner:
         )
 
     def flops_per_step(self) -> float:
-        batch = min(self.trainer.work.batch_size or len(self.parts[0]), len(self.parts[0]))
+        typical = sum(map(len, self.parts)) / len(self.parts)
+        batch = min(self.trainer.work.batch_size or typical, typical)
         return flops_per_step(self.model, self.trainer.examples, batch)
 
     def advance(self, wish: int) -> Progress:
