@@ -393,3 +393,32 @@ def test_functions_stay_functions_when_their_modules_are_imported():
 
     assert callable(dure.train)
     assert callable(dure.compare)
+
+
+def test_the_users_own_draws_go_on_as_if_there_had_been_no_run():
+    import random
+
+    import numpy as np
+
+    def draws():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    for generator in (random, np.random):
+        generator.seed(5)
+    torch.manual_seed(5)
+    expected = draws()
+    for generator in (random, np.random):
+        generator.seed(5)
+    torch.manual_seed(5)
+    train(4)
+    assert draws() == expected
+
+
+def test_draws_from_numpy_in_a_loss_follow_from_the_seed():
+    import numpy as np
+
+    def loss(outputs, targets):
+        return torch.nn.functional.cross_entropy(outputs, targets) * float(np.random.rand())
+
+    first, second = (dure.train(small_task(loss=loss), SingleWorker(8), stop=Stop(steps=4)) for _ in range(2))
+    assert same_bits(first, second)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
-from dure.randomness import generators_state, restore_generators
+from dure.randomness import generators_state, restore_generators, seed_generators
 from dure.record.checkpoint import (
     pack_checkpoint,
     unpack_checkpoint,
@@ -61,9 +61,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves. weights: on rank 0, elsewhere what that rank holds."""
+    """What a run leaves. weights: on rank 0, elsewhere what that rank holds. buffers: those that are not weights."""
 
     weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     history: History
     summary: dict[str, Any]
 
@@ -79,9 +80,10 @@ class Position(msgspec.Struct):
     last_evaluation: int = -1
 
 
-@torch.random.fork_rng(devices=[])  # the user's own draws go on as if there had been no run
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
+    before = generators_state()
+    seed_generators(job.seed, "rank", place.group.rank, everything=True)
     reset_peak_memory()
     learner: Learner | None = None
     driver: Driver | None = None
@@ -102,6 +104,7 @@ def drive(job: Job, place: Place) -> Outcome:
         reason = f"{type(error).__name__}: {error}"
         raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error
     finally:
+        restore_generators(before)  # the user's own draws go on as if there had been no run
         if driver is not None and driver.folder is not None:
             driver.folder.close()
 
@@ -312,9 +315,10 @@ class Driver:
         lanes = self._lanes()
         summary = summarise(self.job, self.learner, self.position, self.history, ended, names, workers)
         weights = {name: tensor.detach().clone() for name, tensor in self.learner.weights().items()}
+        buffers = {name: tensor.detach().clone() for name, tensor in self.learner.state()["buffers"].items()}
         if self.folder is not None:
             self.folder.finish(weights, summary, lanes)
-        return Outcome(weights, self.history, summary)
+        return Outcome(weights, buffers, self.history, summary)
 
     def _lanes(self) -> list[Lane]:
         """The timelines of all ranks, on rank 0."""

@@ -49,7 +49,7 @@ def evaluate(task: Task, model: nn.Module, examples: Examples | None, group: Gro
     parts = group.all_gather_values(totals + counts)
     sums = [sum(column) for column in zip(*parts, strict=True)]
     group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), step)
-    return {f"test_{name}": sums[position] / sums[len(names) + position] for position, name in enumerate(names)}
+    return {f"test_{name}": _ratio(sums[position], sums[len(names) + position]) for position, name in enumerate(names)}
 
 
 def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
@@ -57,3 +57,8 @@ def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tupl
     if isinstance(value, tuple):
         return float(value[0]), float(value[1])
     return float(value) * examples, float(examples)
+
+
+def _ratio(total: float, count: float) -> float:
+    """NaN where there was nothing to count, as of targets that are all ignored."""
+    return total / count if count else float("nan")

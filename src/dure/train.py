@@ -18,7 +18,7 @@ from dure.errors import RunFolderError
 from dure.record.run import Run, RunFolder
 from dure.stop import Stop
 from dure.strategies import decode_strategy, decode_world, default_world, encode
-from dure.strategy import Strategy, World, seeded_model
+from dure.strategy import Strategy, World, load_passing_buffers, seeded_model
 from dure.task import Task
 from dure.tasks import load_task
 
@@ -140,6 +140,7 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     outcome = world.run(functools.partial(drive, job), on_progress)
     model = seeded_model(job.task, job.seed)
     model.load_state_dict(outcome.weights)
+    load_passing_buffers(model, outcome.buffers)
     return Run(model, outcome.history, outcome.summary, job.folder)
 
 

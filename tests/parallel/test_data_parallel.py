@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,6 +95,75 @@ def test_buffers_in_the_result_are_those_of_rank_0() -> None:
     assert run.model.norm.num_batches_tracked == 1  # type: ignore[union-attr]
 
 
+def test_batch_norm_adds_a_broadcast_of_what_it_changed_to_the_bytes() -> None:
+    ranks, steps = 3, 4
+    run = dure.train(
+        small_task(n=48, model=Normed), dure.DataParallel(12), dure.Processes(ranks), dure.Stop(steps=steps)
+    )
+    elements = elements_in_message(run.summary["parameters"], 4, ranks, buffers=3)
+    changed = 8 * (FEATURES + FEATURES + 1)
+    for rank, worker in enumerate(run.summary["per_worker"]):
+        broadcast = changed * (ranks - 1) if rank == 0 else 0
+        assert worker["bytes_sent"] == steps * (8 * ring.elements_sent(elements, ranks, rank) + broadcast)
+
+
+class Odd(nn.Module):
+    """Buffers of every kind: used in training, not persistent, expanded, of a dtype that gloo does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.register_buffer("expanded", torch.arange(FEATURES).expand(1, -1))
+        self.register_buffer("short", torch.ones(3, dtype=torch.int16))
+        self.out = nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * inputs.mean(dim=0))
+            self.count += 1
+        result: Tensor = self.out(inputs - self.mean) * (1 + 0.01 * self.count)
+        return result
+
+
+@pytest.mark.parametrize("evaluate_every", [1, 100])
+def test_buffers_that_training_uses_are_the_same_whenever_it_is_evaluated_or_resumed(
+    evaluate_every: int, tmp_path: Path
+) -> None:
+    task = small_task(model=Odd)
+    whole = dure.train(task, dure.DataParallel(9), dure.Processes(3), dure.Stop(steps=10))
+    half = dure.Stop(steps=5)
+    out = tmp_path / "run"
+    dure.train(task, dure.DataParallel(9), dure.Processes(3), half, out=out, evaluate_every=evaluate_every)
+    resumed = dure.resume(out, task=task, stop=dure.Stop(steps=10))
+    assert same_bits(whole, resumed)
+    assert float(resumed.model.count) == 10  # type: ignore[arg-type]
+    assert resumed.summary["test_loss"] == whole.summary["test_loss"]
+
+
+def test_a_federation_with_passing_buffers_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    task = small_task(model=Odd)
+    whole = dure.train(task, dure.FedAvg(clients=3), stop=dure.Stop(rounds=4))
+    dure.train(task, dure.FedAvg(clients=3), stop=dure.Stop(rounds=2), out=tmp_path / "run")
+    resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(rounds=4))
+    assert same_bits(whole, resumed)
+    assert torch.equal(whole.model.count, resumed.model.count)  # type: ignore[arg-type]
+
+
+def test_sparse_gradients_of_embeddings_are_summed() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(7, CLASSES, sparse=True).double()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            result: Tensor = self.embedding(inputs.abs().long().clamp(max=6)[:, 0])
+            return result
+
+    many, one = both(small_task(model=Words), 8)
+    assert largest_difference(many, one) < 1e-12
+
+
 def test_half_precision_gradients_travel_beside_a_tail_in_float32() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -110,7 +181,7 @@ def test_half_precision_gradients_travel_beside_a_tail_in_float32() -> None:
     assert run.model.first.weight.dtype is torch.bfloat16  # type: ignore[union-attr]
 
 
-def test_time_is_told_apart_and_every_rank_has_a_lane(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_time_is_told_apart_and_every_rank_has_a_lane(tmp_path: Path) -> None:
     import json
 
     class Slow(nn.Linear):

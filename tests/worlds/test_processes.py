@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 import dure
 from dure.collectives import all_reduce
-from dure.errors import LossNotFiniteError, PeerLostError, WorkerFailedError
+from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
 from dure.strategy import Place
 from dure.worlds.fork_server import server
 from process_tree import descendants
@@ -167,6 +168,62 @@ def test_the_fork_server_is_started_anew_when_it_was_killed() -> None:
     os.kill(server.pid, signal.SIGKILL)
     time.sleep(0.1)
     assert run(2, lambda place: place.group.size) == 2
+
+
+def test_what_a_script_sets_for_the_whole_process_holds_on_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_AFTER_THE_SERVER_STARTED", "yes")
+    run(2, lambda place: None)
+    torch.set_default_dtype(torch.float64)
+    try:
+        seen = run(2, lambda place: (torch.zeros(1).dtype, os.environ.get("SET_AFTER_THE_SERVER_STARTED")))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == (torch.float64, "yes")
+
+
+def test_a_dead_rank_whose_child_lives_on_is_noticed_all_the_same() -> None:
+    def fate(place: Place) -> None:
+        if place.group.rank == 1:
+            if os.fork() == 0:
+                time.sleep(20)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 1 was killed by SIGKILL"):
+        run(2, lambda place: endless(place, fate), deadline=4)
+    assert time.monotonic() - started < 19, "before the child, which holds the rank's sockets, has ended"
+
+
+def test_an_error_with_a_long_message_still_arrives() -> None:
+    def broken(place: Place) -> None:
+        raise ValueError("long " * 100_000)
+
+    with pytest.raises(WorkerFailedError, match="rank 0 failed in the start: ValueError: long long"):
+        run(2, broken)
+
+
+def test_what_cannot_travel_is_told_before_anything_starts() -> None:
+    lock = threading.Lock()
+    with pytest.raises(DureError, match=r"cannot travel to its ranks: TypeError: .*lock"):
+        run(2, lambda place: lock.locked())
+
+
+def test_a_question_interrupted_by_ctrl_c_leaves_no_answer_behind() -> None:
+    server.stop()
+    code = "import os, signal, threading, time; threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()"
+    script = f"""{code}
+import dure
+from dure.worlds.fork_server import server
+try:
+    server.ready()
+    print("was too fast to be interrupted")
+except KeyboardInterrupt:
+    pass
+print(dure.Processes(2, 20).run(lambda place: place.group.size, print))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["2"], done.stderr
 
 
 SCRIPT = """

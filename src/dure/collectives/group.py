@@ -6,7 +6,7 @@ error that names the lost rank, the operation and the step. A group of one needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -112,11 +112,29 @@ class Group:
             dist.all_gather(gathered, mine, group=self.process_group)
         return [part.tolist() for part in gathered]
 
-    def broadcast_value(self, tensor: Tensor) -> None:
-        """Rank 0's tensor into every rank's, in place. Bookkeeping, not counted by the meter."""
-        if self.size > 1 and tensor.numel():
-            with self.during("broadcast of buffers"):
-                dist.broadcast(tensor, self._global[0], group=self.process_group)
+    @torch.no_grad()
+    def broadcast_values(self, tensors: Sequence[Tensor], counted: bool = True) -> None:
+        """Rank 0's tensors into every rank's, in place, as one message of their bytes: any dtype and stride.
+
+        counted: whether the meter counts it, as N-1 messages of rank 0.
+        """
+        if self.size == 1 or not tensors:
+            return
+        message = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        with self.during("broadcast of buffers"):
+            dist.broadcast(message, self._global[0], group=self.process_group)
+        if self.rank == 0:
+            for _ in range(self.size - 1 if counted else 0):
+                self.meter.sent(message.nbytes)
+            return
+        if counted:
+            self.meter.received(message.nbytes)
+        start = 0
+        for tensor in tensors:
+            arrived = message[start : start + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
+            start += tensor.nbytes
+            if not torch.equal(arrived, tensor):  # an expanded tensor cannot be written, and never changes
+                tensor.copy_(arrived)
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
         """Rank 0's `content` on every rank. Bookkeeping, not counted by the meter."""

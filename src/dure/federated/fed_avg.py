@@ -30,7 +30,16 @@ from dure.federated.local import LocalTrainer, LocalWork
 from dure.federated.messages import Assignment, Update
 from dure.flat import FlatParameters
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.strategy import (
+    Kind,
+    Learner,
+    Place,
+    Progress,
+    examples_for,
+    load_passing_buffers,
+    passing_buffers,
+    seeded_model,
+)
 from dure.task import Task
 from dure.threads import flops_per_step
 
@@ -182,10 +191,12 @@ class FedAvgLearner:
         return dict(self.model.state_dict())
 
     def state(self) -> dict[str, Any]:
-        return {"round": self.coordinator.round}
+        self._load_global()
+        return {"round": self.coordinator.round, "buffers": passing_buffers(self.model)}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(weights)
+        load_passing_buffers(self.model, state["buffers"])
         self.coordinator.weights = self.flat.copy()
         self.coordinator.buffers = [buffer.clone() for buffer in self.model.buffers()]
         self.coordinator.round = state["round"]

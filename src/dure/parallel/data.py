@@ -5,10 +5,11 @@ Rank r of N computes the gradient g_r of the mean loss over its b_r of the B exa
 
 One message a step, of d gradients and a short tail, goes through an all-reduce of choice: `elements_in_message`.
 The tail carries what all ranks have to agree on anyway: rank 0's wishes, the loss of every rank, the time at which
-each rank arrived (from which idle time is known: the wait for the last one), and which parameters were used.
+each rank arrived (from which idle time is known: the wait for the last one), and which parameters were used and
+which buffers changed.
 
-Buffers such as batch-norm statistics stay local in training and are rank 0's in every evaluation, checkpoint and
-result, as in torch's DistributedDataParallel. Batch norm sees the rank's own part of the batch.
+Buffers such as batch-norm statistics are rank 0's, as in torch's DistributedDataParallel: those that rank 0's forward
+has changed, which the tail tells, are broadcast after the step. Batch norm sees the rank's own part of the batch.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -70,9 +71,9 @@ class DataParallel:
         return DataParallelLearner(task, place, seed, self)
 
 
-def elements_in_message(parameters: int, trainable_tensors: int, ranks: int) -> int:
-    """Elements of a step's message: the gradients, and a tail of 1 + 3N + (number of parameter tensors)."""
-    return parameters + 1 + 3 * ranks + trainable_tensors
+def elements_in_message(parameters: int, trainable_tensors: int, ranks: int, buffers: int = 0) -> int:
+    """Elements of a step's message: the gradients, and a tail of 1 + 3N + a flag a parameter tensor and a buffer."""
+    return parameters + 1 + 3 * ranks + trainable_tensors + buffers
 
 
 class DataParallelLearner(SingleLearner):
@@ -81,8 +82,11 @@ class DataParallelLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.algorithm = strategy.all_reduce
-        self._take_weights_of_rank_0()
-        self.message = GradientMessage([p for p in self.model.parameters() if p.requires_grad], self.group.size)
+        # for models whose first weights do not follow from the seed alone, such as those read from a file
+        self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
+        self._seen = [buffer.clone() for buffer in self.model.buffers()]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.message = GradientMessage(trained, self.group.size, len(self._seen))
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
 
@@ -96,12 +100,12 @@ class DataParallelLearner(SingleLearner):
         self.optimizer.zero_grad(set_to_none=True)
         loss = share * self.backward(part, share) if len(part) else 0.0
         entered = time.perf_counter()
-        self.message.fill(self.group.rank, loss, wish, self._now() - self.started)
+        self.message.fill(self.group.rank, loss, wish, self._now() - self.started, self._changed_buffers())
         packed = time.perf_counter()
         for buffer in self.message.buffers:
             all_reduce(buffer, self.group, self.algorithm)
         left = time.perf_counter()
-        losses, wish, last_arrival = self.message.read()
+        losses, wish, last_arrival, changed = self.message.read()
         meter = self.group.meter
         meter.compute("pack", entered, packed, self.step + 1)
         arrival = last_arrival + self.started - self.clock_offset
@@ -109,21 +113,33 @@ class DataParallelLearner(SingleLearner):
         for rank, value in enumerate(losses):
             if not math.isfinite(value):
                 raise LossNotFiniteError(value, f"rank {rank}", f"step {self.step + 1}")
+        if any(changed):
+            self._take_buffers_of_rank_0(changed)
         return Progress(sum(losses), len(indices), wish)
 
-    def _take_weights_of_rank_0(self) -> None:
-        """For models whose first weights do not follow from the seed alone, such as those read from a file."""
-        for parameter in self.model.parameters():
-            self.group.broadcast_value(parameter.data)
-        self._take_buffers_of_rank_0()
+    def _changed_buffers(self) -> list[bool]:
+        """Which buffers have changed in this step; only rank 0's are taken."""
+        if not self._seen or self.group.rank != 0:
+            return [False] * len(self._seen)
+        changed = []
+        for position, (now, seen) in enumerate(zip(self.model.buffers(), self._seen, strict=False)):
+            changed.append(not torch.equal(now, seen))  # batch norm writes without telling autograd's version
+            if changed[-1]:
+                self._seen[position] = now.clone()
+        return changed
 
-    def evaluate(self) -> dict[str, float]:
-        self._take_buffers_of_rank_0()
-        return super().evaluate()
+    def _take_buffers_of_rank_0(self, changed: list[bool]) -> None:
+        started = time.perf_counter()
+        self.group.broadcast_values([b for b, one in zip(self.model.buffers(), changed, strict=False) if one])
+        ended = time.perf_counter()
+        self.group.meter.communication("broadcast of buffers", started, ended, self.step + 1)
 
-    def _take_buffers_of_rank_0(self) -> None:
-        for buffer in self.model.buffers():
-            self.group.broadcast_value(buffer)
+
+def _dense(parameter: Tensor) -> Tensor:
+    """The gradient, zeros where there is none; sparse ones of embeddings are filled up."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
 class GradientMessage:
@@ -133,11 +149,11 @@ class GradientMessage:
     was written. A time is split into whole seconds and the rest, which float32 holds to less than a microsecond.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], size: int) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], size: int, buffers: int) -> None:
         self.size = size
         self.groups = by_dtype(parameters)
         self.parameters = [parameter for group in self.groups.values() for parameter in group]
-        tail = 1 + 3 * size + len(self.parameters)
+        tail = 1 + 3 * size + len(self.parameters) + buffers
         carrier = next((dtype for dtype in self.groups if dtype in (torch.float32, torch.float64)), None)
         self.buffers: list[Tensor] = []
         self.bodies: list[Tensor] = []
@@ -154,22 +170,24 @@ class GradientMessage:
             self.tail = torch.zeros(tail)
             self.buffers.append(self.tail)
 
-    def fill(self, rank: int, loss: float, wish: int, arrival: float) -> None:
-        """Packs this rank's gradients, and the tail."""
+    def fill(self, rank: int, loss: float, wish: int, arrival: float, changed: list[bool]) -> None:
+        """Packs this rank's gradients, and the tail. changed: a flag a buffer, from rank 0."""
         for body, group in zip(self.bodies, self.groups.values(), strict=True):
-            torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in group], out=body)
-        numbers = [0.0] * (1 + 3 * self.size) + [float(p.grad is not None) for p in self.parameters]
+            torch.cat([_dense(p).reshape(-1) for p in group], out=body)
+        used = [float(parameter.grad is not None) for parameter in self.parameters]
+        numbers = [0.0] * (1 + 3 * self.size) + used + list(map(float, changed))
         numbers[0] = float(wish)
         whole, rest = divmod(arrival, 1.0)
         numbers[1 + 3 * rank : 4 + 3 * rank] = loss, whole, rest
         self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
 
-    def read(self) -> tuple[list[float], int, float]:
-        """Gives the summed gradients to the parameters; returns (loss of each rank, wish, last arrival)."""
+    def read(self) -> tuple[list[float], int, float, list[bool]]:
+        """Gives the summed gradients to the parameters; returns (loss of each rank, wish, last arrival, changed)."""
         numbers = self.tail.tolist()
-        used = numbers[1 + 3 * self.size :]
+        flags = numbers[1 + 3 * self.size :]
+        used, changed = flags[: len(self.parameters)], [bool(flag) for flag in flags[len(self.parameters) :]]
         for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
             parameter.grad = view if count else None
         per_rank = [numbers[1 + 3 * rank : 4 + 3 * rank] for rank in range(self.size)]
         losses = [loss for loss, _, _ in per_rank]
-        return losses, int(numbers[0]), max(whole + rest for _, whole, rest in per_rank)
+        return losses, int(numbers[0]), max(whole + rest for _, whole, rest in per_rank), changed

@@ -21,7 +21,16 @@ from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
 from dure.randomness import seed_generators
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.strategy import (
+    Kind,
+    Learner,
+    Place,
+    Progress,
+    examples_for,
+    load_passing_buffers,
+    passing_buffers,
+    seeded_model,
+)
 from dure.task import Task
 from dure.threads import flops_per_step
 
@@ -113,10 +122,15 @@ class SingleLearner:
         return dict(self.model.state_dict())
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "optimizer": self.optimizer.state_dict()}
+        return {
+            "step": self.step,
+            "optimizer": self.optimizer.state_dict(),
+            "buffers": passing_buffers(self.model),
+        }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(weights)
+        load_passing_buffers(self.model, state["buffers"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         self.step = state["step"]
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -42,6 +43,8 @@ def pack_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
             return {"$tuple": [pack(item) for item in node]}
         if isinstance(node, list):
             return [pack(item) for item in node]
+        if isinstance(node, numpy.generic):
+            return node.item()
         if node is None or isinstance(node, (str, int, float, bool)):
             return node
         raise TypeError(f"a {type(node).__name__} cannot be put into a checkpoint without pickle")

@@ -73,7 +73,10 @@ class ForkServer:
 
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
-        return self._ask(b"fork", [control, parcel, _descriptor(1), _descriptor(2)])
+        pid = self._ask(b"fork", [control, parcel, _descriptor(1), _descriptor(2)])
+        if pid <= 0:
+            raise RuntimeError(f"the fork server answered {pid} for a process")
+        return pid
 
     def wait(self, pid: int) -> int:
         """Waits for the child to end; its exit status, negative for the signal that killed it."""
@@ -87,11 +90,16 @@ class ForkServer:
         with self._lock:
             for _ in range(2):
                 connection = self._connected()
-                with contextlib.suppress(OSError):
+                try:
                     socket.send_fds(connection, [message], descriptors)
                     answer = connection.recv(64)
                     if answer:
                         return int(answer)
+                except OSError:
+                    pass
+                except BaseException:  # Ctrl-C: an answer that comes late must not be taken for that of the next
+                    self._abandon()
+                    raise
                 self._abandon()
         raise RuntimeError("the fork server does not start: see its error above")
 

@@ -1,9 +1,9 @@
 """Python objects between processes of one user on one machine: pickled, large buffers shared.
 
-Functions and classes travel by value (cloudpickle), so a task made in a notebook, with lambdas and local classes,
-reaches its ranks. Tensors and arrays of 16 KB and more lie beside the pickle in an anonymous file which every
-receiver maps copy-on-write: N ranks hold the training data once. This never crosses a network: what does is
-never unpickled.
+Functions and classes of a script, a notebook or a task's file travel by value (cloudpickle), lambdas and local classes
+too, so such a task reaches its ranks; those of modules that can be imported are imported again there. Tensors and
+arrays of 16 KB and more lie beside the pickle in an anonymous file which every receiver maps copy-on-write: N ranks
+hold the training data once. This never crosses a network: what does is never unpickled.
 """
 
 from __future__ import annotations

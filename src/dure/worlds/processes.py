@@ -13,7 +13,6 @@ import pickle
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,13 +29,10 @@ from dure.worlds.cores import available_cores, threads_per_rank
 from dure.worlds.fork_server import server
 from dure.worlds.here import refuse_under_torchrun, run_here
 from dure.worlds.interrupts import on_interrupt
-from dure.worlds.rank import Seat
+from dure.worlds.rank import Seat, Surroundings
 from dure.worlds.roll_call import RollCall
 
 Value = TypeVar("Value")
-
-GRACE = 5.0
-"""Seconds that the other ranks get to end by themselves once one has failed."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +72,10 @@ class Processes:
             return run_here(program, report, "rank 0")
         store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=self.deadline), wait_for_workers=False)
         threads = threads_per_rank(self.workers)
-        seats = [
-            Seat(rank, self.workers, store.port, self.deadline, threads, os.getcwd(), tuple(sys.path))
-            for rank in range(self.workers)
-        ]
+        seats = [Seat(rank, self.workers, store.port, self.deadline, threads) for rank in range(self.workers)]
         roll_call = RollCall(PrefixStore("roll call", store), -1, self.workers, self.deadline)
         with started(seats, program) as members:
-            supervisor = Supervisor(members, roll_call, report)
+            supervisor = Supervisor(members, roll_call, report, self.deadline)
             with on_interrupt(members[0].interrupt):
                 supervisor.watch()
             value: Value = supervisor.value()
@@ -120,20 +113,30 @@ class Member:
 @contextmanager
 def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list[Member]]:
     """The ranks, running `program`; none of them is left when the block ends, however it ends."""
-    descriptor = parcel.pack(program)
+    try:
+        descriptor = parcel.pack((Surroundings(), program))
+    except Exception as error:
+        raise DureError(f"the task cannot travel to its ranks: {type(error).__name__}: {error}") from error
     members: list[Member] = []
     try:
         for seat in seats:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                pid = server.fork(theirs.fileno(), descriptor)
-            ours.send(pickle.dumps(seat))
+                try:
+                    pid = server.fork(theirs.fileno(), descriptor)
+                except BaseException:
+                    ours.close()
+                    raise
             members.append(Member(seat.rank, pid, ours))
+            ours.send(pickle.dumps(seat))
+            ours.setblocking(False)  # recv_fds of Python 3.11 does not pass on MSG_DONTWAIT
         yield members
     finally:
         os.close(descriptor)
         for member in members:
-            member.control.close()  # a rank that is done leaves now, on its own
+            with contextlib.suppress(OSError):
+                member.control.send(b"end")  # a rank that is done leaves now, on its own
+            member.control.close()
         for member in members:
             if member.death is None:
                 if not member.done:
@@ -145,8 +148,10 @@ def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list
 class Supervisor:
     """Watches the ranks of one job until all of them have ended."""
 
-    def __init__(self, members: list[Member], roll_call: RollCall, report: Callable[[dict[str, Any]], None]) -> None:
-        self.members, self.roll_call, self.report = members, roll_call, report
+    def __init__(
+        self, members: list[Member], roll_call: RollCall, report: Callable[[dict[str, Any]], None], deadline: float
+    ) -> None:
+        self.members, self.roll_call, self.report, self.deadline = members, roll_call, report, deadline
         self.failed_at: float | None = None
         self.last_step = "the start"
 
@@ -183,13 +188,13 @@ class Supervisor:
             return False
         named = {rank for member in self.members for rank in getattr(member.error, "ranks", ())}
         running = {member.rank for member in self.members if not member.ended}
-        return running <= named or time.monotonic() - self.failed_at > GRACE
+        return running <= named or time.monotonic() - self.failed_at > self.deadline
 
     def _take(self, member: Member) -> bool:
         """Takes one message of a rank; False at the end of its stream."""
         try:
             message, descriptors, _, _ = socket.recv_fds(member.control, 1 << 18, 1)
-        except ConnectionResetError:
+        except (ConnectionResetError, BlockingIOError):  # the latter: a child of a dead rank still holds the socket
             return False
         if not message:
             return False

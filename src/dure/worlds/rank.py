@@ -46,7 +46,6 @@ class Seat:
     """Where a rank sits in its job.
 
     port: of the store on this machine. deadline: seconds until a silent peer is an error.
-    folder, path: the parent's working directory and sys.path.
     """
 
     rank: int
@@ -54,8 +53,6 @@ class Seat:
     port: int
     deadline: float
     threads: int
-    folder: str
-    path: tuple[str, ...]
 
 
 class Control:
@@ -82,7 +79,7 @@ class Control:
         return self._interrupted
 
     def wait_for_the_end(self) -> None:
-        while self.socket.recv(64) == b"interrupt":
+        while self.socket.recv(64) == b"interrupt":  # then "end", or nothing from a parent that is gone
             pass
 
 
@@ -91,23 +88,41 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     control = Control(control_descriptor)
     seat = control.seat()
     roll_call: RollCall | None = None
+    place: Place | None = None
     try:
-        os.chdir(seat.folder)
-        sys.path[:] = seat.path
         torch.set_num_threads(seat.threads)
         roll_call = join(seat)
-        program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)
-        result = program(place_of(seat, control, roll_call))
+        program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)[1]
+        place = place_of(seat, control, roll_call)
+        result = program(place)
         if seat.rank == 0:
             control.send("result", None, (parcel.pack(result),))
         control.send("done")
     except BaseException as error:
-        failure = as_dure_error(error, seat.rank)
+        failure = as_dure_error(error, seat.rank, place.group.step if place is not None else "the start")
         if roll_call is not None:
             roll_call.answer(Answer(failed=str(failure)))
         control.send("error", failure)
         return
     control.wait_for_the_end()
+
+
+class Surroundings:
+    """What a program takes for granted where it was written: pickled there, they come into force where unpickled.
+
+    Put before the program in a parcel, so that what the program imports is found.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inherit, (os.getcwd(), list(sys.path), dict(os.environ), torch.get_default_dtype())
+
+
+def inherit(folder: str, path: list[str], environment: dict[str, str], dtype: torch.dtype) -> None:
+    """Takes over the parent's surroundings."""
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.update(environment)
+    torch.set_default_dtype(dtype)
 
 
 def join(seat: Seat) -> RollCall:
@@ -127,12 +142,16 @@ def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
     return Place(group, trace, lambda event: control.send("event", event), control.interrupted)
 
 
-def as_dure_error(error: BaseException, rank: int) -> DureError:
-    """An error that can travel: dure's own as they are, anything else by its text."""
+def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:
+    """An error that can travel in one message: dure's own as they are, anything else by its text, cut if need be."""
+    if isinstance(error, WorkerFailedError):
+        half = _LONGEST_MESSAGE // 4
+        return WorkerFailedError(error.who, error.step, error.reason[:half], error.traceback[-half:])
     if isinstance(error, DureError):
         error.__cause__ = None
         return error
     import traceback
 
-    text = "".join(traceback.format_exception(error))[-_LONGEST_MESSAGE // 2 :]
-    return WorkerFailedError(f"rank {rank}", "the start", f"{type(error).__name__}: {error}", text)
+    text = "".join(traceback.format_exception(error))
+    failure = WorkerFailedError(f"rank {rank}", step, f"{type(error).__name__}: {error}", text)
+    return as_dure_error(failure, rank, step)
