@@ -59,8 +59,24 @@ class WorkerFailedError(DureError):
         return f"{self.who} failed in {self.step}: {self.reason}"
 
 
-class PeerLostError(DureError):
-    """A rank died or fell silent while others waited for it.
+class MismatchError(DureError, RuntimeError):
+    """Ranks that should have made the same collective call made different ones. Every rank raises the same text.
+
+    A RuntimeError too, as torch.distributed's own errors are. `operation`: the call as "call 17";
+    `calls`: (ranks, what they called) for each different call.
+    """
+
+    def __init__(self, operation: str, calls: tuple[tuple[tuple[int, ...], str], ...]) -> None:
+        super().__init__(operation, calls)
+        self.operation, self.calls = operation, calls
+
+    def __str__(self) -> str:
+        made = "; ".join(f"{_ranks(ranks)} called {call}" for ranks, call in self.calls)
+        return f"the ranks disagree at {self.operation}: {made}"
+
+
+class PeerLostError(DureError, RuntimeError):
+    """A rank died or fell silent while others waited for it. A RuntimeError too, as torch.distributed's own are.
 
     `ranks`: the lost ranks; `operation` and `step`: what the others waited in; `reason`: "was killed by
     SIGKILL", "fell silent (nothing for 10 s)", …
@@ -71,5 +87,8 @@ class PeerLostError(DureError):
         self.ranks, self.operation, self.step, self.reason = ranks, operation, step, reason
 
     def __str__(self) -> str:
-        names = "rank " + ", ".join(map(str, self.ranks)) if len(self.ranks) == 1 else f"ranks {list(self.ranks)}"
-        return f"{names} {self.reason}, during {self.operation} of {self.step}"
+        return f"{_ranks(self.ranks)} {self.reason}, during {self.operation} of {self.step}"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

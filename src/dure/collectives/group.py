@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.errors import PeerLostError
+from dure.errors import MismatchError, PeerLostError
 from dure.record.meter import Meter
 
 Diagnose = Callable[[str, str, "int | None", Exception], "PeerLostError | None"]
@@ -55,6 +55,8 @@ class Group:
         before, self.operation, self._peer = self.operation, operation, None
         try:
             yield
+        except MismatchError:  # says already all that can be known
+            raise
         except RuntimeError as error:  # all that c10d raises when a transfer fails
             self._fail(error)
         finally:
