@@ -51,7 +51,9 @@ STRATEGIES = st.one_of(
         server_lr=POSITIVE,
     ),
 )
-WORLDS = st.just(Simulated()) | st.builds(Processes, st.integers(1, 64), st.floats(0.1, 1e4))
+WORLDS = st.just(Simulated()) | st.builds(
+    Processes, st.integers(1, 64), st.floats(0.1, 1e4), st.sampled_from(["gloo", "dure"])
+)
 
 
 @given(STRATEGIES)
@@ -69,7 +71,7 @@ def test_a_world_is_read_back_from_json(world):
 def test_a_torchrun_world_is_read_back_inside_its_job(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    assert decode_world(encode(Torchrun(12.5))) == Torchrun(12.5)
+    assert decode_world(encode(Torchrun(12.5, "dure"))) == Torchrun(12.5, "dure")
     assert default_world(SingleWorker()) == Torchrun()
     for world in (Simulated, Processes):
         with pytest.raises(ValueError, match="torchrun has started 2 ranks"):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dure.stop import Stop
     from dure.strategy import Strategy, World
     from dure.task import Task
+    from dure.worlds.backend import Backend
 
 USAGE = """\
 dure trains one PyTorch model with many machines, by the system you name, and measures it.
@@ -157,7 +158,7 @@ def _train(given: list[str]) -> int:
     how: TrainOptions = asked["how"]
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
-    world = _world(strategy, how.workers, how.deadline)
+    world = _world(strategy, how.workers, how.deadline, how.backend)
     out = how.out if how.out is not None else _new_folder(f"{_file_name(task)}-{system}")
     return _show_run(
         lambda on_progress: _call_train(task, strategy, world, asked["limits"].stop(), how, out, on_progress),
@@ -244,7 +245,7 @@ def _compare(given: list[str]) -> int:
     for system in systems:
         strategy = parse_strategy(system)
         workers = how.workers if strategy.kind == "ranks" and strategy.name != "single-worker" else None
-        entries.append((strategy, _world(strategy, workers, 60.0)))
+        entries.append((strategy, _world(strategy, workers)))
     out = how.out if how.out is not None else _new_folder(f"compare-{_file_name(task)}")
     from dure.compare import compare
     from dure.show import Display, error_console, table
@@ -297,8 +298,8 @@ def _start_fork_server() -> None:
         server.start()
 
 
-def _world(strategy: Strategy, workers: int | None, deadline: float) -> World:
-    """The world for a strategy and the flags --workers and --deadline."""
+def _world(strategy: Strategy, workers: int | None, deadline: float = 60.0, backend: Backend = "gloo") -> World:
+    """The world for a strategy and the flags --workers, --deadline and --backend."""
     from dure.worlds.here import under_torchrun
     from dure.worlds.processes import Processes
     from dure.worlds.simulated import Simulated
@@ -309,12 +310,12 @@ def _world(strategy: Strategy, workers: int | None, deadline: float) -> World:
             raise ValueError(f"{strategy.name} counts clients, not workers: use --clients {workers}")
         return Simulated()
     if under_torchrun():
-        return Torchrun(deadline)
+        return Torchrun(deadline, backend)
     if strategy.name == "single-worker":
         if workers not in (None, 1):
             raise ValueError(f"single-worker is one worker: leave out --workers {workers}, or take data-parallel")
-        return Processes(1, deadline)
-    return Processes(workers, deadline)
+        return Processes(1, deadline, backend)
+    return Processes(workers, deadline, backend)
 
 
 def _file_name(task: Task) -> str:

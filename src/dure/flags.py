@@ -12,7 +12,7 @@ import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
     from dure.stop import Stop
@@ -58,6 +58,7 @@ class TrainOptions:
     Args:
         workers: ranks, for systems that divide the work; one a core by default.
         deadline: seconds that a rank waits for a silent peer.
+        backend: what carries the bytes between ranks: gloo through sockets, dure through shared memory.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
         out: the run folder; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
@@ -68,6 +69,7 @@ class TrainOptions:
 
     workers: int | None = None
     deadline: float = 60.0
+    backend: Literal["gloo", "dure"] = "gloo"
     seed: int = 0
     out: Path | None = None
     evaluate_every: int | None = None

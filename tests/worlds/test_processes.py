@@ -294,3 +294,9 @@ def test_a_world_without_ranks_or_patience_is_refused() -> None:
         dure.Processes(0)
     with pytest.raises(ValueError, match="deadline"):
         dure.Processes(2, deadline=0)
+
+
+def test_the_backend_of_the_ranks_is_the_one_asked_for() -> None:
+    assert run(2, lambda place: torch.distributed.get_backend()) == "gloo"
+    with pytest.raises(ValueError, match="there is no backend 'nccl': it is gloo or dure"):
+        dure.Processes(2, backend="nccl")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Processes of this machine, one a rank, joined by torch.distributed (gloo over loopback).
+"""Processes of this machine, one a rank, joined by torch.distributed (gloo over loopback, or shared memory).
 
 A fork server that has torch loaded starts them (`dure.worlds.fork_server`). The parent supervises: it passes on
 Ctrl-C, tells the ranks when one of them has died, and ends those that do not end by themselves. With one rank
@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from dure.errors import DureError, PeerLostError
 from dure.strategy import Kind, Place
 from dure.worlds import parcel
+from dure.worlds.backend import Backend, check_backend
 from dure.worlds.cores import available_cores, threads_per_rank
 from dure.worlds.fork_server import server
 from dure.worlds.here import refuse_under_torchrun, run_here
@@ -41,10 +42,12 @@ class Processes:
 
     ranks: how many; None is one a core, at least two.
     deadline: seconds that a rank waits for a silent peer before it raises PeerLostError.
+    backend: what carries the bytes: "gloo" through sockets, "dure" through shared memory.
     """
 
     ranks: int | None = None
     deadline: float = 60.0
+    backend: Backend = "gloo"
 
     name: ClassVar[str] = "processes"
     kind: ClassVar[Kind] = "ranks"
@@ -58,6 +61,7 @@ class Processes:
             raise ValueError(f"{self.ranks} processes are not a world: it takes at least one")
         if self.deadline <= 0:
             raise ValueError(f"deadline is {self.deadline} s, but waiting takes longer than nothing")
+        check_backend(self.backend)
 
     @property
     def workers(self) -> int:
@@ -72,7 +76,9 @@ class Processes:
             return run_here(program, report, "rank 0")
         store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=self.deadline), wait_for_workers=False)
         threads = threads_per_rank(self.workers)
-        seats = [Seat(rank, self.workers, store.port, self.deadline, threads) for rank in range(self.workers)]
+        seats = [
+            Seat(rank, self.workers, store.port, self.deadline, threads, self.backend) for rank in range(self.workers)
+        ]
         roll_call = RollCall(PrefixStore("roll call", store), -1, self.workers, self.deadline)
         with started(seats, program) as members:
             supervisor = Supervisor(members, roll_call, report, self.deadline)

@@ -28,6 +28,7 @@ from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Place
 from dure.worlds import parcel
+from dure.worlds.backend import Backend, register_backend
 from dure.worlds.roll_call import Answer, RollCall, transfer_seconds
 
 
@@ -53,6 +54,7 @@ class Seat:
     port: int
     deadline: float
     threads: int
+    backend: Backend = "gloo"
 
 
 class Control:
@@ -129,9 +131,10 @@ def join(seat: Seat) -> RollCall:
     """Joins torch.distributed over loopback; the store lives in the parent and outlives every rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=transfer_seconds(seat.deadline))
+    register_backend(seat.backend)
     store = TCPStore("127.0.0.1", seat.port, None, False, timeout=limit)
     dist.init_process_group(
-        "gloo", store=PrefixStore("gloo", store), rank=seat.rank, world_size=seat.size, timeout=limit
+        seat.backend, store=PrefixStore(seat.backend, store), rank=seat.rank, world_size=seat.size, timeout=limit
     )
     return RollCall(PrefixStore("roll call", store), seat.rank, seat.size, seat.deadline)
 

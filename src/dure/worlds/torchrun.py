@@ -24,6 +24,7 @@ from dure.collectives.group import Group
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Kind, Place
+from dure.worlds.backend import Backend, check_backend, register_backend
 from dure.worlds.cores import threads_per_rank
 from dure.worlds.here import under_torchrun
 from dure.worlds.interrupts import on_interrupt
@@ -34,9 +35,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Torchrun:
-    """The ranks of a torchrun job. deadline: seconds that a rank waits for a silent peer."""
+    """The ranks of a torchrun job.
+
+    deadline: seconds that a rank waits for a silent peer.
+    backend: what carries the bytes: "gloo" through sockets, "dure" through the memory that ranks of one machine share.
+    """
 
     deadline: float = 60.0
+    backend: Backend = "gloo"
 
     name: ClassVar[str] = "torchrun"
     kind: ClassVar[Kind] = "ranks"
@@ -46,6 +52,7 @@ class Torchrun:
             raise ValueError(
                 "this process was not started by torchrun: use `torchrun --nproc-per-node 2 -m dure train …`"
             )
+        check_backend(self.backend)
 
     @property
     def leads(self) -> bool:
@@ -64,8 +71,9 @@ class Torchrun:
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
         store.set_timeout(limit)
         store = PrefixStore(f"run {store.add(f'runs of {rank}', 1)}", store)  # keys of an earlier run in this job stand
+        register_backend(self.backend)
         dist.init_process_group(
-            "gloo",
+            self.backend,
             store=PrefixStore("dure", store),
             rank=rank,
             world_size=size,
