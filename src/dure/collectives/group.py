@@ -6,19 +6,42 @@ error that names the lost rank, the operation and the step. A group of one needs
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, nullcontext
+from typing import NoReturn, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dure.collectives.handle import Handle, Line
+from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
 from dure.errors import MismatchError, PeerLostError
 from dure.record.meter import Meter
 
+Value = TypeVar("Value")
+
 Diagnose = Callable[[str, str, "int | None", Exception], "PeerLostError | None"]
 """diagnose(operation, step, peer, error) finds out which peer was lost, if any; worlds know how."""
+
+
+class _Shared:
+    """What all groups over one process group have in common: the order of their operations, and what was found out."""
+
+    def __init__(self) -> None:
+        self.line = Line()
+        self.hosts: Hosts | None = None
+        self.connected = False
+        self.peer: int | None = None
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+
+
+def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
+    return _Shared() if process_group is None else _shared.setdefault(process_group, _Shared())
 
 
 class Group:
@@ -41,7 +64,7 @@ class Group:
         self.operation = "a transfer"
         self.step = "the start"
         self._diagnose = diagnose
-        self._peer: int | None = None
+        self._shared = _shared_of(process_group)
         self._global = dist.get_process_group_ranks(process_group) if process_group is not None else [0]
 
     @classmethod
@@ -49,68 +72,183 @@ class Group:
         """All ranks of the job, or this process alone where torch.distributed is not initialised."""
         return cls(dist.group.WORLD if dist.is_initialized() else None)
 
+    @classmethod
+    def of(cls, group: Group | dist.ProcessGroup | None) -> Group:
+        """The group that is meant: itself, over a group of torch.distributed, or `default` for None."""
+        if isinstance(group, Group):
+            return group
+        if group is None:
+            return cls.default()
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"this process is not in the group, or it is none: {group!r}")
+        return cls(group)
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the whole job of a rank of this group."""
+        return self._global[rank]
+
+    def among(self, ranks: Sequence[int]) -> Group:
+        """The group of these ranks of mine, in this order; this rank is one of them. It can do transfers only."""
+        part = copy.copy(self)
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part._global = [self._global[rank] for rank in ranks]
+        return part
+
+    def hosts(self) -> Hosts:
+        """Who shares a host. All ranks call it together; found out once a process group (`dure.collectives.hosts`)."""
+        if self._shared.hosts is None:
+            numbers = self.all_gather_values([number_of(name_of_this_host())], "finding out who shares a host")
+            self._shared.hosts = partition_by([number for (number,) in numbers])
+        return self._shared.hosts
+
+    def backend(self, device: torch.device) -> str:
+        """The name of torch's backend for tensors of this device, as "gloo"; empty if there is none."""
+        if self.process_group is None:
+            return ""
+        pairs = (pair.partition(":") for pair in dist.get_backend_config(self.process_group).split(","))
+        return next((name for kind, _, name in pairs if kind == device.type), "")
+
+    @overload
+    def perform(self, operation: str, work: Callable[[], Value], tensor: Tensor) -> Value: ...
+    @overload
+    def perform(
+        self, operation: str, work: Callable[[], Value], tensor: Tensor, async_op: bool
+    ) -> Value | Handle[Value]: ...
+    def perform(
+        self, operation: str, work: Callable[[], Value], tensor: Tensor, async_op: bool = False
+    ) -> Value | Handle[Value]:
+        """Does `work`, after all that was issued before: now, or beside the program if `async_op`.
+
+        operation: its name, for errors. tensor: one of those that travel; on a GPU the work is queued on the stream
+        that is current here.
+        """
+        step = self.step
+        inference = torch.is_inference_mode_enabled()
+
+        def here() -> Value:
+            with torch.no_grad(), self.during(operation, step):
+                self._connect(tensor.device)
+                return work()
+
+        if not async_op:
+            self.settle()
+            return here()
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+        def there() -> Value:  # modes, devices and streams are a thread's own
+            with torch.inference_mode(inference), torch.cuda.stream(stream) if stream is not None else nullcontext():
+                return here()
+
+        return self._shared.line.put(there)
+
+    def settle(self) -> None:
+        """Waits until all operations that were issued on this process group have ended."""
+        self._shared.line.settle()
+
+    def _connect(self, device: torch.device) -> None:
+        """torch wants all ranks in the first call on NCCL, and later some of them may transfer alone."""
+        if not self._shared.connected and device.type == "cuda" and self.backend(device) == "nccl":
+            dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
+            self._shared.connected = True
+
     @contextmanager
-    def during(self, operation: str) -> Iterator[None]:
-        """Names what the group does, for errors; transfers that fail inside are diagnosed."""
-        before, self.operation, self._peer = self.operation, operation, None
+    def during(self, operation: str, step: str | None = None) -> Iterator[None]:
+        """Names what the group does, for errors; transfers that fail inside are diagnosed.
+
+        step: what the operation belongs to, if that is not what the group is at.
+        """
+        before, self.operation, self._shared.peer = self.operation, operation, None
         try:
             yield
         except MismatchError:  # says already all that can be known
             raise
         except RuntimeError as error:  # all that c10d raises when a transfer fails
-            self._fail(error)
+            self._fail(error, self.step if step is None else step)
         finally:
             self.operation = before
 
-    def _fail(self, error: Exception) -> NoReturn:
-        lost = self._diagnose(self.operation, self.step, self._peer, error) if self._diagnose is not None else None
+    def _fail(self, error: Exception, step: str) -> NoReturn:
+        lost = self._diagnose(self.operation, step, self._shared.peer, error) if self._diagnose is not None else None
         if lost is None:
             raise error
         raise lost from error
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""
-        self._peer = to
-        dist.send(tensor, self._global[to], group=self.process_group)
-        self.meter.sent(tensor.nbytes)
+        self.transfer([(tensor, to)], [])
 
     def receive(self, into: Tensor, source: int) -> None:
         """Fills the contiguous tensor `into` with what rank `source` sends."""
-        self._peer = source
-        dist.recv(into, self._global[source], group=self.process_group)
-        self.meter.received(into.nbytes)
+        self.transfer([], [(into, source)])
 
     def exchange(self, tensor: Tensor, to: int, into: Tensor, source: int) -> None:
         """Sends to one rank while receiving from another; empty tensors do not travel."""
-        sending = dist.isend(tensor, self._global[to], group=self.process_group) if tensor.numel() else None
-        if into.numel():
-            self.receive(into, source)
-        if sending is not None:
-            self._peer = to
-            sending.wait()
-            self.meter.sent(tensor.nbytes)
+        self.transfer([(tensor, to)], [(into, source)])
 
-    def native_all_reduce(self, tensor: Tensor) -> None:
-        """The sum over all ranks by the backend's own all-reduce, in place.
+    def transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        """Sends and receives all of these at once: pairs of a contiguous tensor and a rank, on one device.
 
-        The backend does not tell what it sends; the meter counts the optimum that a ring reaches,
-        2(N-1)/N of the tensor each way.
+        Between two ranks they arrive in the order of sending. Empty tensors do not travel.
         """
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.process_group)
-        nbytes = 2 * (self.size - 1) * tensor.nbytes // self.size
-        self.meter.sent(nbytes)
-        self.meter.received(nbytes)
+        sends = [(tensor, to) for tensor, to in sends if tensor.numel()]
+        receives = [(into, source) for into, source in receives if into.numel()]
+        if not sends and not receives:
+            return
+        device = (sends or receives)[0][0].device
+        if device.type == "cpu":
+            self._transfer(sends, receives)
+        elif self.backend(device) in ("", "gloo"):
+            self._transfer_by_way_of_memory(sends, receives)
+        else:
+            self._transfer_in_a_batch(sends, receives)
+        for tensor, _ in sends:
+            self.meter.sent(tensor.nbytes)
+        for into, _ in receives:
+            self.meter.received(into.nbytes)
 
-    def all_gather_values(self, values: list[float]) -> list[list[float]]:
+    def _transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        leaving = [(to, dist.isend(tensor, self._at(to), group=self.process_group)) for tensor, to in sends]
+        coming = [(source, dist.irecv(into, self._at(source), group=self.process_group)) for into, source in receives]
+        for peer, work in coming + leaving:
+            self._at(peer)
+            assert work is not None  # torch gives None to those who are not in the group
+            work.wait()
+
+    def _at(self, peer: int) -> int:
+        """The global rank of `peer`, which is to blame for what fails until the next one is asked for."""
+        self._shared.peer = self._global[peer]
+        return self._shared.peer
+
+    def _transfer_by_way_of_memory(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """gloo sends from the memory of the CPU only."""
+        arrivals = [(torch.empty_like(into, device="cpu"), source) for into, source in receives]
+        self._transfer([(tensor.cpu(), to) for tensor, to in sends], arrivals)
+        for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
+            into.copy_(arrived)
+
+    def _transfer_in_a_batch(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        """On NCCL a send and a receive that are not in one batch wait for each other."""
+        operations = [dist.P2POp(dist.isend, tensor, self._global[to], self.process_group) for tensor, to in sends]
+        operations += [dist.P2POp(dist.irecv, into, self._global[peer], self.process_group) for into, peer in receives]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def all_gather_values(
+        self, values: list[float], operation: str = "all-gather of measurements"
+    ) -> list[list[float]]:
         """Every rank's list of numbers, in order of rank; all lists have the same length.
 
-        Bookkeeping such as metrics and counters: in float64, not counted by the meter.
+        Bookkeeping such as metrics and counters: in float64, not counted by the meter. operation: for errors.
         """
         if self.size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64)
+        self.settle()
+        device = "cpu" if self.backend(torch.device("cpu")) else "cuda"
+        mine = torch.tensor(values, dtype=torch.float64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.during("all-gather of measurements"):
+        with self.during(operation):
             dist.all_gather(gathered, mine, group=self.process_group)
         return [part.tolist() for part in gathered]
 
@@ -122,6 +260,7 @@ class Group:
         """
         if self.size == 1 or not tensors:
             return
+        self.settle()
         message = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
         with self.during("broadcast of buffers"):
             dist.broadcast(message, self._global[0], group=self.process_group)
@@ -142,6 +281,7 @@ class Group:
         """Rank 0's `content` on every rank. Bookkeeping, not counted by the meter."""
         if self.size == 1:
             return content or b""
+        self.settle()
         length = torch.tensor([len(content) if content is not None else 0])
         with self.during("broadcast of the run's state"):
             dist.broadcast(length, self._global[0], group=self.process_group)

@@ -1,0 +1,85 @@
+"""Broadcast: every rank ends with the root's tensor.
+
+`tree`: down a binomial tree, ceil(log2 N) transfers of n elements behind each other; a rank sends n to each of its
+children. `linear`: the root sends n to each of the N-1 others, whose bytes all leave by its own link. `native`: the
+backend's own; counted as linear. All of them deliver N-1 times n elements.
+
+Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args, overload
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.collectives import master, native, tree
+from dure.collectives.arguments import check_algorithm, check_root, check_tensor, check_writable, flat_of, give_back
+from dure.collectives.group import Group
+from dure.collectives.handle import Handle
+
+Algorithm = Literal["tree", "linear", "native"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+_RULES = {"tree": tree.broadcast, "linear": master.broadcast, "native": native.broadcast}
+
+
+@overload
+def broadcast(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "tree",
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def broadcast(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "tree",
+    *,
+    async_op: Literal[True],
+) -> Handle[Tensor]: ...
+def broadcast(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "tree",
+    *,
+    async_op: bool = False,
+) -> Tensor | Handle[Tensor]:
+    """The tensor of rank `root` into that of every rank, in place; returns `tensor`, or a handle.
+
+    tensor: any dtype and shape, the same on every rank. group: None is all ranks of torch.distributed. root: a rank of
+    the group. Raises ValueError, before anything travels, for an algorithm or a root that there is not.
+    """
+    check_algorithm("broadcast", algorithm, ALGORITHMS)
+    group = Group.of(group)
+    check_root(root, group.size)
+    (check_tensor if group.rank == root else check_writable)(tensor)
+    if group.size == 1 or tensor.numel() == 0:
+        return Handle.of(tensor) if async_op else tensor
+
+    def work() -> Tensor:
+        flat = flat_of(tensor)
+        _RULES[algorithm](flat, group, root)
+        return tensor if group.rank == root else give_back(flat, tensor)
+
+    return group.perform(f"{algorithm} broadcast", work, tensor, async_op)
+
+
+def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+    """Messages that `rank` sends."""
+    if n == 0:
+        return 0
+    if algorithm == "tree":
+        return len(tree.children(size, rank, root))
+    return size - 1 if rank == root else 0
+
+
+def elements_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+    """Elements that `rank` sends: n for every message."""
+    return n * messages_sent(n, size, rank, root, algorithm)

@@ -1,0 +1,94 @@
+"""Gather: the root ends with the tensors of all ranks.
+
+`linear`: everybody sends its own m elements to the root, which receives (N-1)·m by one link; nobody sends more than
+its own, so no other algorithm sends less. `native`: the backend's own; counted as linear.
+
+Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.collectives import native
+from dure.collectives.arguments import check_algorithm, check_root, check_tensor, flat_of
+from dure.collectives.group import Group
+from dure.collectives.handle import Handle
+
+Algorithm = Literal["linear", "native"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+
+def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
+    """Everybody's flat tensor into the root's `parts`, in order of rank; None elsewhere."""
+    if parts is None:
+        group.send(mine, root)
+        return
+    parts[root].copy_(mine)
+    group.transfer([], [(part, source) for source, part in enumerate(parts) if source != root])
+
+
+_RULES = {"linear": linear, "native": native.gather}
+
+
+@overload
+def gather(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "linear",
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor | None: ...
+@overload
+def gather(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "linear",
+    *,
+    async_op: Literal[True],
+) -> Handle[Tensor | None]: ...
+def gather(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "linear",
+    *,
+    async_op: bool = False,
+) -> Tensor | Handle[Tensor | None] | None:
+    """The tensors of all ranks, on rank `root`: of shape (N, *shape), in order of rank; None elsewhere.
+
+    tensor: any dtype and shape, the same on every rank; it is not changed. async_op: a handle whose `wait()` returns
+    it. Raises ValueError, before anything travels, for an algorithm or a root that there is not.
+    """
+    check_algorithm("gather", algorithm, ALGORITHMS)
+    group = Group.of(group)
+    check_root(root, group.size)
+    check_tensor(tensor)
+
+    def work() -> Tensor | None:
+        whole = tensor.new_empty((group.size, *tensor.shape)) if group.rank == root else None
+        if tensor.numel():
+            parts = list(whole.view(group.size, -1)) if whole is not None else None
+            _RULES[algorithm](flat_of(tensor), parts, group, root)
+        return whole
+
+    if group.size == 1:
+        alone = torch.stack([tensor.detach()])
+        return Handle.of(alone) if async_op else alone
+    return group.perform(f"{algorithm} gather", work, tensor, async_op)
+
+
+def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear") -> int:
+    """Messages that `rank` sends: one, but for the root. n: elements of all ranks together."""
+    return 1 if n and rank != root else 0
+
+
+def elements_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear") -> int:
+    """Elements that `rank` sends: its n/N, but for the root. n: elements of all ranks together."""
+    return n // size * messages_sent(n, size, rank, root, algorithm)

@@ -1,0 +1,145 @@
+"""The operations of a reduction: sum, average, minimum, maximum, product; and which dtypes have them.
+
+float16 and bfloat16 are added, multiplied and compared in float32. Where an algorithm sends partial results on (ring,
+tree, halving_doubling, hierarchical), each is rounded to the tensor's dtype before it travels, so that bytes are
+those of the tensor. With u = 2^-11 (float16) or 2^-8 (bfloat16) a sum is off by about d·u·Σ|x_r| at most, where d is
+the number of additions behind each other: N-1 in a ring, about log2 N in a tree or by halving. Where one rank sees all
+parts (master, one_shot) they are added in float32 and rounded once: u·|Σ x_r|, and the errors of float32 sums.
+
+The average is the sum divided by N. In float16 each part is divided before the sum, as NCCL does, so that no partial
+sum overflows where the average would not.
+
+Integers wrap around as in torch. For bool sum and max are `or`, product and min are `and`. Minimum and maximum give NaN
+where any rank has NaN, as torch.minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Op = Literal["sum", "avg", "min", "max", "product"]
+OPS: tuple[str, ...] = get_args(Op)
+
+_FUNCTIONS: dict[str, Any] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+_TORCH = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""torch computes little on these; two's complement adds and multiplies the same bits."""
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
+_HALVES = {torch.float16, torch.bfloat16}
+_COMPLEX = {torch.complex64, torch.complex128}
+_REDUCIBLE = {*_INTEGERS, *_HALVES, torch.float32, torch.float64, *_COMPLEX}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An operation over `size` ranks: how two parts become one, and what is done at the end."""
+
+    op: Op = "sum"
+    size: int = 1
+
+    def combine(self, one: Tensor, other: Tensor, out: Tensor) -> None:
+        """out = one ∘ other, elementwise; `out` may be one of the two."""
+        function = _FUNCTIONS[self.op]
+        signed = _SIGNED.get(out.dtype)
+        if signed is None:
+            function(one, other, out=out)
+            return
+        one, other, out = one.view(signed), other.view(signed), out.view(signed)
+        if self.op in ("sum", "product"):
+            function(one, other, out=out)
+            return
+        lowest = torch.iinfo(signed).min  # flips the highest bit, which turns unsigned order into signed order
+        function(one ^ lowest, other ^ lowest, out=out)
+        out.bitwise_xor_(lowest)
+
+    def finish(self, whole: Tensor) -> None:
+        """Makes the average of a sum, in place. For the others there is nothing to do."""
+        if self.op == "avg":
+            whole.div_(self.size)
+
+    def partial(self) -> Reduction:
+        """The same without its end, for a first stage that another one follows."""
+        return replace(self, op="sum") if self.op == "avg" else self
+
+    def accumulator(self, tensor: Tensor) -> Tensor:
+        """Where all parts are to be added to `tensor`: itself, or a copy of higher precision."""
+        return tensor.float() if tensor.dtype in _HALVES else tensor
+
+    def fold(self, parts: Sequence[Tensor], mine: int, out: Tensor) -> None:
+        """out = the finished result of all parts, in their order; `parts[mine]` is left as it is, unless it is `out`.
+
+        All other parts are scratch. Halves are rounded once.
+        """
+        if len(parts) == 1:
+            if out is not parts[0]:
+                out.copy_(parts[0])
+            self.finish(out)
+            return
+        exact = out.dtype not in _HALVES
+        scratch = (parts[1] if mine == 0 else parts[0]) if exact else torch.empty_like(out, dtype=torch.float32)
+        target = out if exact else scratch
+        so_far = parts[0]
+        for position, part in enumerate(parts[1:], 2):
+            into = target if position == len(parts) else scratch
+            self.combine(so_far if exact else so_far.float(), part, into)
+            so_far = into
+        self.finish(target)
+        if target is not out:
+            out.copy_(target)
+
+    def divides_first(self, dtype: torch.dtype) -> bool:
+        """Whether every part is divided before the sum, which then needs no end."""
+        return self.op == "avg" and dtype == torch.float16
+
+    def begin(self, flat: Tensor) -> Reduction:
+        """Divides `flat` in place if that comes first; returns what is left to be done."""
+        if not self.divides_first(flat.dtype):
+            return self
+        flat.div_(self.size)
+        return self.partial()
+
+
+SUM = Reduction()
+
+
+def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
+    """The reduction that is meant. op: one of `OPS`, or a member of torch.distributed.ReduceOp.
+
+    Raises ValueError for an unknown operation, and for one that the dtype does not have.
+    """
+    name = op if isinstance(op, str) else next((name for name, its in _TORCH.items() if its == op), None)
+    if name not in OPS:
+        raise ValueError(f"there is no operation {op!r}; choose one of {', '.join(OPS)}")
+    if dtype not in _REDUCIBLE:
+        raise ValueError(f"tensors of {dtype} cannot be reduced; convert them before")
+    if name == "avg" and dtype in _INTEGERS:
+        raise ValueError(f"the average of {dtype} is not of that dtype; take the sum, or convert to a float before")
+    if name in ("min", "max") and dtype in _COMPLEX:
+        raise ValueError(f"numbers of {dtype} have no order, so there is no {name}")
+    return Reduction(name, size)  # type: ignore[arg-type]
+
+
+def in_torch(reduction: Reduction, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
+    """The operation of torch.distributed whose result `Reduction.finish` completes; for bool, on its bytes."""
+    op = reduction.partial().op
+    if dtype == torch.bool:
+        op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]
+    return _TORCH[op]

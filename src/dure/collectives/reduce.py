@@ -1,0 +1,91 @@
+"""Reduce: the root ends with the reduction over all ranks; the others keep what they have.
+
+`tree`: up a binomial tree, ceil(log2 N) transfers of n elements behind each other. `linear`: everybody sends to the
+root, which adds in order of rank (its own part first) and whose link carries (N-1)·n. `native`: the backend's own;
+counted as linear. Every rank but the root sends n elements in one message, whatever the algorithm.
+
+Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, overload
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.collectives import master, native, tree
+from dure.collectives.arguments import check_algorithm, check_root, check_tensor, check_writable, flat_of, give_back
+from dure.collectives.group import Group
+from dure.collectives.handle import Handle
+from dure.collectives.operation import reduction as reduction_of
+
+Algorithm = Literal["tree", "linear", "native"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+_RULES = {"tree": tree.reduce, "linear": master.reduce, "native": native.reduce}
+
+
+@overload
+def reduce(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "tree",
+    op: Any = "sum",
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def reduce(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "tree",
+    op: Any = "sum",
+    *,
+    async_op: Literal[True],
+) -> Handle[Tensor]: ...
+def reduce(
+    tensor: Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    root: int = 0,
+    algorithm: Algorithm = "tree",
+    op: Any = "sum",
+    *,
+    async_op: bool = False,
+) -> Tensor | Handle[Tensor]:
+    """The reduction over all ranks into the tensor of rank `root`, in place; returns `tensor`, or a handle.
+
+    tensor: any shape, the same shape and dtype on every rank; those of the other ranks are not changed. op: as in
+    `all_reduce`. Raises ValueError, before anything travels, for an algorithm, root or operation that there is not.
+    """
+    check_algorithm("reduce", algorithm, ALGORITHMS)
+    group = Group.of(group)
+    check_root(root, group.size)
+    (check_writable if group.rank == root else check_tensor)(tensor)
+    reduction = reduction_of(op, tensor.dtype, group.size)
+    if group.size == 1 or tensor.numel() == 0:
+        return Handle.of(tensor) if async_op else tensor
+    # all that others write on the way: sums of the tree's inner ranks, what a backend likes, parts of an average
+    spoils = algorithm == "native" or reduction.divides_first(tensor.dtype)
+    spoils = spoils or (algorithm == "tree" and len(tree.children(group.size, group.rank, root)) > 0)
+
+    def work() -> Tensor:
+        flat = flat_of(tensor)
+        if group.rank != root and spoils and flat.data_ptr() == tensor.data_ptr():
+            flat = flat.clone()
+        _RULES[algorithm](flat, group, reduction.begin(flat), root)
+        return give_back(flat, tensor) if group.rank == root else tensor
+
+    return group.perform(f"{algorithm} reduce", work, tensor, async_op)
+
+
+def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+    """Messages that `rank` sends: one, but for the root."""
+    return 1 if n and rank != root else 0
+
+
+def elements_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+    """Elements that `rank` sends: n, but for the root."""
+    return n * messages_sent(n, size, rank, root, algorithm)
