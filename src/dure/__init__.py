@@ -10,6 +10,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dure.registration import register_when_imported
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -96,3 +98,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+register_when_imported()

@@ -14,6 +14,7 @@ from dure.collectives.handle import Handle
 from dure.collectives.reduce import reduce
 from dure.collectives.reduce_scatter import reduce_scatter
 from dure.collectives.scatter import scatter
+from dure.collectives.shared_memory.pool import empty_shared
 
 __all__ = [
     "ALGORITHMS",
@@ -23,6 +24,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "empty_shared",
     "gather",
     "reduce",
     "reduce_scatter",

@@ -1,0 +1,147 @@
+"""What a rank asks for in a call: kinds, dtypes and operations as numbers, and the call in words for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from dure.errors import MismatchError
+
+ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
+
+KINDS: Final = dict(
+    enumerate(
+        (
+            "all_reduce",
+            "reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "gather",
+            "scatter",
+            "all_to_all",
+            "barrier",
+        ),
+        start=1,
+    )
+)
+
+OPERATIONS: Final = ("sum", "product", "min", "max", "band", "bor", "bxor", "avg")
+SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, AVG = range(8)
+
+_BY_REDUCE_OP: Final = {
+    ReduceOp.SUM: SUM,
+    ReduceOp.PRODUCT: PRODUCT,
+    ReduceOp.MIN: MIN,
+    ReduceOp.MAX: MAX,
+    ReduceOp.BAND: BAND,
+    ReduceOp.BOR: BOR,
+    ReduceOp.BXOR: BXOR,
+    ReduceOp.AVG: AVG,
+}
+_BY_NUMBER: Final = {int(op): number for op, number in _BY_REDUCE_OP.items()}  # type: ignore[call-overload]
+
+REDUCIBLE: Final = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.bool,
+)
+"""Their positions are the numbers that the C core knows them by."""
+
+_OTHERS: Final = tuple(
+    value
+    for name, value in sorted(vars(torch).items())
+    if isinstance(value, torch.dtype) and value not in REDUCIBLE and name == str(value).removeprefix("torch.")
+)
+_DTYPES: Final = (*REDUCIBLE, *_OTHERS)
+NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part in a collective. count: elements; extra: a hash of sizes where they may be unequal."""
+
+    kind: int
+    dtype: int = 0
+    op: int = 0
+    root: int = -1
+    count: int = 0
+    extra: int = 0
+
+    def __str__(self) -> str:
+        name = KINDS.get(self.kind, "nothing")
+        if self.kind in (BARRIER, 0) or self.kind not in KINDS:
+            return name
+        words = [OPERATIONS[self.op]] if self.kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER) else []
+        words += [f"root {self.root}"] if self.root >= 0 else []
+        sizes = f" in unequal parts ({self.extra & 0xFFFF:04x})" if self.extra else ""
+        kind = str(_DTYPES[self.dtype]).removeprefix("torch.") if self.dtype < len(_DTYPES) else "unknown"
+        return f"{name}({', '.join([*words, f'{self.count} {kind}'])}{sizes})"
+
+
+def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
+    """The number of torch's operation. Raises ValueError for the ones that are not reductions of plain tensors."""
+    number = _BY_NUMBER.get(int(op.op) if hasattr(op, "op") else int(op))  # type: ignore[call-overload]
+    if number is None:
+        raise ValueError(f"{op} is not supported by the dure backend; choose one of {', '.join(OPERATIONS)}")
+    return number
+
+
+def check_reducible(dtype: torch.dtype, op: int) -> None:
+    """Raises ValueError where the operation makes no sense for the dtype."""
+    if NUMBER_OF[dtype] >= len(REDUCIBLE):
+        known = ", ".join(str(known).removeprefix("torch.") for known in REDUCIBLE)
+        raise ValueError(f"tensors of {dtype} cannot be reduced; these can: {known}")
+    floating = dtype.is_floating_point
+    if op == AVG and not floating:
+        raise ValueError(f"the average of {dtype} is not a {dtype}: sum it, or use a floating dtype")
+    if op in (BAND, BOR, BXOR) and floating:
+        raise ValueError(f"{OPERATIONS[op]} works on bits of integers, not on {dtype}")
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Raises ValueError for tensors that do not lie densely in the memory of this host."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"the dure backend takes dense tensors, not {tensor.layout}: call to_dense() first")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"the dure backend takes CPU tensors, not one on {tensor.device}: use nccl for those, as a group of its own"
+        )
+
+
+def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:
+    """The error for ranks whose calls differ; the same on every rank. names: what errors call the ranks."""
+    made: dict[str, list[int]] = {}
+    for name, call in zip(names, calls, strict=True):
+        made.setdefault(str(call), []).append(name)
+    return MismatchError(f"call {number}", tuple((tuple(ranks), text) for text, ranks in made.items()))
+
+
+def unequal(
+    number: int, call: Call, deal: Callable[[int, int], tuple[int, int]], names: Sequence[int]
+) -> MismatchError:
+    """The error for the first pair of ranks where one offers other bytes than the other wants.
+
+    deal(i, j): the bytes that rank i offers to rank j, and the bytes that it wants of it.
+    """
+    name = KINDS[call.kind]
+    for i, sender in enumerate(names):
+        for j, receiver in enumerate(names):
+            offered, wanted = deal(i, j)[0], deal(j, i)[1]
+            if offered != wanted:
+                gives = f"{name} with {offered} bytes for rank {receiver}"
+                takes = f"{name} with room for {wanted} bytes of rank {sender}"
+                return MismatchError(f"call {number}", (((sender,), gives), ((receiver,), takes)))
+    raise AssertionError("all deals agree")

@@ -1,0 +1,45 @@
+/* What every collective begins and ends with: post the call, wait for all, see that all called the same. */
+#include "core.h"
+
+static uint64_t mixed(uint64_t hash, uint64_t value) {
+    hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
+    return hash ^ (hash >> 29);
+}
+
+/* Sizes of gathers, scatters and all-to-alls may differ between ranks; their deals are compared instead. */
+static uint64_t fingerprint(const struct call *call) {
+    uint64_t hash = mixed(call->kind, ((uint64_t)call->dtype << 32) | call->op);
+    hash = mixed(hash, (uint64_t)(uint32_t)call->root);
+    hash = mixed(hash, call->extra);
+    return mixed(hash, call->kind < GATHER ? call->count : 0);
+}
+
+char *slot_of(struct core *core, int rank) {
+    return core->slots + ((uint64_t)rank * 2 + (core->number & 1)) * core->slot_bytes;
+}
+
+char *stage_of(struct core *core, int rank, uint64_t window) {
+    return core->stages + ((uint64_t)rank * 4 + (window & 1)) * core->stage_bytes;
+}
+
+/* Before anything is written for a call: the number decides which of two copies it is written to. */
+void begin(struct core *core, struct call *call) {
+    struct seat *seat = &core->seats[core->rank];
+    call->number = ++core->number;
+    atomic_store_explicit(&seat->begun, call->number, memory_order_relaxed);
+    seat->calls[call->number & 1] = *call;
+    seat->fingerprint[call->number & 1] = fingerprint(call);
+}
+
+/* After the first sync of a call: whether all ranks have called the same. Every rank finds the same answer. */
+int agreed(struct core *core) {
+    uint64_t parity = core->number & 1, own = core->seats[core->rank].fingerprint[parity];
+    for (int rank = 0; rank < core->size; rank++)
+        if (core->seats[rank].fingerprint[parity] != own) return 0;
+    return 1;
+}
+
+int finish(struct core *core, int status) {
+    atomic_store_explicit(&core->seats[core->rank].finished, core->number, memory_order_relaxed);
+    return status;
+}

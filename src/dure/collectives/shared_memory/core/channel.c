@@ -1,0 +1,71 @@
+/* Messages between two ranks: a ring of bytes for each ordered pair. Nothing here waits but core_bell_wait. */
+#include "core.h"
+
+#include <sched.h>
+#include <string.h>
+
+static struct channel *channel_of(struct core *core, int from, int to) {
+    uint64_t index = (uint64_t)from * (uint64_t)core->size + (uint64_t)to;
+    return (struct channel *)(core->channels + index * (sizeof(struct channel) + core->channel_bytes));
+}
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+uint64_t core_channel_write(struct core *core, int to, const char *from, uint64_t bytes) {
+    struct channel *channel = channel_of(core, core->rank, to);
+    uint64_t head = atomic_load_explicit(&channel->head, memory_order_relaxed);
+    uint64_t tail = atomic_load_explicit(&channel->tail, memory_order_acquire);
+    uint64_t capacity = core->channel_bytes, room = capacity - (head - tail);
+    uint64_t moved = least(bytes, room), at = head % capacity, first = least(moved, capacity - at);
+    if (moved == 0) return 0;
+    char *ring = (char *)(channel + 1);
+    memcpy(ring + at, from, first);
+    memcpy(ring, from + first, moved - first);
+    atomic_store_explicit(&channel->head, head + moved, memory_order_release);
+    core_ring(core, to);
+    return moved;
+}
+
+uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t bytes) {
+    struct channel *channel = channel_of(core, from, core->rank);
+    uint64_t tail = atomic_load_explicit(&channel->tail, memory_order_relaxed);
+    uint64_t ready = atomic_load_explicit(&channel->head, memory_order_acquire) - tail;
+    uint64_t capacity = core->channel_bytes, moved = least(bytes, ready);
+    uint64_t at = tail % capacity, first = least(moved, capacity - at);
+    if (moved == 0) return 0;
+    const char *ring = (const char *)(channel + 1);
+    memcpy(into, ring + at, first);
+    memcpy(into + first, ring, moved - first);
+    atomic_store_explicit(&channel->tail, tail + moved, memory_order_release);
+    core_ring(core, from);
+    return moved;
+}
+
+uint32_t core_bell(struct core *core) { return atomic_load(&core->seats[core->rank].bell); }
+
+void core_ring(struct core *core, int rank) {
+    struct seat *seat = &core->seats[rank];
+    atomic_fetch_add(&seat->bell, 1);
+    if (atomic_load(&seat->waiting)) futex_wake_all(&seat->bell);
+}
+
+/* Returns when the bell is no longer what was seen, after `nanoseconds`, or at a signal (then 1). */
+int core_bell_wait(struct core *core, uint32_t seen, uint64_t nanoseconds) {
+    struct seat *seat = &core->seats[core->rank];
+    uint64_t start = now_ns();
+    while (now_ns() - start < core->spin_ns)
+        for (int i = 0; i < 16; i++) {
+            if (atomic_load(&seat->bell) != seen) return 0;
+            relax();
+        }
+    start = now_ns();
+    while (now_ns() - start < core->yield_ns) {
+        if (atomic_load(&seat->bell) != seen) return 0;
+        sched_yield();
+    }
+    atomic_fetch_add(&seat->waiting, 1);
+    int interrupted = 0;
+    if (atomic_load(&seat->bell) == seen) interrupted = futex_wait(&seat->bell, seen, nanoseconds);
+    atomic_fetch_sub(&seat->waiting, 1);
+    return interrupted;
+}

@@ -1,0 +1,180 @@
+/* Collectives of the ranks of one host over shared memory: the layout of the segment, and what the core offers.
+ *
+ * Depends on C11, POSIX threads' memory model and Linux's futex only: no Python, no torch, plain pointers.
+ *
+ * MEMORY ORDER, and why it suffices
+ *
+ * Ranks share plain data: calls (what a rank asks for), slots, stages and results (its tensors), pools (tensors
+ * that live in shared memory). Every plain byte has one writer at a time, and a reader reads it only after an
+ * atomic has told it that the writer is done. There are three such atomics.
+ *
+ * 1. seat.arrived, written by its own rank only, counts the rank's synchronisations. `core_sync` of rank r stores
+ *    arrived_r = s and returns when it has loaded arrived_i >= s for every i. Store and load are sequentially
+ *    consistent, hence release and acquire: all that rank i wrote before its sync s happens before all that rank r
+ *    does after its own. This is the only order that collectives need; it holds on x86, where the store is an
+ *    XCHG, and on ARM, where store and load are STLR and LDAR.
+ *
+ *    What is written again must no longer be read. Let a rank write a place before its sync s, and peers read it
+ *    after s. The writer may write that place again after sync s+1 at the earliest: a peer arrives at s+1 only
+ *    when it has read. So two copies of each place, used in turn, need one sync a turn, and this is what every
+ *    collective does: slots and calls alternate with the number of the call (each call has at least one sync);
+ *    stages and results alternate with the number of the window.
+ *
+ * 2. A sleeper must not miss the last arrival. The sleeper S: sleepers++ ; d = bell ; scan arrived ; if somebody
+ *    is missing, futex_wait(bell, d). The arriver A: arrived_A = s ; scan ; if all have arrived and sleepers > 0,
+ *    bell++ and futex_wake. All of these are sequentially consistent, so they have one total order. Take the last
+ *    store to any arrived: its rank's scan sees all arrived. If S's scan missed that store, the scan, and with it
+ *    S's sleepers++, comes before it in the order, so the arriver sees sleepers > 0 and rings. If the ring comes
+ *    before S's futex_wait, the kernel sees bell != d and returns at once; if after, it wakes S.
+ *
+ * 3. A channel (messages from one rank to another) has one producer, who owns head, and one consumer, who owns
+ *    tail. The producer copies bytes, then stores head (release); the consumer loads head (acquire) before it
+ *    copies them out, then stores tail (release), which the producer loads (acquire) before it writes there again.
+ *    Sleeping uses seat.bell and seat.waiting as in 2.
+ *
+ * No standalone fences are used, so that ThreadSanitizer sees all of it.
+ */
+#ifndef DURE_CORE_H
+#define DURE_CORE_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define LINE 64
+#define REASON_BYTES 4096
+
+enum status { DONE = 0, MISMATCH = 1, ABORTED = 2, GAVE_UP = 3, BAD_SIZES = 4 };
+
+/* Kinds of calls; the Python side has the same numbers (calls.py). */
+enum kind { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER };
+
+enum dtype { U8 = 0, I8, I16, I32, I64, F32, F64, F16, BF16, BOOL, DTYPES };
+
+enum op { SUM = 0, PRODUCT, MIN, MAX, BAND, BOR, BXOR, AVG, OPS };
+
+/* Where peers find the input of a call. */
+enum place { SLOT = 0, STAGE, POOL };
+#define NOT_POOLED UINT64_MAX
+
+/* What a rank asks for: 64 bytes, so that it travels in one cache line. */
+struct call {
+    uint64_t number;
+    uint64_t bytes;     /* of this rank's input */
+    uint64_t count;     /* elements, as the caller counts them */
+    uint64_t extra;     /* a hash of whatever else must agree, as a list of sizes */
+    uint64_t pool;      /* offset in the rank's pool, where place is POOL */
+    uint32_t kind;
+    uint16_t dtype, op; /* dtype: any number that agrees; reductions need enum dtype */
+    int32_t root;
+    uint32_t place;
+    uint64_t unused;
+};
+
+/* What a rank offers to a peer: a range of bytes of its input; and how many bytes it wants of that peer. */
+struct deal {
+    uint64_t offset, bytes, wanted;
+};
+
+struct seat {
+    _Alignas(LINE) _Atomic uint64_t arrived;
+    uint64_t fingerprint[2];
+    _Atomic uint64_t finished;    /* the number of the last call that this rank has finished */
+    _Atomic uint64_t begun;       /* the number of the last call that it has begun */
+    _Atomic uint32_t left;        /* 1 when the rank has left the group */
+    _Alignas(LINE) struct call calls[2];
+    _Alignas(LINE) _Atomic uint32_t bell; /* rung when a channel from or to this rank has moved */
+    _Atomic uint32_t waiting;
+};
+
+struct header {
+    uint64_t magic, size, slot_bytes, stage_bytes, channel_bytes;
+    _Alignas(LINE) _Atomic uint32_t bell;
+    _Alignas(LINE) _Atomic uint32_t sleepers;
+    _Alignas(LINE) _Atomic uint32_t aborting; /* 1: somebody writes the reason */
+    _Atomic uint32_t aborted;                 /* 1: the reason is written */
+    char reason[REASON_BYTES];
+};
+
+struct channel {
+    _Alignas(LINE) _Atomic uint64_t head; /* bytes written, ever */
+    _Alignas(LINE) _Atomic uint64_t tail; /* bytes read, ever */
+};
+
+/* Called every `TICK_MS` of waiting and after a signal, with the seconds waited; not 0: give up. */
+typedef int (*tick_function)(double waited);
+
+/* One rank's private view of the segment. */
+struct core {
+    struct header *header;
+    struct seat *seats;
+    struct deal *deals;            /* [rank][parity][peer] */
+    char *slots, *stages, *channels;
+    char **pools;                  /* where each rank's pool is mapped here, or NULL */
+    int rank, size;
+    uint64_t slot_bytes, stage_bytes, channel_bytes;
+    uint64_t syncs, number, windows;
+    uint64_t spin_ns, yield_ns;
+    tick_function tick;
+};
+
+struct part { /* of an input: a range of private memory */
+    const char *address;
+    uint64_t bytes;
+};
+
+struct pull { /* what this rank reads of a peer's input */
+    uint64_t offset, bytes;
+    char *into;
+};
+
+#define PUBLIC __attribute__((visibility("default")))
+
+/* life.c */
+PUBLIC uint64_t core_segment_bytes(int size, uint64_t slot_bytes, uint64_t stage_bytes, uint64_t channel_bytes);
+PUBLIC struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, uint64_t stage_bytes,
+                              uint64_t channel_bytes, uint64_t spin_ns, uint64_t yield_ns, tick_function tick);
+PUBLIC void core_set_pool(struct core *core, int rank, void *base);
+PUBLIC void core_close(struct core *core);
+PUBLIC void core_leave(struct core *core);
+PUBLIC int core_abort(struct core *core, const char *reason);
+PUBLIC const char *core_aborted(struct core *core);
+PUBLIC uint64_t core_look(struct core *core, int rank, int what);
+PUBLIC void core_last_call(struct core *core, int rank, struct call *call);
+PUBLIC void core_this_call(struct core *core, int rank, struct call *call);
+PUBLIC void core_deal(struct core *core, int rank, int peer, struct deal *deal);
+PUBLIC const char *core_instructions(void);
+
+/* sync.c */
+int core_sync(struct core *core);
+void futex_wake_all(_Atomic uint32_t *word);
+int futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t nanoseconds);
+uint64_t now_ns(void);
+void relax(void);
+
+/* kernels.c: dsts[0..nd) = op over srcs[0..ns), in this order; a dst may be a src. */
+PUBLIC void core_reduce(char *const *dsts, int nd, const char *const *srcs, int ns, uint64_t count, int dtype, int op);
+uint64_t core_width(int dtype);
+
+/* calls.c */
+void begin(struct core *core, struct call *call);
+int agreed(struct core *core);
+int finish(struct core *core, int status);
+char *slot_of(struct core *core, int rank);
+char *stage_of(struct core *core, int rank, uint64_t window);
+
+/* reducing.c, copying.c: collectives. Each returns an enum status. */
+PUBLIC int core_all_reduce(struct core *core, int dtype, int op, int root, uint64_t count, const char *in, char *out,
+                           uint64_t pool);
+PUBLIC int core_reduce_scatter(struct core *core, struct call *call, const struct part *blocks, char *out);
+PUBLIC int core_exchange(struct core *core, struct call *call, const struct part *parts, int n_parts,
+                         const struct deal *deals, const struct pull *pulls);
+
+/* channel.c: messages between two ranks; never wait. */
+PUBLIC uint64_t core_channel_write(struct core *core, int to, const char *from, uint64_t bytes);
+PUBLIC uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t bytes);
+PUBLIC uint32_t core_bell(struct core *core);
+PUBLIC int core_bell_wait(struct core *core, uint32_t seen, uint64_t nanoseconds);
+PUBLIC void core_ring(struct core *core, int rank);
+
+#endif

@@ -1,0 +1,121 @@
+/* The segment's layout, a rank's view of it, leaving and aborting. */
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define MAGIC 0x3165727564u /* "dure1" */
+
+static uint64_t rounded(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
+
+struct layout {
+    uint64_t seats, deals, slots, stages, channels, end;
+};
+
+/* A stage holds two windows of input and two of results; a slot one small input; each of them twice. */
+static struct layout layout_of(uint64_t size, uint64_t slot, uint64_t stage, uint64_t channel) {
+    struct layout at;
+    at.seats = rounded(sizeof(struct header), LINE);
+    at.deals = at.seats + size * sizeof(struct seat);
+    at.slots = rounded(at.deals + size * 2 * size * sizeof(struct deal), 4096);
+    at.stages = rounded(at.slots + size * 2 * slot, 4096);
+    at.channels = rounded(at.stages + size * 4 * stage, 4096);
+    at.end = at.channels + size * size * (sizeof(struct channel) + channel);
+    return at;
+}
+
+uint64_t core_segment_bytes(int size, uint64_t slot_bytes, uint64_t stage_bytes, uint64_t channel_bytes) {
+    return layout_of((uint64_t)size, slot_bytes, stage_bytes, channel_bytes).end;
+}
+
+struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, uint64_t stage_bytes,
+                       uint64_t channel_bytes, uint64_t spin_ns, uint64_t yield_ns, tick_function tick) {
+    struct core *core = calloc(1, sizeof *core);
+    if (core == NULL) return NULL;
+    struct layout at = layout_of((uint64_t)size, slot_bytes, stage_bytes, channel_bytes);
+    char *base = segment;
+    core->header = segment;
+    core->seats = (struct seat *)(base + at.seats);
+    core->deals = (struct deal *)(base + at.deals);
+    core->slots = base + at.slots;
+    core->stages = base + at.stages;
+    core->channels = base + at.channels;
+    core->pools = calloc((size_t)size, sizeof *core->pools);
+    if (core->pools == NULL) {
+        free(core);
+        return NULL;
+    }
+    core->rank = rank;
+    core->size = size;
+    core->slot_bytes = slot_bytes;
+    core->stage_bytes = stage_bytes;
+    core->channel_bytes = channel_bytes;
+    core->spin_ns = spin_ns;
+    core->yield_ns = yield_ns;
+    core->tick = tick;
+    if (rank == 0) core->header->magic = MAGIC;
+    return core;
+}
+
+void core_set_pool(struct core *core, int rank, void *base) { core->pools[rank] = base; }
+
+void core_close(struct core *core) {
+    free(core->pools);
+    free(core);
+}
+
+/* Wakes all that sleep, so that they look again. */
+static void wake_everybody(struct core *core) {
+    atomic_fetch_add(&core->header->bell, 1);
+    futex_wake_all(&core->header->bell);
+    for (int rank = 0; rank < core->size; rank++) core_ring(core, rank);
+}
+
+void core_leave(struct core *core) {
+    atomic_store(&core->seats[core->rank].left, 1);
+    wake_everybody(core);
+}
+
+/* Ends the group for all ranks. The first reason stays; returns whether it is this one. */
+int core_abort(struct core *core, const char *reason) {
+    uint32_t nobody = 0;
+    int first = atomic_compare_exchange_strong(&core->header->aborting, &nobody, 1);
+    if (first) {
+        strncpy(core->header->reason, reason, REASON_BYTES - 1);
+        atomic_store(&core->header->aborted, 1);
+    }
+    wake_everybody(core);
+    return first;
+}
+
+/* The reason, or NULL. Whoever lost the race to give a reason waits for the winner's here. */
+const char *core_aborted(struct core *core) {
+    if (!atomic_load(&core->header->aborting)) return NULL;
+    for (int tries = 0; !atomic_load(&core->header->aborted) && tries < 1000000; tries++) relax();
+    return core->header->reason;
+}
+
+uint64_t core_look(struct core *core, int rank, int what) {
+    struct seat *seat = &core->seats[rank];
+    switch (what) {
+    case 0: return atomic_load(&seat->arrived);
+    case 1: return atomic_load(&seat->begun);
+    case 2: return atomic_load(&seat->finished);
+    case 3: return atomic_load(&seat->left);
+    case 4: return core->syncs;
+    default: return core->number;
+    }
+}
+
+void core_last_call(struct core *core, int rank, struct call *call) {
+    struct seat *seat = &core->seats[rank];
+    *call = seat->calls[atomic_load(&seat->begun) & 1];
+}
+
+void core_this_call(struct core *core, int rank, struct call *call) {
+    *call = core->seats[rank].calls[core->number & 1];
+}
+
+void core_deal(struct core *core, int rank, int peer, struct deal *deal) {
+    *deal = core->deals[((uint64_t)rank * 2 + (core->number & 1)) * (uint64_t)core->size + (uint64_t)peer];
+}

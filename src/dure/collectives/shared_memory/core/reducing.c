@@ -1,0 +1,209 @@
+/* All-reduce, reduce and reduce-scatter of the ranks of a host. Sums are formed in the order of ranks.
+ *
+ * A tensor of one slot or less: every rank copies it to its slot; one sync; every rank that wants the sum reads all
+ * slots. Tensors in pools: one sync; rank r reads its N-th part of all tensors and writes the sum to all; one sync.
+ * Other tensors go through windows in the stages, small enough to stay in the cache: a rank copies in what others
+ * sum, sums its own part, copies out what others have summed. The three steps of neighbouring windows run between
+ * the same two syncs:
+ *
+ *     in(0) | sync | sum(0) in(1) | sync | out(0) sum(1) in(2) | sync | …
+ */
+#include "core.h"
+
+#include <string.h>
+
+struct range {
+    uint64_t from, to;
+};
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* The part of n elements that a rank sums; parts begin on cache lines. */
+static struct range part_of(uint64_t n, uint64_t width, int rank, int size) {
+    uint64_t line = LINE / width, step = (n + (uint64_t)size * line - 1) / ((uint64_t)size * line) * line;
+    struct range part = {least(n, step * (uint64_t)rank), least(n, step * ((uint64_t)rank + 1))};
+    return part;
+}
+
+static char *result_of(struct core *core, int rank, uint64_t window) {
+    return stage_of(core, rank, window) + 2 * core->stage_bytes;
+}
+
+static int wants(const struct core *core, const struct call *call) {
+    return call->root < 0 || call->root == core->rank;
+}
+
+static int reduce_slots(struct core *core, const struct call *call, const char *in, char *out) {
+    const char *srcs[core->size];
+    memcpy(slot_of(core, core->rank), in, call->bytes);
+    int status = core_sync(core);
+    if (status != DONE) return status;
+    if (!agreed(core)) return MISMATCH;
+    if (!wants(core, call)) return DONE;
+    for (int rank = 0; rank < core->size; rank++) srcs[rank] = rank == core->rank ? in : slot_of(core, rank);
+    core_reduce(&out, 1, srcs, core->size, call->count, call->dtype, call->op);
+    return DONE;
+}
+
+static char *in_pool(struct core *core, int rank) {
+    return core->pools[rank] + core->seats[rank].calls[core->number & 1].pool;
+}
+
+static int reduce_pools(struct core *core, const struct call *call) {
+    const char *srcs[core->size];
+    char *dsts[core->size];
+    uint64_t width = core_width(call->dtype);
+    struct range mine = part_of(call->count, width, core->rank, core->size);
+    int nd = 0;
+    for (int rank = 0; rank < core->size; rank++) {
+        char *tensor = in_pool(core, rank) + mine.from * width;
+        srcs[rank] = tensor;
+        if (call->root < 0 || call->root == rank) dsts[nd++] = tensor;
+    }
+    core_reduce(dsts, nd, srcs, core->size, mine.to - mine.from, call->dtype, call->op);
+    return core_sync(core);
+}
+
+/* One window of a staged reduction. */
+struct window {
+    uint64_t number, from, n; /* elements */
+};
+
+static struct window window_at(struct core *core, const struct call *call, uint64_t index) {
+    uint64_t most = core->stage_bytes / core_width(call->dtype), from = index * most;
+    struct window window = {core->windows + index, from, least(most, call->count - from)};
+    return window;
+}
+
+static void copy_in(struct core *core, const struct call *call, struct window window, const char *in) {
+    uint64_t width = core_width(call->dtype);
+    struct range mine = part_of(window.n, width, core->rank, core->size);
+    char *stage = stage_of(core, core->rank, window.number);
+    in += window.from * width;
+    memcpy(stage, in, mine.from * width);
+    memcpy(stage + mine.to * width, in + mine.to * width, (window.n - mine.to) * width);
+}
+
+static void sum_part(struct core *core, const struct call *call, struct window window, const char *in, char *out) {
+    const char *srcs[core->size];
+    char *dsts[2];
+    uint64_t width = core_width(call->dtype);
+    struct range mine = part_of(window.n, width, core->rank, core->size);
+    uint64_t own = (window.from + mine.from) * width;
+    int nd = 0;
+    for (int rank = 0; rank < core->size; rank++)
+        srcs[rank] = rank == core->rank ? in + own : stage_of(core, rank, window.number) + mine.from * width;
+    if (call->root != core->rank) dsts[nd++] = result_of(core, core->rank, window.number) + mine.from * width;
+    if (wants(core, call)) dsts[nd++] = out + own;
+    core_reduce(dsts, nd, srcs, core->size, mine.to - mine.from, call->dtype, call->op);
+}
+
+static void copy_out(struct core *core, const struct call *call, struct window window, char *out) {
+    uint64_t width = core_width(call->dtype);
+    for (int step = 1; step < core->size; step++) {
+        int rank = (core->rank + step) % core->size;
+        struct range part = part_of(window.n, width, rank, core->size);
+        memcpy(out + (window.from + part.from) * width,
+               result_of(core, rank, window.number) + part.from * width, (part.to - part.from) * width);
+    }
+}
+
+/* After the sync that follows copy_in(0). */
+static int reduce_windows(struct core *core, const struct call *call, const char *in, char *out) {
+    uint64_t most = core->stage_bytes / core_width(call->dtype), count = (call->count + most - 1) / most;
+    int status = DONE;
+    for (uint64_t w = 0; w <= count && status == DONE; w++) {
+        if (w > 0 && wants(core, call)) copy_out(core, call, window_at(core, call, w - 1), out);
+        if (w == count) break;
+        sum_part(core, call, window_at(core, call, w), in, out);
+        if (w + 1 < count) copy_in(core, call, window_at(core, call, w + 1), in);
+        status = core_sync(core);
+    }
+    core->windows += count;
+    return status;
+}
+
+/* How many ranks have their tensors in a pool; after the first sync. */
+static int pools(struct core *core) {
+    int count = 0;
+    for (int rank = 0; rank < core->size; rank++) count += core->seats[rank].calls[core->number & 1].place == POOL;
+    return count;
+}
+
+static int reduce_large(struct core *core, struct call *call, const char *in, char *out) {
+    if (call->place == STAGE) copy_in(core, call, window_at(core, call, 0), in);
+    int status = core_sync(core);
+    if (status != DONE) return status;
+    if (!agreed(core)) return MISMATCH;
+    int pooled = pools(core);
+    if (pooled == core->size) return reduce_pools(core, call);
+    if (pooled > 0) { /* some, not all: those in a pool are staged as well */
+        if (call->place == POOL) copy_in(core, call, window_at(core, call, 0), in);
+        status = core_sync(core);
+    }
+    return status == DONE ? reduce_windows(core, call, in, out) : status;
+}
+
+/* Where root is -1 every rank's `out` gets the sum, else root's alone. pool: the tensor's offset in this rank's pool,
+ * or NOT_POOLED. */
+int core_all_reduce(struct core *core, int dtype, int op, int root, uint64_t count, const char *in, char *out,
+                    uint64_t pool) {
+    struct call call = {.kind = root < 0 ? ALL_REDUCE : REDUCE,
+                        .dtype = (uint16_t)dtype,
+                        .op = (uint16_t)op,
+                        .root = root,
+                        .count = count,
+                        .bytes = count * core_width(dtype),
+                        .pool = pool,
+                        .place = pool == NOT_POOLED ? STAGE : POOL};
+    int small = call.bytes <= core->slot_bytes;
+    if (small) call.place = SLOT;
+    begin(core, &call);
+    return finish(core, small ? reduce_slots(core, &call, in, out) : reduce_large(core, &call, in, out));
+}
+
+/* One window of all blocks: stage holds the window's part of each block, but for this rank's own. */
+static void copy_blocks_in(struct core *core, const struct part *blocks, uint64_t index, uint64_t share) {
+    char *stage = stage_of(core, core->rank, core->windows + index);
+    for (int rank = 0; rank < core->size; rank++) {
+        uint64_t from = index * share;
+        if (rank == core->rank || from >= blocks[rank].bytes) continue;
+        memcpy(stage + (uint64_t)rank * share, blocks[rank].address + from, least(share, blocks[rank].bytes - from));
+    }
+}
+
+static void sum_block(struct core *core, const struct call *call, const struct part *own, uint64_t index,
+                      uint64_t share, char *out) {
+    const char *srcs[core->size];
+    uint64_t from = index * share;
+    if (from >= own->bytes) return;
+    for (int rank = 0; rank < core->size; rank++)
+        srcs[rank] = rank == core->rank
+                         ? own->address + from
+                         : stage_of(core, rank, core->windows + index) + (uint64_t)core->rank * share;
+    out += from;
+    core_reduce(&out, 1, srcs, core->size, least(share, own->bytes - from) / core_width(call->dtype), call->dtype,
+                call->op);
+}
+
+/* blocks: the part of the input that each rank sums and keeps; `out` gets the sum of this rank's. The blocks have
+ * the same sizes on all ranks, whose hash is call->extra. */
+int core_reduce_scatter(struct core *core, struct call *call, const struct part *blocks, char *out) {
+    uint64_t share = core->stage_bytes / (uint64_t)core->size / LINE * LINE, longest = 0;
+    for (int rank = 0; rank < core->size; rank++)
+        if (blocks[rank].bytes > longest) longest = blocks[rank].bytes;
+    uint64_t count = (longest + share - 1) / share;
+    call->place = STAGE;
+    begin(core, call);
+    copy_blocks_in(core, blocks, 0, share);
+    int status = core_sync(core);
+    if (status == DONE && !agreed(core)) return finish(core, MISMATCH);
+    for (uint64_t w = 0; w < count && status == DONE; w++) {
+        sum_block(core, call, &blocks[core->rank], w, share, out);
+        if (w + 1 == count) break;
+        copy_blocks_in(core, blocks, w + 1, share);
+        status = core_sync(core);
+    }
+    core->windows += count;
+    return finish(core, status);
+}

@@ -1,0 +1,89 @@
+/* Waiting for all ranks: spin a little, give the core away a little, then sleep in the kernel. */
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define TICK_MS 100
+
+uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Returns 1 when a signal came. The word is in memory shared by processes, so the futex is not private. */
+int futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t nanoseconds) {
+    struct timespec limit = {(time_t)(nanoseconds / 1000000000u), (long)(nanoseconds % 1000000000u)};
+    return syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, NULL, 0) == -1 && errno == EINTR;
+}
+
+void futex_wake_all(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0); }
+
+void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");
+#endif
+}
+
+/* The first rank from `from` on that has not arrived at this sync; `size` if all have. */
+static int missing(const struct core *core, int from) {
+    while (from < core->size && atomic_load(&core->seats[from].arrived) >= core->syncs) from++;
+    return from;
+}
+
+static int sleep_until_arrived(struct core *core) {
+    struct header *header = core->header;
+    uint64_t start = now_ns();
+    int first = 0;
+    for (;;) {
+        atomic_fetch_add(&header->sleepers, 1);
+        uint32_t seen = atomic_load(&header->bell);
+        first = missing(core, first);
+        int interrupted = 0;
+        if (first < core->size && !atomic_load(&header->aborted))
+            interrupted = futex_wait(&header->bell, seen, TICK_MS * 1000000u);
+        atomic_fetch_sub(&header->sleepers, 1);
+        first = missing(core, first);
+        if (first == core->size) return DONE;
+        if (atomic_load(&header->aborted)) return ABORTED;
+        uint64_t waited = now_ns() - start;
+        if ((interrupted || waited >= TICK_MS * 1000000u) && core->tick((double)waited * 1e-9)) return GAVE_UP;
+    }
+}
+
+int core_sync(struct core *core) {
+    struct header *header = core->header;
+    uint64_t own = ++core->syncs;
+    atomic_store(&core->seats[core->rank].arrived, own);
+    int first = missing(core, 0);
+    if (first == core->size) {
+        if (atomic_load(&header->sleepers)) {
+            atomic_fetch_add(&header->bell, 1);
+            futex_wake_all(&header->bell);
+        }
+        return DONE;
+    }
+    if (atomic_load(&header->aborted)) return ABORTED;
+    uint64_t start = now_ns();
+    while (now_ns() - start < core->spin_ns)
+        for (int i = 0; i < 16; i++) {
+            first = missing(core, first);
+            if (first == core->size) return DONE;
+            relax();
+        }
+    start = now_ns();
+    while (now_ns() - start < core->yield_ns) {
+        first = missing(core, first);
+        if (first == core->size) return DONE;
+        sched_yield();
+    }
+    return sleep_until_arrived(core);
+}

@@ -1,0 +1,251 @@
+"""The ranks of one host, and what both cores (C and torch) know of each other: who is lost, and what it last did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from dure.collectives.shared_memory.calls import Call
+from dure.errors import PeerLostError
+
+TICK = 0.1
+"""Seconds between two looks at the peers while waiting."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a group that live on this host.
+
+    rank: this one's place among them; names: what errors call each of them; processes: their process ids.
+    """
+
+    rank: int
+    names: tuple[int, ...]
+    processes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What a rank reads of a peer's input: bytes from `offset` on, into the contiguous tensor `into`."""
+
+    offset: int
+    into: Tensor
+
+
+@dataclass(frozen=True)
+class Deal:
+    """A range of bytes of its input that a rank offers to a peer, and how many bytes it wants of that peer."""
+
+    offset: int = 0
+    nbytes: int = 0
+    wanted: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is: the number of the call it has begun last, of the one it has finished last, and that call."""
+
+    begun: int
+    finished: int
+    last: Call
+    left: bool
+
+
+class Watch:
+    """Sees processes die, by their pidfd: also those that are no children, and at once, before they are reaped."""
+
+    def __init__(self, members: Members) -> None:
+        self._fds: list[int] = []
+        for process in members.processes:
+            try:
+                self._fds.append(os.pidfd_open(process))
+            except OSError:
+                self._fds.append(-1)
+
+    def dead(self, rank: int) -> bool:
+        if self._fds[rank] < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._fds[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        for fd in self._fds:
+            if fd >= 0:
+                os.close(fd)
+        self._fds = []
+
+
+class _Loss(msgspec.Struct):
+    """A PeerLostError, as it travels to the other ranks."""
+
+    ranks: tuple[int, ...]
+    operation: str
+    step: str
+    reason: str
+
+
+class Host(ABC):
+    """Collectives and messages among the ranks of a host. Ranks are places among `members`.
+
+    Collectives are called by one thread at a time. Tensors are dense, contiguous and on the CPU.
+    """
+
+    def __init__(self, members: Members, timeout: float) -> None:
+        self.members = members
+        self.timeout = timeout
+        self._watch = Watch(members)
+        self._error: BaseException | None = None
+        self.remote: Callable[[], PeerLostError | None] = lambda: None
+
+    # What a core does.
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
+        """In place; with a root only the root's tensor changes. `op`: a number of `calls.OPERATIONS`."""
+
+    @abstractmethod
+    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+        """`out` becomes the reduction of all ranks' `blocks[rank]`."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        call: Call,
+        parts: Sequence[Tensor],
+        pulls: dict[int, Pull],
+        deals: Sequence[Deal] | None = None,
+    ) -> None:
+        """Every rank offers `parts`, one after another, as its input, and pulls what it wants of its peers'.
+
+        deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then the peer's to say.
+        """
+
+    @abstractmethod
+    def channel_write(self, to: int, address: int, nbytes: int) -> int:
+        """Bytes that went into the channel to `to`; never waits."""
+
+    @abstractmethod
+    def channel_read(self, source: int, address: int, nbytes: int) -> int:
+        """Bytes that came out of the channel from `source`; never waits."""
+
+    @abstractmethod
+    def bell(self) -> int:
+        """Changes whenever a channel from or to this rank has moved."""
+
+    @abstractmethod
+    def bell_wait(self, seen: int, seconds: float) -> None:
+        """Returns when the bell is no longer what was seen, or after the time, or at a signal."""
+
+    @abstractmethod
+    def ring(self, rank: int) -> None:
+        """Wakes whoever waits for the bell of `rank`."""
+
+    @abstractmethod
+    def progress(self, rank: int) -> Progress:
+        """How far a rank of this host is."""
+
+    @abstractmethod
+    def current(self) -> tuple[int, Call]:
+        """The number of this rank's last call, and the call."""
+
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """The ranks that have not arrived where this one waits."""
+
+    @abstractmethod
+    def _publish_loss(self, text: bytes) -> None:
+        """Tells all ranks of the host, unless a loss has been told before."""
+
+    @abstractmethod
+    def _published_loss(self) -> bytes | None:
+        """The loss that was told first."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Tells the others that this rank makes no more calls."""
+
+    def close(self) -> None:
+        """Gives back what the operating system has lent."""
+        self._watch.close()
+
+    # What follows from it.
+
+    def abort(self, loss: PeerLostError) -> PeerLostError:
+        """Ends the group for all ranks of the host; returns the error that was told first, the same everywhere."""
+        text = _Loss(loss.ranks, loss.operation, loss.step, loss.reason)
+        self._publish_loss(msgspec.json.encode(text))
+        return self.aborted() or loss
+
+    def aborted(self) -> PeerLostError | None:
+        """Why the group has ended; None while it lives."""
+        text = self._published_loss()
+        if text is None:
+            return None
+        with contextlib.suppress(msgspec.DecodeError):
+            loss = msgspec.json.decode(text, type=_Loss)
+            return PeerLostError(loss.ranks, loss.operation, loss.step, loss.reason)
+        return PeerLostError((), "a call", "this group", text.decode(errors="replace"))
+
+    def look_around(self, waited: float) -> PeerLostError | None:
+        """What there is to say of the ranks that are missing; called while a collective waits."""
+        missing = self.missing()
+        number, call = self.current()
+        loss = self.loss_among(missing, str(call), f"call {number}")
+        if loss is None and waited >= self.timeout:
+            loss = self.silent(missing, str(call), f"call {number}")
+        return loss or self.remote()
+
+    def loss_among(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError | None:
+        """The error for those of `ranks` that have died or left."""
+        dead = [rank for rank in ranks if self._watch.dead(rank)]
+        left = [rank for rank in ranks if rank not in dead and self.progress(rank).left]
+        if dead:
+            return self._lost(dead, f"died (process {self.members.processes[dead[0]]})", operation, step)
+        return self._lost(left, "left the group", operation, step) if left else None
+
+    def silent(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError:
+        """The error for ranks that are alive and did not come in time."""
+        return self._lost(ranks, f"did not come within {self.timeout:g} s", operation, step)
+
+    def _lost(self, ranks: Sequence[int], reason: str, operation: str, step: str) -> PeerLostError:
+        names = tuple(self.members.names[rank] for rank in ranks)
+        did = self._last_did(ranks[0]) if ranks else ""
+        return PeerLostError(names, operation, step, f"{reason}{did}")
+
+    def _last_did(self, rank: int) -> str:
+        progress = self.progress(rank)
+        if progress.begun == 0:
+            return " before its first call"
+        what = f"call {progress.begun}, {progress.last}"
+        return f" in the middle of {what}" if progress.finished < progress.begun else f" after it had finished {what}"
+
+    def tick(self, waited: float) -> bool:
+        """Called now and then while a collective waits; True: give up, with the error kept for `failure`."""
+        try:
+            self._error = self.look_around(waited)
+        except BaseException as error:  # Ctrl-C, above all
+            self._error = error
+        return self._error is not None
+
+    def failure(self) -> BaseException:
+        """The error with which this rank gives up; all others get to know it."""
+        error, self._error = self._error, None
+        if isinstance(error, PeerLostError):
+            return self.abort(error)
+        number, call = self.current()
+        name = self.members.names[self.members.rank]
+        self.abort(PeerLostError((name,), str(call), f"call {number}", f"was interrupted ({type(error).__name__})"))
+        assert error is not None
+        return error

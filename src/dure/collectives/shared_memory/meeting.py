@@ -1,0 +1,143 @@
+"""How the ranks of a group find out who shares a host, and come to share memory.
+
+Every rank writes a card to the group's store: its host, its process, its pool. The first rank of each host makes
+the segment, a file without a name (memfd), which its peers open by /proc/<pid>/fd/<n>; when all have mapped it, it is
+closed, so that it vanishes with the last process of the group.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+from weakref import WeakValueDictionary
+
+import msgspec
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from dure.collectives.hosts import name_of_this_host
+from dure.collectives.shared_memory import native, portable
+from dure.collectives.shared_memory.host import Host, Members
+from dure.collectives.shared_memory.native import NativeHost
+from dure.collectives.shared_memory.pool import Mapping, Pool, open_of, pool
+from dure.collectives.shared_memory.portable import Doors, PortableHost
+from dure.errors import PeerLostError
+
+Core = Literal["auto", "c", "torch"]
+
+_SPIN = 30e-6
+_YIELD = 60e-6
+_mappings: WeakValueDictionary[tuple[int, int, int], Mapping] = WeakValueDictionary()
+# The pools of peers: a process maps each once, for all groups.
+
+
+class Card(msgspec.Struct):
+    """What a rank tells of itself."""
+
+    host: str
+    process: int
+    pool: int
+    pool_bytes: int
+    core: str
+
+
+def choose_core(wanted: Core) -> str:
+    """Which core this rank can have. Raises ValueError if it is to be C and there is none."""
+    if wanted not in ("auto", "c", "torch"):
+        raise ValueError(f"there is no core {wanted!r}; choose auto, c or torch")
+    built = native.library() is not None
+    if wanted == "c" and not built:
+        raise ValueError("the C core was not built: install dure again where there is a C compiler, or use core='auto'")
+    return "torch" if wanted == "torch" or not built else "c"
+
+
+class Meeting:
+    """One group's ranks at its store."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self._until = time.monotonic() + timeout
+
+    def read(self, key: str, whose: int) -> bytes:
+        """What rank `whose` has written. Raises PeerLostError if it does not in time."""
+        left = max(0.001, self._until - time.monotonic())
+        try:
+            self.store.wait([key], timedelta(seconds=left))
+            return bytes(self.store.get(key))
+        except RuntimeError as error:
+            raise PeerLostError(
+                (whose,), "the meeting of a new group", "its start", f"did not come within {self.timeout:g} s"
+            ) from error
+
+    def cards(self, own: Card) -> list[Card]:
+        self.store.set(f"card {self.rank}", msgspec.json.encode(own).decode())
+        return [msgspec.json.decode(self.read(f"card {rank}", rank), type=Card) for rank in range(self.size)]
+
+
+def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
+    """The ranks of each host, in order; hosts in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, card in enumerate(cards):
+        hosts.setdefault(card.host, []).append(rank)
+    return list(hosts.values())
+
+
+def meet(
+    store: Store, rank: int, names: Sequence[int], timeout: float, wanted: Core = "auto"
+) -> tuple[list[list[int]], Host]:
+    """The hosts of a group, and this rank's host, ready for collectives.
+
+    names: what errors call the ranks. Raises PeerLostError if a rank does not come within `timeout` seconds.
+    """
+    meeting = Meeting(store, rank, len(names), timeout)
+    shared = pool()
+    host = f"{name_of_this_host()} {os.getuid()}"
+    cards = meeting.cards(Card(host, os.getpid(), shared.descriptor, shared.nbytes, choose_core(wanted)))
+    hosts = hosts_of(cards)
+    here = next(host for host in hosts if rank in host)
+    members = Members(here.index(rank), tuple(names[r] for r in here), tuple(cards[r].process for r in here))
+    if any(cards[r].core == "torch" for r in here):
+        segment, descriptor = _segment(meeting, here, cards, portable.segment_bytes(len(here)))
+        doors = Doors.made(len(here))
+        meeting.store.set(f"doors {rank}", msgspec.json.encode(doors.addresses).decode())
+        addresses = [msgspec.json.decode(meeting.read(f"doors {r}", r), type=list[int]) for r in here]
+        return hosts, PortableHost(members, timeout, segment, descriptor, doors, addresses)
+    segment, descriptor = _segment(meeting, here, cards, native.segment_bytes(len(here)))
+    os.close(descriptor)
+    crowded = len(here) > len(os.sched_getaffinity(0))
+    peers = [_pool_of(cards[r], shared) for r in here]
+    return hosts, NativeHost(members, timeout, segment, shared, peers, (0.0 if crowded else _SPIN, _YIELD))
+
+
+def _segment(meeting: Meeting, here: list[int], cards: list[Card], nbytes: int) -> tuple[Mapping, int]:
+    """The memory that the ranks of this host share, and its file."""
+    first = here[0]
+    key = f"segment {first}"
+    if meeting.rank == first:
+        descriptor = os.memfd_create("dure-group")
+        os.ftruncate(descriptor, nbytes)
+        mapping = Mapping(descriptor, nbytes)
+        meeting.store.set(key, str(descriptor))
+        for rank in here[1:]:
+            meeting.read(f"mapped {rank}", rank)
+        return mapping, descriptor
+    descriptor = open_of(cards[first].process, int(meeting.read(key, first)))
+    meeting.store.set(f"mapped {meeting.rank}", "yes")
+    return Mapping(descriptor, nbytes), descriptor
+
+
+def _pool_of(card: Card, own: Pool) -> Mapping:
+    """A peer's pool, as it is mapped here."""
+    if card.process == os.getpid():
+        return own.mapping
+    descriptor = open_of(card.process, card.pool)
+    try:
+        key = (card.process, card.pool, os.fstat(descriptor).st_ino)
+        mapping = _mappings.get(key)
+        if mapping is None:
+            mapping = _mappings[key] = Mapping(descriptor, card.pool_bytes)
+        return mapping
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,273 @@
+"""The C core: the collectives of a host in plain C on shared memory, called without copies and without the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint16, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from dure.collectives.shared_memory.calls import NUMBER_OF, Call, mismatch, unequal
+from dure.collectives.shared_memory.host import Deal, Host, Members, Progress, Pull
+from dure.collectives.shared_memory.pool import Mapping, Pool
+
+_DONE, _MISMATCH, _ABORTED, _GAVE_UP, _BAD_SIZES = range(5)
+_STAGE, _POOL = 1, 2
+_NOT_POOLED = 2**64 - 1
+
+SLOT_BYTES = 16 << 10
+STAGE_BYTES = 512 << 10
+CHANNEL_BYTES = 256 << 10
+
+
+class _Call(Structure):
+    _fields_ = (
+        ("number", c_uint64),
+        ("bytes", c_uint64),
+        ("count", c_uint64),
+        ("extra", c_uint64),
+        ("pool", c_uint64),
+        ("kind", c_uint32),
+        ("dtype", c_uint16),
+        ("op", c_uint16),
+        ("root", c_int32),
+        ("place", c_uint32),
+        ("unused", c_uint64),
+    )
+
+    def call(self) -> Call:
+        return Call(self.kind, self.dtype, self.op, self.root, self.count, self.extra)
+
+
+class _Deal(Structure):
+    _fields_ = (("offset", c_uint64), ("bytes", c_uint64), ("wanted", c_uint64))
+
+
+class _Part(Structure):
+    _fields_ = (("address", c_void_p), ("bytes", c_uint64))
+
+
+class _Pull(Structure):
+    _fields_ = (("offset", c_uint64), ("bytes", c_uint64), ("into", c_void_p))
+
+
+_Tick = ctypes.CFUNCTYPE(c_int, c_double)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled core; None where the package was installed without a C compiler."""
+    folder = Path(__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (file := folder / f"_core{suffix}").exists():
+            return _declared(ctypes.CDLL(str(file)))
+    return None
+
+
+def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
+    signatures: dict[str, tuple[type | None, tuple[type, ...]]] = {
+        "core_segment_bytes": (c_uint64, (c_int, c_uint64, c_uint64, c_uint64)),
+        "core_open": (
+            c_void_p,
+            (c_void_p, c_int, c_int, c_uint64, c_uint64, c_uint64, c_uint64, c_uint64, _Tick),
+        ),
+        "core_set_pool": (None, (c_void_p, c_int, c_void_p)),
+        "core_close": (None, (c_void_p,)),
+        "core_leave": (None, (c_void_p,)),
+        "core_abort": (c_int, (c_void_p, c_char_p)),
+        "core_aborted": (c_char_p, (c_void_p,)),
+        "core_look": (c_uint64, (c_void_p, c_int, c_int)),
+        "core_last_call": (None, (c_void_p, c_int, POINTER(_Call))),
+        "core_this_call": (None, (c_void_p, c_int, POINTER(_Call))),
+        "core_deal": (None, (c_void_p, c_int, c_int, POINTER(_Deal))),
+        "core_instructions": (c_char_p, ()),
+        "core_all_reduce": (
+            c_int,
+            (c_void_p, c_int, c_int, c_int, c_uint64, c_void_p, c_void_p, c_uint64),
+        ),
+        "core_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_void_p)),
+        "core_exchange": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_int, c_void_p, c_void_p)),
+        "core_channel_write": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
+        "core_channel_read": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
+        "core_bell": (c_uint32, (c_void_p,)),
+        "core_bell_wait": (c_int, (c_void_p, c_uint32, c_uint64)),
+        "core_ring": (None, (c_void_p, c_int)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
+    return core
+
+
+def instructions() -> str:
+    """Which instructions the sums use here: plain, avx2 or avx512."""
+    core = library()
+    return core.core_instructions().decode().removeprefix("with_") if core is not None else "torch"
+
+
+def segment_bytes(size: int) -> int:
+    """Bytes of the segment of a group of `size` ranks; pages that nobody touches take no memory."""
+    core = library()
+    assert core is not None
+    return int(core.core_segment_bytes(size, SLOT_BYTES, STAGE_BYTES, CHANNEL_BYTES))
+
+
+class NativeHost(Host):
+    """A host over the C core.
+
+    segment: the group's shared memory, all zeros at first. pool: this process's; peers: where the pools of the other
+    ranks are mapped here. patience: seconds to spin, and then to yield the core, before sleeping.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        timeout: float,
+        segment: Mapping,
+        pool: Pool,
+        peers: Sequence[Mapping],
+        patience: tuple[float, float],
+    ) -> None:
+        super().__init__(members, timeout)
+        core = library()
+        assert core is not None
+        self._c = core
+        self._segment, self._pool, self._peers = segment, pool, list(peers)
+        self._tick = _Tick(lambda waited: int(self.tick(waited)))
+        spin, give = (int(1e9 * seconds) for seconds in patience)
+        self._core = core.core_open(
+            segment.address,
+            members.rank,
+            members.size,
+            SLOT_BYTES,
+            STAGE_BYTES,
+            CHANNEL_BYTES,
+            spin,
+            give,
+            self._tick,
+        )
+        if not self._core:
+            raise MemoryError("the C core could not be opened: out of memory")
+        for rank, mapping in enumerate(self._peers):
+            core.core_set_pool(self._core, rank, mapping.address)
+        self._all_reduce = core.core_all_reduce
+        self._low, self._high = pool.address, pool.address + pool.nbytes
+
+    def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
+        address = tensor.data_ptr()
+        offset = address - self._low if self._low <= address < self._high else _NOT_POOLED
+        status = self._all_reduce(
+            self._core, NUMBER_OF[tensor.dtype], op, root, tensor.numel(), address, address, offset
+        )
+        if status:
+            raise self._failed(status)
+
+    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+        parts = (_Part * len(blocks))(*(_Part(block.data_ptr(), block.nbytes) for block in blocks))
+        posted = _posted(call, sum(block.nbytes for block in blocks))
+        status = self._c.core_reduce_scatter(self._core, posted, parts, out.data_ptr())
+        if status:
+            raise self._failed(status)
+
+    def exchange(
+        self,
+        call: Call,
+        parts: Sequence[Tensor],
+        pulls: dict[int, Pull],
+        deals: Sequence[Deal] | None = None,
+    ) -> None:
+        size = self.members.size
+        given = (_Part * max(1, len(parts)))(*(_Part(part.data_ptr(), part.nbytes) for part in parts))
+        pulled = (_Pull * size)()
+        for rank, pull in pulls.items():
+            pulled[rank] = _Pull(pull.offset, pull.into.nbytes, pull.into.data_ptr())
+        posted = _posted(call, sum(part.nbytes for part in parts))
+        if len(parts) == 1 and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None:
+            posted.place, posted.pool = _POOL, offset
+        dealt = (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals)) if deals else None
+        status = self._c.core_exchange(self._core, posted, given, len(parts), dealt, pulled)
+        if status:
+            raise self._failed(status)
+
+    def _failed(self, status: int) -> BaseException:
+        if status == _GAVE_UP:
+            return self.failure()
+        if status == _ABORTED:
+            return self.aborted() or AssertionError("aborted without a reason")
+        number, call = self.current()
+        if status == _MISMATCH:
+            return mismatch(
+                number, [self._this_call(rank).call() for rank in range(self.members.size)], self.members.names
+            )
+        assert status == _BAD_SIZES
+        return unequal(number, call, self._deal, self.members.names)
+
+    def _this_call(self, rank: int) -> _Call:
+        call = _Call()
+        self._c.core_this_call(self._core, rank, call)
+        return call
+
+    def _deal(self, rank: int, peer: int) -> tuple[int, int]:
+        deal = _Deal()
+        self._c.core_deal(self._core, rank, peer, deal)
+        return deal.bytes, deal.wanted
+
+    def channel_write(self, to: int, address: int, nbytes: int) -> int:
+        return int(self._c.core_channel_write(self._core, to, address, nbytes))
+
+    def channel_read(self, source: int, address: int, nbytes: int) -> int:
+        return int(self._c.core_channel_read(self._core, source, address, nbytes))
+
+    def bell(self) -> int:
+        return int(self._c.core_bell(self._core))
+
+    def bell_wait(self, seen: int, seconds: float) -> None:
+        self._c.core_bell_wait(self._core, seen, int(1e9 * seconds))
+
+    def ring(self, rank: int) -> None:
+        self._c.core_ring(self._core, rank)
+
+    def progress(self, rank: int) -> Progress:
+        call = _Call()
+        self._c.core_last_call(self._core, rank, call)
+        begun, finished, left = (int(self._c.core_look(self._core, rank, what)) for what in (1, 2, 3))
+        return Progress(begun, finished, call.call(), bool(left))
+
+    def current(self) -> tuple[int, Call]:
+        return int(self._c.core_look(self._core, 0, 5)), self._this_call(self.members.rank).call()
+
+    def missing(self) -> list[int]:
+        own = int(self._c.core_look(self._core, 0, 4))
+        return [rank for rank in range(self.members.size) if self._c.core_look(self._core, rank, 0) < own]
+
+    def _publish_loss(self, text: bytes) -> None:
+        self._c.core_abort(self._core, text)
+
+    def _published_loss(self) -> bytes | None:
+        reason: bytes | None = self._c.core_aborted(self._core)
+        return reason
+
+    def leave(self) -> None:
+        self._c.core_leave(self._core)
+
+    def close(self) -> None:
+        super().close()
+        self._c.core_close(self._core)
+        self._core = None
+
+
+def _posted(call: Call, nbytes: int) -> _Call:
+    return _Call(
+        bytes=nbytes,
+        count=call.count,
+        extra=call.extra,
+        kind=call.kind,
+        dtype=call.dtype,
+        op=call.op,
+        root=call.root,
+        place=_STAGE,
+    )

@@ -1,0 +1,151 @@
+"""Tensors that live in shared memory: what `empty_shared` returns is reduced in place, without staging copies.
+
+A process has one pool: a file without a name (memfd), as large as the machine's memory and empty until touched, so
+that it can grow without being mapped again. Peers on the host open it by /proc/<pid>/fd/<n> and map it once. It
+vanishes with the last process that maps it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_PAGE = mmap.PAGESIZE
+_NO_RESERVE = 0x4000  # MAP_NORESERVE: the mapping is address space, not memory
+_POPULATE = 23  # MADV_POPULATE_WRITE
+_PUNCH_FROM = 1 << 24
+
+
+class Mapping:
+    """A shared mapping of a file: its address, its bytes, and a tensor over them."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def tensor(self) -> Tensor:
+        """All of it as uint8; the tensor keeps the mapping."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
+
+
+def open_of(pid: int, descriptor: int, flags: int = os.O_RDWR) -> int:
+    """The file that another process of this host holds as `descriptor`. Raises OSError where that is not allowed."""
+    return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
+
+
+class Pool:
+    """This process's shared memory, and which of it is free. `allocate` and `release` may come from any thread."""
+
+    def __init__(self) -> None:
+        wanted = os.sysconf("SC_PHYS_PAGES") * _PAGE
+        self.descriptor = os.memfd_create("dure-pool")
+        while True:
+            try:
+                os.ftruncate(self.descriptor, wanted)
+                self.mapping = Mapping(self.descriptor, wanted)
+                break
+            except (OSError, ValueError):  # less address space than memory, by some limit
+                if wanted < 1 << 26:
+                    raise
+                wanted //= 2
+        self.nbytes = self.mapping.nbytes
+        self.address = self.mapping.address
+        self._free = [(0, self.nbytes)]  # offset and length, in order, never adjacent
+        self._lock = threading.RLock()  # a tensor may be collected, and so released, in the middle of `allocate`
+
+    def offset(self, address: int, nbytes: int) -> int | None:
+        """Where in the pool a piece of memory lies; None if it is not in the pool."""
+        offset = address - self.address
+        return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
+
+    def allocate(self, nbytes: int) -> int:
+        """The offset of `nbytes` that nobody uses, on a page of its own."""
+        length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        with self._lock:
+            for index, (offset, room) in enumerate(self._free):
+                if room >= length:
+                    self._free[index : index + 1] = [(offset + length, room - length)] if room > length else []
+                    break
+            else:
+                raise MemoryError(f"the shared pool has no {nbytes} bytes left of {self.nbytes}")
+        with contextlib.suppress(OSError, ValueError):  # older kernels fault the pages in one by one
+            self.mapping.memory.madvise(_POPULATE, offset, length)
+        return offset
+
+    def release(self, offset: int, nbytes: int) -> None:
+        length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        if length >= _PUNCH_FROM:
+            with contextlib.suppress(OSError, ValueError):
+                self.mapping.memory.madvise(mmap.MADV_REMOVE, offset, length)
+        with self._lock:
+            at = bisect.bisect(self._free, (offset, 0))
+            start, end = offset, offset + length
+            if at < len(self._free) and self._free[at][0] == end:
+                end += self._free.pop(at)[1]
+            if at > 0 and sum(self._free[at - 1]) == start:
+                at -= 1
+                start = self._free.pop(at)[0]
+            self._free.insert(at, (start, end - start))
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(size) * dtype.itemsize
+        offset = self.allocate(nbytes)
+        block = _block_of(max(1, nbytes)).from_address(self.address + offset)
+        weakref.finalize(block, self._released, os.getpid(), offset, nbytes).atexit = False
+        return torch.frombuffer(block, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(size))
+
+    def _released(self, pid: int, offset: int, nbytes: int) -> None:
+        if pid == os.getpid():  # a forked child drops its copies, not its parent's memory
+            self.release(offset, nbytes)
+
+
+@lru_cache(256)
+def _block_of(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """A kind of buffer that can be watched: the pool takes the memory back when its last tensor is gone."""
+    return type("Block", (ctypes.c_char * nbytes,), {})
+
+
+_pool: Pool | None = None
+
+
+def pool() -> Pool:
+    """The pool of this process, made when first asked for."""
+    global _pool
+    if _pool is None:
+        _pool = Pool()
+    return _pool
+
+
+def _forget() -> None:
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised CPU tensor in shared memory, as `torch.empty` otherwise.
+
+    Collectives of the dure backend work on it in place: peers on this host read and write it directly. Its memory
+    goes back to the pool with the last tensor that uses it. In a forked child it stays the parent's memory.
+
+    size: the shape, as integers or as one sequence. dtype: None is torch's default. Raises MemoryError when the
+    pool, which is as large as the machine's memory, is used up.
+    """
+    shape = [int(length) for part in size for length in ([part] if isinstance(part, int) else part)]
+    if any(length < 0 for length in shape):
+        raise ValueError(f"a tensor cannot have the shape {shape}")
+    return pool().empty(shape, dtype if dtype is not None else torch.get_default_dtype())

@@ -1,0 +1,406 @@
+"""The torch core: the same collectives where no C compiler was at hand. Same results, slower; the oracle of the C core.
+
+Tensors pass through shared memory, and torch adds them. What orders memory is the kernel: a rank that has written
+says so through a pipe to each peer, and a peer reads only what it has been told of. Messages between two ranks go
+through pipes altogether. Every collective begins and ends with a synchronisation, so nothing needs two copies:
+
+    post the call, copy in | sync | compare the calls, sum or pull | sync | copy out what others have summed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dure.collectives.shared_memory.calls import (
+    ALL_REDUCE,
+    AVG,
+    BAND,
+    BOR,
+    BXOR,
+    GATHER,
+    MAX,
+    MIN,
+    NUMBER_OF,
+    PRODUCT,
+    REDUCE,
+    SUM,
+    Call,
+    mismatch,
+    unequal,
+)
+from dure.collectives.shared_memory.host import TICK, Deal, Host, Members, Progress, Pull
+from dure.collectives.shared_memory.pool import Mapping, open_of
+
+_REASON_BYTES = 4096
+_STAGE_BYTES = 4 << 20
+_SEAT = 16  # numbers a rank tells of itself
+_BEGUN, _FINISHED, _LEFT, _BYTES, _CALL = 0, 1, 2, 3, 4
+_SAID = struct.Struct("<qq")  # who, how many syncs
+_LONGEST_WRITE = 1 << 20
+
+_FOLDS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    SUM: torch.add,
+    PRODUCT: torch.mul,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    BAND: torch.bitwise_and,
+    BOR: torch.bitwise_or,
+    BXOR: torch.bitwise_xor,
+    AVG: torch.add,
+}
+_FOLDS_OF_BOOLS = {**_FOLDS, SUM: torch.logical_or, PRODUCT: torch.logical_and}
+
+
+def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
+    """tensors[0] op tensors[1] op …, in this order; half precision is summed in float32 and rounded once."""
+    dtype = tensors[0].dtype
+    halves = dtype in (torch.float16, torch.bfloat16)
+    fold = (_FOLDS_OF_BOOLS if dtype == torch.bool else _FOLDS)[op]
+    total = tensors[0].float() if halves else tensors[0]
+    for tensor in tensors[1:]:
+        total = fold(total, tensor.float() if halves else tensor)
+    if op == AVG:
+        total = total / len(tensors)
+    return total.to(dtype)
+
+
+@dataclass(frozen=True)
+class Doors:
+    """The pipes of a rank: one that its peers say their syncs through, and one for the messages of each peer."""
+
+    syncs: tuple[int, int]
+    messages: tuple[tuple[int, int], ...]
+    wake: tuple[int, int]
+
+    @classmethod
+    def made(cls, size: int) -> Doors:
+        def pipe() -> tuple[int, int]:
+            return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+        return cls(pipe(), tuple(pipe() for _ in range(size)), pipe())
+
+    @property
+    def addresses(self) -> list[int]:
+        """What peers have to know: the write end for syncs, then the write ends for messages by sender."""
+        return [self.syncs[1], *(write for _, write in self.messages)]
+
+    def close(self) -> None:
+        for read, write in (self.syncs, *self.messages, self.wake):
+            os.close(read)
+            os.close(write)
+
+
+def segment_bytes(size: int) -> int:
+    """Bytes of the segment of a group of `size` ranks."""
+    return _REASON_BYTES + 8 * size * (_SEAT + 3 * size) + 2 * size * _STAGE_BYTES
+
+
+class PortableHost(Host):
+    """A host over torch.
+
+    segment: the group's shared memory, all zeros at first; descriptor: its file, which closes with this.
+    doors: this rank's pipes; addresses: of each rank's `Doors`.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        timeout: float,
+        segment: Mapping,
+        descriptor: int,
+        doors: Doors,
+        addresses: Sequence[Sequence[int]],
+    ) -> None:
+        super().__init__(members, timeout)
+        self._doors = doors
+        self._descriptor = descriptor
+        size, rank = members.size, members.rank
+        memory = segment.tensor()
+        numbers = memory[_REASON_BYTES:][: 8 * size * (_SEAT + 3 * size)].view(torch.int64)
+        self._reason = memory[:_REASON_BYTES]
+        self._seats = numbers[: size * _SEAT].view(size, _SEAT)
+        self._deals = numbers[size * _SEAT :].view(size, size, 3)
+        stages = memory[segment_bytes(size) - 2 * size * _STAGE_BYTES :][: 2 * size * _STAGE_BYTES]
+        self._stages = stages.view(size, 2, _STAGE_BYTES)  # of each rank: its input, its result
+        self._arrived = [0] * size
+        self._syncs = self._number = 0
+        self._inbox = b""
+        self._writers = [-1] * size
+        self._letters = [-1] * size
+        for peer in range(size):
+            if peer != rank:
+                self._writers[peer] = _opened(members.processes[peer], addresses[peer][0])
+                self._letters[peer] = _opened(members.processes[peer], addresses[peer][1 + rank])
+        self._blocked: set[int] = set()
+        self._bell = self._waiters = 0
+
+    # Synchronisation.
+
+    def _sync(self) -> None:
+        self._syncs += 1
+        self._arrived[self.members.rank] = self._syncs
+        said = _SAID.pack(self.members.rank, self._syncs)
+        for writer in self._writers:
+            if writer >= 0:
+                _write_whole(writer, said)
+        start = time.monotonic()
+        while self.missing():
+            if not self._hear(TICK) and self.missing():
+                ended = self.aborted()
+                if ended is not None:
+                    raise ended
+                if self.tick(time.monotonic() - start):
+                    raise self.failure()
+
+    def _hear(self, seconds: float) -> bool:
+        """Reads what peers have said; whether there was anything."""
+        reader = self._doors.syncs[0]
+        if not select.select([reader], [], [], seconds)[0]:
+            return False
+        self._inbox += os.read(reader, 1 << 16)
+        whole = len(self._inbox) // _SAID.size * _SAID.size
+        for who, syncs in _SAID.iter_unpack(self._inbox[:whole]):
+            self._arrived[who] = max(self._arrived[who], syncs)
+        self._inbox = self._inbox[whole:]
+        return True
+
+    def _begin(self, call: Call, nbytes: int) -> None:
+        self._number += 1
+        own = self._seats[self.members.rank]
+        words = [nbytes, call.kind, call.dtype, call.op, call.root, call.count, call.extra & (1 << 62) - 1]
+        own[_BYTES : _BYTES + len(words)] = torch.tensor(words)
+        own[_BEGUN] = self._number
+
+    def _compare(self, deals: bool) -> None:
+        """After the first sync: raises, on every rank the same, unless all have called the same."""
+        calls = [self.progress(rank).last for rank in range(self.members.size)]
+        same = [(call.kind, call.dtype, call.op, call.root, call.extra) for call in calls]
+        counts = [call.count for call in calls if call.kind < GATHER]
+        error = None
+        if len(set(same)) > 1 or len(set(counts)) > 1:
+            error = mismatch(self._number, calls, self.members.names)
+        elif deals and not torch.equal(self._deals[:, :, 1], self._deals[:, :, 2].T):
+            error = unequal(self._number, calls[0], self._deal, self.members.names)
+        if error is not None:
+            self._sync()  # nobody posts its next call before all have read this one
+            self._finish()
+            raise error
+
+    def _deal(self, rank: int, peer: int) -> tuple[int, int]:
+        return int(self._deals[rank, peer, 1]), int(self._deals[rank, peer, 2])
+
+    def _finish(self) -> None:
+        self._seats[self.members.rank, _FINISHED] = self._number
+
+    # Collectives.
+
+    def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
+        flat = tensor.view(-1)
+        call = Call(ALL_REDUCE if root < 0 else REDUCE, NUMBER_OF[tensor.dtype], op, root, flat.numel())
+        self._begin(call, flat.nbytes)
+        most, size = _STAGE_BYTES // flat.itemsize, self.members.size
+        for start in range(0, max(1, flat.numel()), most):
+            window = flat[start : start + most]
+            stages = [_as(self._stages[rank, 0], window) for rank in range(size)]
+            results = [_as(self._stages[rank, 1], window).tensor_split(size)[rank] for rank in range(size)]
+            stages[self.members.rank].copy_(window)
+            self._sync()
+            if start == 0:
+                self._compare(deals=False)
+            own = [stage.tensor_split(size)[self.members.rank] for stage in stages]
+            results[self.members.rank].copy_(reduced(own, op))
+            self._sync()
+            if root < 0 or root == self.members.rank:
+                for part, result in zip(window.tensor_split(size), results, strict=True):
+                    part.copy_(result)
+        self._finish()
+
+    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+        size, rank = self.members.size, self.members.rank
+        self._begin(call, sum(block.nbytes for block in blocks))
+        flat, target = [block.view(-1) for block in blocks], out.view(-1)
+        most = _STAGE_BYTES // size // 8 * 8 // out.itemsize
+        longest = max(1, *(block.numel() for block in flat))
+        for start in range(0, longest, most):
+            for peer, block in enumerate(flat):
+                self._share(rank, peer, block[start : start + most]).copy_(block[start : start + most])
+            self._sync()
+            if start == 0:
+                self._compare(deals=False)
+            window = target[start : start + most]
+            if window.numel():
+                window.copy_(reduced([self._share(peer, rank, window) for peer in range(size)], op))
+            self._sync()
+        self._finish()
+
+    def _share(self, rank: int, block: int, like: Tensor) -> Tensor:
+        """Where a window of a block lies in a rank's stage."""
+        share = _STAGE_BYTES // self.members.size // 8 * 8
+        return _as(self._stages[rank, 0][block * share :], like)
+
+    def exchange(
+        self,
+        call: Call,
+        parts: Sequence[Tensor],
+        pulls: dict[int, Pull],
+        deals: Sequence[Deal] | None = None,
+    ) -> None:
+        rank = self.members.rank
+        given = [part.view(-1).view(torch.uint8) for part in parts]
+        mine = given[0] if len(given) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *given])
+        self._begin(call, mine.numel())
+        if deals:
+            words = [[deal.offset, deal.nbytes, deal.wanted] for deal in deals]
+            self._deals[rank] = torch.tensor(words, dtype=torch.int64)
+        start, longest = 0, 1
+        while start < longest:
+            window = mine[start : start + _STAGE_BYTES]
+            self._stages[rank, 0, : window.numel()].copy_(window)
+            self._sync()
+            if start == 0:
+                self._compare(deals=deals is not None)
+                longest = int(self._seats[:, _BYTES].max())
+            for peer, pull in pulls.items():
+                offset = int(self._deals[peer, rank, 0]) if deals else pull.offset
+                self._take(peer, start, offset, pull.into.view(-1).view(torch.uint8))
+            self._sync()
+            start += _STAGE_BYTES
+        self._finish()
+
+    def _take(self, peer: int, start: int, offset: int, into: Tensor) -> None:
+        """Copies what lies in the window from `start` on of the peer's bytes [offset, offset + len(into))."""
+        low, high = max(offset, start), min(offset + into.numel(), start + _STAGE_BYTES)
+        if low < high:
+            into[low - offset : high - offset].copy_(self._stages[peer, 0, low - start : high - start])
+
+    # Messages.
+
+    def channel_write(self, to: int, address: int, nbytes: int) -> int:
+        if nbytes == 0:
+            return 0
+        memory = (ctypes.c_char * min(nbytes, _LONGEST_WRITE)).from_address(address)
+        try:
+            written = os.write(self._letters[to], memory)
+        except BlockingIOError:
+            written = 0
+        except BrokenPipeError:  # whoever waits for this finds out that the peer has gone
+            return 0
+        (self._blocked.discard if written == nbytes else self._blocked.add)(to)
+        return written
+
+    def channel_read(self, source: int, address: int, nbytes: int) -> int:
+        if nbytes == 0:
+            return 0
+        memory = (ctypes.c_char * min(nbytes, _LONGEST_WRITE)).from_address(address)
+        try:
+            return os.readv(self._doors.messages[source][0], [memory])
+        except BlockingIOError:
+            return 0
+
+    def bell(self) -> int:
+        return self._bell
+
+    def bell_wait(self, seen: int, seconds: float) -> None:
+        self._waiters += 1
+        try:
+            if self._bell != seen:
+                return
+            readers = [read for read, _ in self._doors.messages] + [self._doors.wake[0]]
+            writers = [self._letters[peer] for peer in tuple(self._blocked)]
+            poll = select.poll()
+            for reader in readers:
+                poll.register(reader, select.POLLIN)
+            for writer in writers:
+                poll.register(writer, select.POLLOUT)
+            poll.poll(1000 * seconds)
+        finally:
+            self._waiters -= 1
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._doors.wake[0], 1)
+
+    def ring(self, rank: int) -> None:
+        if rank == self.members.rank:
+            self._bell += 1
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._doors.wake[1], b"!" * self._waiters)
+
+    # What is known of each other.
+
+    def progress(self, rank: int) -> Progress:
+        begun, finished, left, _, kind, dtype, op, root, count, extra = self._seats[rank, :10].tolist()
+        return Progress(begun, finished, Call(kind, dtype, op, root, count, extra), bool(left))
+
+    def current(self) -> tuple[int, Call]:
+        return self._number, self.progress(self.members.rank).last
+
+    def missing(self) -> list[int]:
+        return [rank for rank, syncs in enumerate(self._arrived) if syncs < self._syncs]
+
+    def _publish_loss(self, text: bytes) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            if not self._reason[0]:
+                padded = text[: _REASON_BYTES - 1].ljust(_REASON_BYTES, b"\0")
+                self._reason.copy_(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._ring_all()
+
+    def _ring_all(self) -> None:
+        """Wakes all that wait for a sync, so that they look again."""
+        said = _SAID.pack(self.members.rank, 0)
+        for writer in self._writers:
+            if writer >= 0:
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    os.write(writer, said)
+        self.ring(self.members.rank)
+
+    def _published_loss(self) -> bytes | None:
+        if not self._reason[0]:
+            return None
+        return self._reason.numpy().tobytes().rstrip(b"\0")
+
+    def leave(self) -> None:
+        self._seats[self.members.rank, _LEFT] = 1
+        self._ring_all()
+
+    def close(self) -> None:
+        super().close()
+        for writer in (*self._writers, *self._letters):
+            if writer >= 0:
+                os.close(writer)
+        os.close(self._descriptor)
+        self._doors.close()
+
+
+def _opened(process: int, descriptor: int) -> int:
+    """The write end of a peer's pipe."""
+    return open_of(process, descriptor, os.O_WRONLY | os.O_NONBLOCK)
+
+
+def _write_whole(descriptor: int, message: bytes) -> None:
+    """Waits while the pipe is full; a peer that has gone is found out later."""
+    while True:
+        try:
+            os.write(descriptor, message)  # all or nothing: it is shorter than PIPE_BUF
+            return
+        except BlockingIOError:
+            select.select([], [descriptor], [], TICK)
+        except BrokenPipeError:
+            return
+
+
+def _as(memory: Tensor, like: Tensor) -> Tensor:
+    """As much memory as `like` has, seen as its dtype."""
+    return memory[: like.nbytes].view(like.dtype)

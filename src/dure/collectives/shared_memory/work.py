@@ -1,0 +1,186 @@
+"""Handles of asynchronous calls, and the thread that runs a group's collectives in the order of their issue."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+class Work(dist.Work):
+    """One call, under way or done. The first to wait for a failed one gets its error, as does everyone after.
+
+    tensors: what the future holds when the call is done.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+        self._lock = threading.Lock()
+        self.source = -1
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The call is done, or has failed."""
+        with self._lock:
+            self._error = error
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: Future[Any]) -> None:
+        error = self._error
+        if error is None:
+            future.set_result(self._tensors)
+        else:
+            future.set_result(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True when the call is done. Raises its error, or TimeoutError after `timeout`; the call then goes on."""
+        seconds = timeout.total_seconds() if timeout else 0
+        if not self._await(seconds if seconds > 0 else None):
+            raise TimeoutError(f"the call is not done after {seconds:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _await(self, seconds: float | None) -> bool:
+        return self._done.wait(seconds)
+
+    def get_future(self) -> Future[Any]:
+        """A future of the tensors of the call; it fails as the call fails."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                settled = self._done.is_set()
+            else:
+                settled = False
+            future = self._future
+        if settled:
+            self._settle(future)
+        return future.then(_result_of)
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _source_rank(self) -> int:
+        return self.source
+
+    source_rank = _source_rank
+
+
+def _result_of(future: Future[Any]) -> Any:
+    """What a future holds, or the error it holds: raised here, it reaches C++ as an error and not as a value."""
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+def done(tensors: Sequence[Tensor] = ()) -> Work:
+    """A call that is done already."""
+    work = Work(tensors)
+    work.finish()
+    return work
+
+
+class _Finished(dist.Work):
+    """Every synchronous call that has succeeded: torch only waits for it."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return done().get_future()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+FINISHED = _Finished()
+
+
+class Line:
+    """Calls wait in line for one thread, which starts with the first call that is not synchronous.
+
+    A synchronous call runs on the caller's thread if nobody is before it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turn = threading.Lock()  # held by whoever runs a call
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
+        self._ahead = 0  # calls in line or running on the thread
+        self._count = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def now(self, call: Callable[[], None]) -> None:
+        """Runs a call and returns when it is done."""
+        if self._ahead == 0 and self._turn.acquire(blocking=False):
+            try:
+                call()
+            finally:
+                self._turn.release()
+            return
+        self.later(call, ()).wait()
+
+    def later(self, call: Callable[[], None], tensors: Sequence[Tensor]) -> Work:
+        """Puts a call at the end of the line."""
+        work = Work(tensors)
+        with self._count:
+            self._ahead += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._waiting.put((call, work))
+        return work
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            call, work = item
+            error: BaseException | None = None
+            try:
+                with self._turn:
+                    call()
+            except BaseException as raised:
+                error = raised
+            with self._count:
+                self._ahead -= 1
+            work.finish(error)
+            del item, call, work, error
+
+    def close(self, seconds: float) -> bool:
+        """Lets the calls in line end; returns whether they did in time."""
+        thread = self._thread
+        if thread is None:
+            return True
+        self._waiting.put(None)
+        with contextlib.suppress(RuntimeError):  # from the thread itself
+            thread.join(seconds)
+        return not thread.is_alive()
