@@ -342,8 +342,8 @@ def test_a_list_of_tensors_is_reduced_at_once(ranks: Ranks) -> None:
 
 
 @on_ranks(2, 3, 4, 8)
-def test_a_thousand_small_reductions_after_one_another(ranks: Ranks) -> None:
-    for number in range(1_000 if ranks.size < 8 else 200):
+def test_many_small_reductions_after_one_another(ranks: Ranks) -> None:
+    for number in range(1_000 if ranks.size < 8 and ranks.backend != "gloo" else 200):
         tensor = torch.tensor([float(number), float(ranks.rank)])
         dist.all_reduce(tensor, group=ranks.group)
         same(tensor, torch.tensor([float(number * ranks.size), float(sum(ranks.all))]), number)
