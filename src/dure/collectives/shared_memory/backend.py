@@ -5,7 +5,7 @@ the order of their issue: on the caller's thread when nothing is under way, else
 receives do not wait for collectives, nor these for them.
 """
 
-# mypy: disable-error-code="override"
+# mypy: disable-error-code="override, assignment"
 # torch's stubs list conveniences for single tensors beside what c10d itself calls, which is what is here.
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc  # type: ignore[assignment]
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
@@ -221,7 +221,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
-                blocks = source.contiguous().view(-1).split(output.numel()) if output.numel() else [source] * self._size
+                blocks = _split(source.contiguous().view(-1), [output.numel()] * self._size, self._size)
                 self._reduce_blocks(output.view(-1) if output.is_contiguous() else output, list(blocks), op)
 
         return self._issue(run, opts, outputs)
@@ -543,5 +543,5 @@ def _offers(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 def _split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
     if splits:
-        return list(tensor.split(splits))
+        return list(torch.split(tensor, splits))
     return list(tensor.tensor_split(size)) if tensor.dim() else [tensor] * size

@@ -44,8 +44,6 @@ _BY_REDUCE_OP: Final = {
     ReduceOp.BXOR: BXOR,
     ReduceOp.AVG: AVG,
 }
-_BY_NUMBER: Final = {int(op): number for op, number in _BY_REDUCE_OP.items()}  # type: ignore[call-overload]
-
 REDUCIBLE: Final = (
     torch.uint8,
     torch.int8,
@@ -93,7 +91,7 @@ class Call:
 
 def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
     """The number of torch's operation. Raises ValueError for the ones that are not reductions of plain tensors."""
-    number = _BY_NUMBER.get(int(op.op) if hasattr(op, "op") else int(op))  # type: ignore[call-overload]
+    number = _BY_REDUCE_OP.get(getattr(op, "op", op))
     if number is None:
         raise ValueError(f"{op} is not supported by the dure backend; choose one of {', '.join(OPERATIONS)}")
     return number
@@ -113,12 +111,13 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
 
 def check_tensor(tensor: Tensor) -> None:
     """Raises ValueError for tensors that do not lie densely in the memory of this host."""
-    if tensor.layout != torch.strided:
+    if tensor.is_cpu and tensor.layout is torch.strided:
+        return
+    if tensor.layout is not torch.strided:
         raise ValueError(f"the dure backend takes dense tensors, not {tensor.layout}: call to_dense() first")
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"the dure backend takes CPU tensors, not one on {tensor.device}: use nccl for those, as a group of its own"
-        )
+    raise ValueError(
+        f"the dure backend takes CPU tensors, not one on {tensor.device}: use nccl for those, as a group of its own"
+    )
 
 
 def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:

@@ -58,6 +58,32 @@ class _Pull(Structure):
 _Tick = ctypes.CFUNCTYPE(c_int, c_double)
 
 
+class _Interpreter(Structure):
+    """What the core needs of Python to run signal handlers while it waits, so that Ctrl-C ends a wait."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")),
+        ("error", c_void_p * 3),
+    )
+
+    @classmethod
+    def this(cls) -> _Interpreter:
+        names = [name for name, _ in cls._fields_[:-1]]
+        return cls(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names))
+
+    def take_error(self) -> BaseException | None:
+        """What a handler raised; the references to it are ours now."""
+        kind, value, _ = held = [ctypes.cast(p, ctypes.py_object).value if p else None for p in self.error]
+        for pointer in self.error:
+            if pointer:
+                ctypes.pythonapi.Py_DecRef(c_void_p(pointer))
+        self.error = (c_void_p * 3)()
+        del held
+        if kind is None or isinstance(value, BaseException):
+            return value
+        return kind() if value is None else kind(value)
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled core; None where the package was installed without a C compiler."""
@@ -73,7 +99,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         "core_segment_bytes": (c_uint64, (c_int, c_uint64, c_uint64, c_uint64)),
         "core_open": (
             c_void_p,
-            (c_void_p, c_int, c_int, c_uint64, c_uint64, c_uint64, c_uint64, c_uint64, _Tick),
+            (c_void_p, c_int, c_int, c_uint64, c_uint64, c_uint64, c_uint64, c_uint64, _Tick, POINTER(_Interpreter)),
         ),
         "core_set_pool": (None, (c_void_p, c_int, c_void_p)),
         "core_close": (None, (c_void_p,)),
@@ -137,7 +163,8 @@ class NativeHost(Host):
         assert core is not None
         self._c = core
         self._segment, self._pool, self._peers = segment, pool, list(peers)
-        self._tick = _Tick(lambda waited: int(self.tick(waited)))
+        self._tick = _Tick(lambda waited: not self.tick(waited))
+        self._interpreter = _Interpreter.this()
         spin, give = (int(1e9 * seconds) for seconds in patience)
         self._core = core.core_open(
             segment.address,
@@ -149,6 +176,7 @@ class NativeHost(Host):
             spin,
             give,
             self._tick,
+            self._interpreter,
         )
         if not self._core:
             raise MemoryError("the C core could not be opened: out of memory")
@@ -195,6 +223,8 @@ class NativeHost(Host):
 
     def _failed(self, status: int) -> BaseException:
         if status == _GAVE_UP:
+            # Without an error from `tick` a signal's handler has raised, at the latest when `tick` was entered.
+            self._error = self._error or self._interpreter.take_error() or KeyboardInterrupt()
             return self.failure()
         if status == _ABORTED:
             return self.aborted() or AssertionError("aborted without a reason")

@@ -154,14 +154,23 @@ class PortableHost(Host):
         for writer in self._writers:
             if writer >= 0:
                 _write_whole(writer, said)
+        try:
+            self._await()
+        except KeyboardInterrupt as error:
+            self._error = error
+            raise self.failure() from None
+
+    def _await(self) -> None:
+        """Until all ranks have arrived."""
         start = time.monotonic()
-        while self.missing():
-            if not self._hear(TICK) and self.missing():
-                ended = self.aborted()
-                if ended is not None:
-                    raise ended
-                if self.tick(time.monotonic() - start):
-                    raise self.failure()
+        while True:
+            ended = self.aborted()
+            if ended is not None:
+                raise ended
+            if not self.missing():
+                return
+            if not self._hear(TICK) and self.missing() and self.tick(time.monotonic() - start):
+                raise self.failure()
 
     def _hear(self, seconds: float) -> bool:
         """Reads what peers have said; whether there was anything."""

@@ -101,8 +101,18 @@ struct channel {
     _Alignas(LINE) _Atomic uint64_t tail; /* bytes read, ever */
 };
 
-/* Called every `TICK_MS` of waiting and after a signal, with the seconds waited; not 0: give up. */
+/* Called now and then while waiting, with the seconds waited; 0: give up. */
 typedef int (*tick_function)(double waited);
+
+/* What lets a waiting thread run the signal handlers of its Python interpreter, by the addresses of the functions of
+ * these names; NULL where there is no Python. An error that a handler raised is left in `error`. */
+struct interpreter {
+    int (*PyGILState_Ensure)(void);
+    int (*PyErr_CheckSignals)(void);
+    void (*PyErr_Fetch)(void **type, void **value, void **traceback);
+    void (*PyGILState_Release)(int);
+    void *error[3];
+};
 
 /* One rank's private view of the segment. */
 struct core {
@@ -116,6 +126,7 @@ struct core {
     uint64_t syncs, number, windows;
     uint64_t spin_ns, yield_ns;
     tick_function tick;
+    struct interpreter *interpreter;
 };
 
 struct part { /* of an input: a range of private memory */
@@ -133,7 +144,8 @@ struct pull { /* what this rank reads of a peer's input */
 /* life.c */
 PUBLIC uint64_t core_segment_bytes(int size, uint64_t slot_bytes, uint64_t stage_bytes, uint64_t channel_bytes);
 PUBLIC struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, uint64_t stage_bytes,
-                              uint64_t channel_bytes, uint64_t spin_ns, uint64_t yield_ns, tick_function tick);
+                              uint64_t channel_bytes, uint64_t spin_ns, uint64_t yield_ns, tick_function tick,
+                              struct interpreter *interpreter);
 PUBLIC void core_set_pool(struct core *core, int rank, void *base);
 PUBLIC void core_close(struct core *core);
 PUBLIC void core_leave(struct core *core);

@@ -29,7 +29,8 @@ uint64_t core_segment_bytes(int size, uint64_t slot_bytes, uint64_t stage_bytes,
 }
 
 struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, uint64_t stage_bytes,
-                       uint64_t channel_bytes, uint64_t spin_ns, uint64_t yield_ns, tick_function tick) {
+                       uint64_t channel_bytes, uint64_t spin_ns, uint64_t yield_ns, tick_function tick,
+                       struct interpreter *interpreter) {
     struct core *core = calloc(1, sizeof *core);
     if (core == NULL) return NULL;
     struct layout at = layout_of((uint64_t)size, slot_bytes, stage_bytes, channel_bytes);
@@ -53,6 +54,7 @@ struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, u
     core->spin_ns = spin_ns;
     core->yield_ns = yield_ns;
     core->tick = tick;
+    core->interpreter = interpreter;
     if (rank == 0) core->header->magic = MAGIC;
     return core;
 }

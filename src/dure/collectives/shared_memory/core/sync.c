@@ -39,6 +39,16 @@ static int missing(const struct core *core, int from) {
     return from;
 }
 
+/* Whether a signal handler has raised an error. */
+static int handler_raised(struct interpreter *python) {
+    if (python == NULL) return 0;
+    int state = python->PyGILState_Ensure();
+    int raised = python->PyErr_CheckSignals();
+    if (raised) python->PyErr_Fetch(&python->error[0], &python->error[1], &python->error[2]);
+    python->PyGILState_Release(state);
+    return raised;
+}
+
 static int sleep_until_arrived(struct core *core) {
     struct header *header = core->header;
     uint64_t start = now_ns();
@@ -55,13 +65,15 @@ static int sleep_until_arrived(struct core *core) {
         if (first == core->size) return DONE;
         if (atomic_load(&header->aborted)) return ABORTED;
         uint64_t waited = now_ns() - start;
-        if ((interrupted || waited >= TICK_MS * 1000000u) && core->tick((double)waited * 1e-9)) return GAVE_UP;
+        if (!interrupted && waited < TICK_MS * 1000000u) continue;
+        if (handler_raised(core->interpreter) || !core->tick((double)waited * 1e-9)) return GAVE_UP;
     }
 }
 
 int core_sync(struct core *core) {
     struct header *header = core->header;
     uint64_t own = ++core->syncs;
+    if (atomic_load(&header->aborted)) return ABORTED;
     atomic_store(&core->seats[core->rank].arrived, own);
     int first = missing(core, 0);
     if (first == core->size) {
@@ -71,7 +83,6 @@ int core_sync(struct core *core) {
         }
         return DONE;
     }
-    if (atomic_load(&header->aborted)) return ABORTED;
     uint64_t start = now_ns();
     while (now_ns() - start < core->spin_ns)
         for (int i = 0; i < 16; i++) {
