@@ -104,5 +104,10 @@ def test_commands_on_a_page_name_what_there_is(
             listed = capsys.readouterr().out
             assert "--seed" in listed, shlex.join(command)
             assert [flag for flag in flags if flag not in listed] == [], shlex.join(command)
+        elif command[0] == "bench":
+            with contextlib.suppress(SystemExit):
+                main([*command[:2], "--help"])
+            listed = capsys.readouterr().out
+            assert [word for word in command if word.startswith("--") and word not in listed] == [], shlex.join(command)
         else:
             assert command[0] in ("train", "report", "--help", "--version"), shlex.join(command)

@@ -18,7 +18,7 @@ FLOORS = [
     {"collectives", "strategy", "tasks", "evaluation"},
     {"worlds", "parallel", "federated"},
     {"train", "strategies", "drive"},
-    {"compare", "report"},
+    {"compare", "report", "bench"},
     {"cli", "flags", "show", "__main__"},
 ]
 APART = ({"worlds"}, {"parallel", "federated"})

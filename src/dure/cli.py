@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dure import __version__, catalog
 from dure.errors import DureError, WorkerFailedError
 from dure.flags import (
+    BenchOptions,
     CompareOptions,
     Limits,
     ReportOptions,
@@ -41,6 +42,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure train --resume RUN            go on with a run that was interrupted or killed
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
   dure report RUN [RUN ...]          write the report of runs that are there already
+  dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
   dure --version
 
 Tasks
@@ -55,6 +57,7 @@ Examples
   dure train digits data-parallel --workers 2 --all-reduce ring --epochs 5
   dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --partition label-shards:2 --rounds 50
   torchrun --nproc-per-node 2 -m dure train digits data-parallel
+  dure bench all-reduce --quick --out runs/bench
 """
 
 DEBUG = "--debug"
@@ -106,7 +109,12 @@ def _one_line(text: str) -> str:
 
 
 def _dispatch(given: list[str]) -> int:
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "compare": _compare, "report": _report}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "compare": _compare,
+        "report": _report,
+        "bench": _bench,
+    }
     if not given or given[0] in ("--help", "-h", "help"):
         print(usage(), end="")
         return 0
@@ -277,6 +285,44 @@ def _report(given: list[str]) -> int:
     out = asked["how"].out if asked["how"].out is not None else Path(names[0]) / "report.html"
     print(write_report([Path(name) for name in names], out))
     return 0
+
+
+def _bench(given: list[str]) -> int:
+    names, flags = _names_before_flags(given)
+    if names != ["all-reduce"]:
+        raise ValueError("dure bench all-reduce [options]: all-reduce is what can be benchmarked")
+    asked = parse_flags("dure bench all-reduce", {"how": BenchOptions}, flags, "All-reduce, side by side in one run.")
+    how: BenchOptions = asked["how"]
+    if "RANK" in os.environ:
+        raise ValueError("dure bench starts its own ranks: call it without torchrun")
+    from dure.bench import options
+
+    plan = options.plan(how.sizes, how.ranks, how.contenders, how.repeats, how.quick, how.fit)
+    _start_fork_server()
+    from dure.bench.page import write
+    from dure.bench.progress import Progress
+    from dure.bench.run import run
+    from dure.bench.table import shown
+    from dure.show import error_console
+
+    with Progress(plan, how.json) as progress:
+        result = run(plan, progress)
+    if how.fit:
+        from dure.bench.fit import calibrate
+
+        calibrate(result, _cache_folder())
+    if not how.json:
+        error_console().print(shown(result))
+    if how.out is not None:
+        print(f"benchmark: {write(result, how.out)}", file=sys.stderr)
+    if how.json:
+        print(json.dumps(result.as_json()))
+    return 130 if result.interrupted else 0
+
+
+def _cache_folder() -> Path:
+    """Where dure keeps what it has learned about this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dure"
 
 
 def _check_names(reference: str, systems: list[str]) -> None:

@@ -121,6 +121,32 @@ class ReportOptions:
     out: Path | None = None
 
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure. Without any of these: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender, 5 repetitions.
+
+    Args:
+        sizes: bytes of each rank's tensor, as 65536, 64K or 16M.
+        ranks: numbers of ranks.
+        contenders: of gloo, open-mpi, dure, dure-direct, dure-ordinary, dure-torch, dure-torch-ordinary, ring, master,
+            one-shot, tree, halving-doubling, hierarchical, memory; all of them by default.
+        repeats: timed batches a contender and size; their median counts.
+        quick: 4 KiB to 16 MiB on 2 and 4 ranks with 3 short repetitions, where nothing else is said.
+        fit: fit a cost model to some of the measurements, predict the others, keep the fit for this machine.
+        out: a folder for all-reduce.json and all-reduce.html.
+        json: print the result as JSON on standard output, and no progress.
+    """
+
+    sizes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    contenders: tuple[str, ...] = ()
+    repeats: int | None = None
+    quick: bool = False
+    fit: bool = False
+    out: Path | None = None
+    json: bool = False
+
+
 def parse_flags(prog: str, parts: dict[str, Any], arguments: list[str], description: str = "") -> dict[str, Any]:
     """Parses flags into instances of several dataclasses at once; their fields share one level of flags."""
     import tyro

@@ -1,0 +1,304 @@
+"""One world of ranks in which every contender is checked and then timed, turn by turn.
+
+All ranks walk through the same plan. For each size every contender makes its buffers and its sum is checked; then come
+`repeats` rounds in which each contender has one batch, so that what disturbs the machine for a while disturbs all
+alike. A batch is as many calls as last `batch` seconds; it begins behind a barrier, after one call that is not timed
+where calls are short, and its time is that of the slowest rank. While Open MPI has its turn our ranks wait for rank 0
+in a receive of gloo, which sleeps; while ours have theirs, Open MPI's are blocked in a read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.bench.open_mpi import OpenMpi, absent
+from dure.bench.plan import CONTENDERS, MIB, Plan
+from dure.collectives import Group, all_reduce
+from dure.strategy import Place
+
+PERIOD = 1024
+"""Contents repeat after so many elements; open_mpi_rank.py has the same."""
+
+SHORT = 0.005
+MOST_CALLS = 20_000
+
+JSON = dict[str, Any]
+
+
+class Unavailable(Exception):  # noqa: N818 - it is not an error that a peer is not installed
+    """This contender cannot take part; the reason is its text."""
+
+
+def expected(n: int, ranks: int) -> Tensor:
+    """One period of the right sum of tensors filled by `fill`; whole numbers, so that rounding has no part in it."""
+    return (ranks * torch.arange(float(PERIOD)) + ranks * (ranks - 1) // 2)[:n]
+
+
+def fill(flat: Tensor, rank: int) -> None:
+    """Contents of a period of whole numbers, other ones on every rank."""
+    pattern = torch.arange(float(PERIOD)) + rank
+    whole = flat.numel() // PERIOD * PERIOD
+    flat[:whole].view(-1, PERIOD).copy_(pattern.expand(whole // PERIOD, PERIOD))
+    flat[whole:].copy_(pattern[: flat.numel() - whole])
+
+
+def holds(flat: Tensor, period: Tensor) -> bool:
+    """Whether `flat` consists of repetitions of `period`."""
+    whole = flat.numel() // PERIOD * PERIOD
+    rest = flat.numel() - whole
+    some = 4096 * PERIOD  # at a time: a comparison of everything would make a tensor as large
+    for start in range(0, whole, some):
+        if not bool((flat[start : min(start + some, whole)].view(-1, PERIOD) == period).all()):
+            return False
+    return torch.equal(flat[whole:], period[:rest])
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+@dataclass
+class Turn:
+    """One contender at one size: how to call it, and what was measured."""
+
+    name: str
+    time: Callable[[int, bool], tuple[float, float]]
+    calls: int = 1
+    pilot: float = 0.0
+    samples: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+class Contest:
+    """The ranks' side of a benchmark with one number of ranks."""
+
+    def __init__(self, plan: Plan, place: Place) -> None:
+        self.plan, self.place = plan, place
+        torch.set_num_threads(1)
+        self.gloo = dist.new_group(backend="gloo")
+        self.group = Group(self.gloo)
+        self.rank, self.size = self.group.rank, self.group.size
+        self.absent: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        self.mpi: OpenMpi | None = None
+        self.interrupted = False
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def run(self) -> JSON:
+        """What was measured: cells, contenders that are absent and why, versions of peers."""
+        cells: list[JSON] = []
+        with contextlib.ExitStack() as stack:
+            self._start_open_mpi(stack)
+            last: dict[str, JSON] = {}
+            for position, nbytes in enumerate(self.plan.sizes):
+                measured = self._size(nbytes, position, last)
+                last = {cell["contender"]: cell for cell in measured}
+                cells += measured
+                if self.interrupted:
+                    break
+        return {
+            "cells": cells,
+            "absent": self.absent,
+            "versions": self.versions,
+            "interrupted": self.interrupted,
+        }
+
+    # Who takes part.
+
+    def _start_open_mpi(self, stack: contextlib.ExitStack) -> None:
+        if "open-mpi" not in self.plan.contenders:
+            return
+        why = absent()
+        if self.rank == 0 and why is None:
+            try:
+                self.mpi = stack.enter_context(OpenMpi(self.size))
+                self.versions["open-mpi"] = self.mpi.version
+            except RuntimeError as error:
+                why = str(error)
+        told = self.group.broadcast_bytes((why or "-").encode() if self.rank == 0 else None).decode()
+        if told != "-":
+            self.absent["open-mpi"] = told
+
+    def _process_group(self, core: Literal["c", "torch"]) -> dist.ProcessGroup:
+        """A group of the dure backend with this core; made once, by all ranks."""
+        if core not in self._groups:
+            try:
+                from dure.collectives.shared_memory import Options
+            except ImportError as error:
+                raise Unavailable(f"this dure has no shared-memory backend: {error}") from error
+            try:
+                self._groups[core] = dist.new_group(backend="dure", pg_options=Options(core=core))
+            except (RuntimeError, ValueError, OSError) as error:
+                raise Unavailable(str(error)) from error
+        return self._groups[core]
+
+    def _tensor(self, kind: str, n: int) -> Tensor:
+        """This rank's tensor of a kind, one for all contenders, since only one works at a time."""
+        if kind not in self._tensors:
+            if kind == "pool":
+                from dure.collectives import empty_shared  # type: ignore[attr-defined,unused-ignore]
+
+                self._tensors[kind] = empty_shared(n, dtype=torch.float32)
+            else:
+                self._tensors[kind] = torch.empty(n, dtype=torch.float32)
+            self._tensors[kind].zero_()
+        return self._tensors[kind]
+
+    def _call(self, name: str, n: int) -> tuple[Callable[[], Any], Tensor]:
+        """One call of a contender, and the tensor that it reduces."""
+        kind = CONTENDERS[name].kind
+        if kind == "backend":
+            group = self._process_group("torch" if "torch" in name else "c")
+            tensor = self._tensor("ordinary" if "ordinary" in name else "pool", n)
+            if name == "dure-direct":
+                ours = Group(group)
+                return (lambda: all_reduce(tensor, ours, "native")), tensor
+            return (lambda: dist.all_reduce(tensor, group=group)), tensor
+        tensor = self._tensor("ordinary", n)
+        if kind == "floor":
+            return (lambda: tensor.mul_(1.0)), tensor
+        if name == "gloo":
+            return (lambda: dist.all_reduce(tensor, group=self.gloo)), tensor
+        algorithm: Any = name.replace("-", "_")
+        return (lambda: all_reduce(tensor, self.group, algorithm)), tensor
+
+    # One size.
+
+    def _size(self, nbytes: int, position: int, last: dict[str, JSON]) -> list[JSON]:
+        self._tensors.clear()
+        turns: list[Turn] = []
+        skipped: list[JSON] = []
+        for name in self.plan.contenders:
+            self._progress(nbytes, position, 0.0, f"{CONTENDERS[name].label}, check")
+            if name in self.absent:
+                continue
+            before = last.get(name)
+            if before is not None and self._too_long(name, before, nbytes):
+                skipped.append({"contender": name, "ranks": self.size, "bytes": nbytes, "skipped": True,
+                                "guess": before.get("guess", before.get("seconds", 0.0))})  # fmt: skip
+                continue
+            turn = self._prepared(name, nbytes // 4)
+            if turn is not None:
+                turns.append(turn)
+        for repeat in range(self.plan.repeats):
+            share = (repeat + 1) / (self.plan.repeats + 1)
+            self._progress(nbytes, position, share, f"round {repeat + 1} of {self.plan.repeats}")
+            for offset in range(len(turns)):  # another one begins each round
+                turn = turns[(offset + repeat) % len(turns)]
+                seconds, cpu = turn.time(turn.calls, turn.pilot < SHORT)
+                turn.samples.append(seconds / turn.calls)
+                turn.cpu.append(cpu / turn.calls)
+                turn.calls = self._calls(min(turn.samples))  # what disturbed the pilot does not make batches short
+            rows = self.group.all_gather_values([float(self.place.interrupted())])  # only rank 0 is told
+            self.interrupted = any(row[0] for row in rows)
+            if self.interrupted:
+                break
+        cells = [
+            {"contender": turn.name, "ranks": self.size, "bytes": nbytes, "calls": turn.calls,
+             "seconds": median(turn.samples), "samples": turn.samples, "cpu_seconds": median(turn.cpu)}
+            for turn in turns
+        ]  # fmt: skip
+        return cells + skipped
+
+    def _too_long(self, name: str, before: JSON, nbytes: int) -> bool:
+        """Whether an algorithm over gloo would take too long, by what it took at the size before."""
+        if CONTENDERS[name].kind != "algorithm":
+            return False
+        growth = nbytes / max(before["bytes"], MIB)  # below, time is latency
+        return "skipped" in before or before["seconds"] * max(growth, 1.0) > self.plan.longest
+
+    def _prepared(self, name: str, n: int) -> Turn | None:
+        """A contender that has been checked, with the number of calls that fill a batch; None if it is absent."""
+        if name == "open-mpi":
+            self._ask_mpi("prepare", elements=n)
+            right = all(answer["right"] for answer in self._ask_mpi("check"))
+            self._agree(name, "" if right else "wrong")
+            turn = Turn(name, self._time_mpi)
+        else:
+            complaint, call = "", None
+            try:
+                call, tensor = self._call(name, n)
+            except Unavailable as error:
+                complaint = str(error)
+            if complaint := self._agree(name, complaint, fatal=False):
+                self.absent[name] = complaint
+                return None
+            assert call is not None
+            if CONTENDERS[name].kind != "floor":
+                fill(tensor, self.rank)
+                call()
+                self._agree(name, "" if holds(tensor, expected(PERIOD, self.size)) else "wrong")
+                tensor.zero_()
+            turn = Turn(name, lambda calls, warm, call=call: self._time(call, calls, warm))  # type: ignore[misc]
+        calls = 1
+        while True:  # more calls until they last long enough to tell; the first few are slow and short
+            turn.pilot = turn.time(calls, False)[0] / calls
+            if turn.pilot * calls >= self.plan.batch / 4 or calls == MOST_CALLS:
+                break
+            calls = self._calls(max(turn.pilot, self.plan.batch / 20 / calls))
+        turn.calls = self._calls(turn.pilot)
+        return turn
+
+    def _calls(self, seconds: float) -> int:
+        """How many calls of so many seconds fill a batch."""
+        return min(MOST_CALLS, max(1, math.ceil(self.plan.batch / seconds)))
+
+    def _agree(self, name: str, complaint: str, fatal: bool = True) -> str:
+        """The first complaint of any rank, on every rank; a wrong sum ends the benchmark everywhere."""
+        for other in self._all(complaint):
+            if other and fatal:
+                raise RuntimeError(f"{CONTENDERS[name].label} does not add up on {self.size} ranks: the sum is {other}")
+            if other:
+                return other
+        return ""
+
+    def _all(self, text: str) -> list[str]:
+        """Every rank's text."""
+        codes = list(text.encode()[:400].ljust(400, b"\0"))
+        rows = self.group.all_gather_values([float(code) for code in codes])
+        return [bytes(int(code) for code in row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    # One batch.
+
+    def _time(self, call: Callable[[], Any], calls: int, warm: bool) -> tuple[float, float]:
+        """Seconds of the slowest rank, and the CPU seconds of all, for `calls` calls."""
+        if warm:
+            call()
+        dist.barrier(group=self.gloo)
+        cpu, begin = cpu_seconds(), time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = time.perf_counter() - begin
+        spent = cpu_seconds() - cpu
+        rows = self.group.all_gather_values([seconds, spent])
+        return max(row[0] for row in rows), sum(row[1] for row in rows)
+
+    def _time_mpi(self, calls: int, warm: bool) -> tuple[float, float]:
+        answers = self._ask_mpi("time", calls=calls, warm=warm)
+        seconds = max((answer["seconds"] for answer in answers), default=0.0)
+        spent = sum(answer["cpu"] for answer in answers)
+        seconds, spent = self.group.all_gather_values([seconds, spent])[0]
+        return seconds, spent
+
+    def _ask_mpi(self, do: str, **arguments: Any) -> list[JSON]:
+        """The answers of Open MPI's ranks, on rank 0; nothing elsewhere."""
+        return self.mpi.ask(do, **arguments) if self.mpi is not None else []
+
+    def _progress(self, nbytes: int, position: int, share: float, what: str) -> None:
+        """Tells how much of this size is done."""
+        if self.rank == 0:
+            event = {"unit": "size", "step": position, "ranks": self.size, "bytes": nbytes}
+            self.place.report({**event, "share": share, "what": what})

@@ -1,0 +1,97 @@
+"""The cost model against the measurements: fitted to two algorithms, held against all.
+
+`calibrate` fits a link (`dure.collectives.cost`) for each number of ranks to what the calibrators took over gloo up to
+64 MiB: one algorithm of few messages that go through one rank, and one of many messages at once, which tells the four
+numbers apart. With it all algorithms are predicted. In JSON:
+
+    calibrators   the algorithms that the fit has seen
+    algorithms    all that were predicted
+    links         one for each number of ranks: alpha, beta, gamma, overhead, shared,
+        ranks, cores, backend
+        first, crossovers     the best algorithm at the smallest size, and from how many bytes on another one is
+        series                for each algorithm: bytes, measured and predicted seconds
+        median_error, within  of all predictions: median relative error, share within 20 %
+        unseen_error, unseen_within   the same without the calibrators
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dure.bench.plan import MIB
+from dure.bench.result import Result
+from dure.collectives import cost
+
+CALIBRATORS = ("master", "one-shot")
+LARGEST = 64 * MIB
+CLOSE = 0.2
+FILE = "all-reduce.json"
+
+
+def calibrate(result: Result, folder: Path) -> cost.Calibration:
+    """Fits, predicts and puts both into `result`; keeps the links in `folder`, beside those of other runs."""
+    kept = cost.Calibration.load(folder / FILE)
+    links = []
+    for ranks in sorted({cell["ranks"] for cell in result.cells}):
+        measured = samples(result, ranks)
+        seen = [sample for sample in measured if sample.algorithm.replace("_", "-") in CALIBRATORS]
+        if not seen:
+            continue
+        link = cost.fit(seen, shared=True)
+        kept.links["gloo", ranks, result.machine["cores"]] = link
+        links.append({"backend": "gloo", "cores": result.machine["cores"], **_compared(measured, ranks, link)})
+    if links:
+        kept.save(folder / FILE)
+    algorithms = [name for name in cost.ALGORITHMS if any(s["algorithm"] == name for k in links for s in k["series"])]
+    result.calibration = {"calibrators": list(CALIBRATORS), "algorithms": algorithms, "links": links}
+    return kept
+
+
+def samples(result: Result, ranks: int) -> list[cost.Sample]:
+    """What the algorithms over gloo took on so many ranks, up to 64 MiB."""
+    found = []
+    for cell in result.cells:
+        algorithm = cell["contender"].replace("-", "_")
+        known = algorithm in cost.ALGORITHMS and not cell.get("skipped")
+        if known and cell["ranks"] == ranks and cell["bytes"] <= LARGEST:
+            found.append(cost.Sample(algorithm, cell["bytes"], ranks, cell["seconds"]))
+    return found
+
+
+def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[str, Any]:
+    """The link beside what it predicts."""
+    series: dict[str, dict[str, list[float]]] = {}
+    errors, unseen = [], []
+    for sample in measured:
+        predicted = cost.predict(sample.algorithm, sample.nbytes, ranks, link)
+        one = series.setdefault(sample.algorithm, {"bytes": [], "measured": [], "predicted": []})
+        one["bytes"].append(sample.nbytes)
+        one["measured"].append(sample.seconds)
+        one["predicted"].append(predicted)
+        error = abs(predicted / sample.seconds - 1)
+        errors.append(error)
+        if sample.algorithm.replace("_", "-") not in CALIBRATORS:
+            unseen.append(error)
+    low, high = min(s.nbytes for s in measured), max(s.nbytes for s in measured)
+    rivals = [name for name in cost.CANDIDATES if name in series]
+    return {
+        "ranks": ranks,
+        **asdict(link),
+        "first": cost.best(low, ranks, link, rivals),
+        "crossovers": [
+            {"bytes": cross.nbytes, "from": cross.before, "to": cross.after}
+            for cross in cost.crossovers(ranks, link, rivals, low, high)
+        ],
+        "series": [{"algorithm": name, **values} for name, values in series.items()],
+        "median_error": median(errors),
+        "within": _share(errors),
+        "unseen_error": median(unseen) if unseen else None,
+        "unseen_within": _share(unseen) if unseen else None,
+    }
+
+
+def _share(errors: list[float]) -> float:
+    return sum(error <= CLOSE for error in errors) / len(errors)

@@ -1,0 +1,122 @@
+"""Open MPI as a contender: a job of mpirun that lives beside our ranks and sleeps while others have their turn.
+
+Its ranks (open_mpi_rank.py) are told what to do over a Unix socket each. While they wait for a line they are blocked
+in a read; waiting inside MPI would spin. mpirun is told that it may start more ranks than there are cores, upon which
+Open MPI yields the core when it waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 60.0
+
+
+def absent() -> str | None:
+    """Why Open MPI cannot take part; None if it is installed."""
+    if shutil.which("mpirun") is None:
+        return "not installed: there is no mpirun"
+    if importlib.util.find_spec("mpi4py") is None:
+        return "not installed: pip install mpi4py"
+    return None
+
+
+def command(ranks: int, path: Path) -> list[str]:
+    """The command line that starts the job."""
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    script = Path(__file__).with_name("open_mpi_rank.py")
+    return ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), sys.executable, str(script),
+            str(path)]  # fmt: skip
+
+
+class OpenMpi:
+    """A running job; use it as a context manager. Raises RuntimeError where it does not start or ends by itself."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.version = ranks, ""
+        self._folder = tempfile.TemporaryDirectory(prefix="dure-mpi-")  # a short path: a socket's has 107 characters
+        self._log = Path(self._folder.name) / "log"
+        self._streams: list[Any] = []
+        path = Path(self._folder.name) / "socket"
+        try:
+            with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
+                listener.bind(str(path))
+                listener.listen(ranks)
+                listener.settimeout(0.2)
+                # The ranks compute with one thread each, as ours do. The names of our own job are not theirs.
+                environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
+                self._process = subprocess.Popen(
+                    command(ranks, path),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+                self._accept(listener)
+        except BaseException:
+            self.close()
+            raise
+
+    def _accept(self, listener: socket.socket) -> None:
+        until = time.monotonic() + START_SECONDS
+        while len(self._streams) < self.ranks:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"mpirun does not start: {self._complaint()}") from None
+                continue
+            connection.settimeout(None)
+            with connection:
+                self._streams.append(connection.makefile("rw"))
+        hello = [json.loads(stream.readline()) for stream in self._streams]
+        found = re.search(r"Open MPI v([\w.]+)", hello[0]["version"])
+        self.version = found[1] if found else hello[0]["version"].split(",")[0]
+
+    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Lets all ranks do something; what each of them answers."""
+        try:
+            for stream in self._streams:
+                stream.write(json.dumps({"do": do, **arguments}) + "\n")
+                stream.flush()
+            return [json.loads(stream.readline()) for stream in self._streams]
+        except (OSError, json.JSONDecodeError):
+            raise RuntimeError(f"the job of Open MPI has ended: {self._complaint()}") from None
+
+    def _complaint(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
+        return " ".join(line for line in lines if line.strip("-"))[:300] or "it says nothing"
+
+    def close(self) -> None:
+        """Ends the job: its ranks end when their sockets do."""
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.close()
+        process = getattr(self, "_process", None)
+        if process is not None:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> OpenMpi:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,79 @@
+"""A rank of Open MPI in the benchmark: mpirun starts this file as a script, so that it loads neither dure nor torch.
+
+It connects to the Unix socket named on its command line, obeys one JSON line after another and answers each with one.
+Between two lines it is blocked in a read: it takes no core from the contender whose turn it is.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+PERIOD = 1024
+"""Contents repeat after so many elements; contest.py has the same."""
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.world = MPI.COMM_WORLD
+        self.buffer: Any = np.empty(0, np.float32)
+
+    def prepare(self, elements: int) -> dict[str, Any]:
+        self.buffer = np.zeros(elements, np.float32)
+        self.buffer[:] = 0.0  # so that the pages are there
+        return {}
+
+    def check(self) -> dict[str, Any]:
+        """Whether the sum of what every rank holds is right."""
+        ranks, pattern = self.world.size, np.arange(PERIOD, dtype=np.float32)
+        n = self.buffer.size
+        self.buffer[:] = np.resize(pattern + self.world.rank, n)
+        self.reduce()
+        right = bool(np.array_equal(self.buffer, np.resize(ranks * pattern + ranks * (ranks - 1) // 2, n)))
+        self.buffer[:] = 0.0
+        return {"right": right}
+
+    def time(self, calls: int, warm: bool) -> dict[str, Any]:
+        if warm:
+            self.reduce()
+        self.world.Barrier()
+        cpu, begin = cpu_seconds(), time.perf_counter()
+        for _ in range(calls):
+            self.reduce()
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "cpu": cpu_seconds() - cpu}
+
+    def reduce(self) -> None:
+        self.world.Allreduce(MPI.IN_PLACE, self.buffer, op=MPI.SUM)
+
+
+def main() -> None:
+    rank = Rank()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(sys.argv[1])
+        stream = connection.makefile("rw")
+
+        def say(answer: dict[str, Any]) -> None:
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+
+        say({"rank": rank.world.rank, "version": MPI.Get_library_version()})
+        for line in stream:
+            order = json.loads(line)
+            say(getattr(rank, order.pop("do"))(**order))
+
+
+if __name__ == "__main__":
+    main()

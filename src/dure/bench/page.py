@@ -1,0 +1,231 @@
+"""The result as files: `all-reduce.json`, and `all-reduce.html`, one page that opens without a network.
+
+The page looks as the report of runs does and takes its style sheet. bench.js draws time and bus bandwidth over size,
+one pair of charts for each number of ranks, and predicted against measured where a cost model was fitted. Tables are
+plain HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dure.bench.plan import Contender, size_text
+from dure.bench.result import Result
+from dure.bench.table import link_texts, ratio_text, seconds_text
+from dure.report.words import escape, size
+
+_NO_NETWORK = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+_DASHES = {"peer": "dash", "backend": "solid", "algorithm": "solid", "floor": "dot"}
+_SYMBOLS = {"peer": "square", "backend": "circle", "algorithm": "diamond", "floor": "cross"}
+_COLOURS = 8
+
+
+def write(result: Result, folder: str | Path) -> Path:
+    """Writes both files into `folder`, which may exist; the path of the page is returned.
+
+    ImportError: plotly is not installed; the JSON is written all the same.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "all-reduce.json").write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError("the page draws with plotly: pip install 'dure[report]'") from error
+    path = folder / "all-reduce.html"
+    path.write_text(page(result, str(get_plotlyjs())), encoding="utf-8")
+    return path
+
+
+def page(result: Result, plotly: str) -> str:
+    """The whole HTML document; `plotly`: the source of plotly.js."""
+    data = charts(result)
+    sections = [
+        _header(result),
+        _curves(result),
+        _calibration(result) if result.calibration is not None else "",
+        *(_table(result, ranks) for ranks in _ranks(result)),
+        _footer(result),
+    ]
+    style = (files("dure.report") / "style.css").read_text(encoding="utf-8") + _own("bench.css")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>All-reduce</title><style>{style}</style></head>",
+            '<body><span id="probe" hidden></span><main>',
+            *filter(None, sections),
+            "</main>",
+            f'<script type="application/json" id="data">{_json(data)}</script>',
+            f'<script id="plotly">{_script(plotly)}</script>',
+            f"<script>{_script(_own('bench.js'))}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def charts(result: Result) -> dict[str, Any]:
+    """What the page draws, as plain JSON: each contender's look, and its points for each number of ranks."""
+    looks = [_look(contender, index) for index, contender in enumerate(_present(result))]
+    panels = []
+    for ranks in _ranks(result):
+        series = []
+        for index, contender in enumerate(_present(result)):
+            cells = [cell for nbytes in result.plan.sizes if (cell := result.cell(contender.name, ranks, nbytes))]
+            if not cells:
+                continue
+            points = {
+                key: [cell[key] for cell in cells] for key in ("bytes", "seconds", "low", "high", "bus_bandwidth")
+            }
+            series.append({"contender": index, **points})
+        panels.append({"ranks": ranks, "series": series})
+    return {"contenders": looks, "panels": panels, "calibration": result.calibration}
+
+
+def _look(contender: Contender, index: int) -> dict[str, str]:
+    colour = "var(--soft)" if contender.kind == "floor" else f"var(--run-{index % _COLOURS})"
+    dash = "dashdot" if index >= _COLOURS and contender.kind == "algorithm" else _DASHES[contender.kind]
+    return {"name": contender.name, "label": contender.label, "what": contender.what, "color": colour, "dash": dash,
+            "symbol": _SYMBOLS[contender.kind]}  # fmt: skip
+
+
+def _present(result: Result) -> list[Contender]:
+    return [contender for contender in result.contenders if contender.name not in result.absent]
+
+
+def _ranks(result: Result) -> list[int]:
+    return sorted({cell["ranks"] for cell in result.cells})
+
+
+def _header(result: Result) -> str:
+    machine = result.machine
+    facts = {
+        "processor": machine["processor"],
+        "cores": machine["cores"],
+        "memory": size(machine["memory"]),
+        "system": machine["system"],
+        "repetitions": result.plan.repeats,
+        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
+    }
+    listed = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items())
+    return (
+        '<header><div class="top"><p class="mark">dure</p>'
+        '<button type="button" id="theme" aria-label="Switch between light and dark">'
+        '<span aria-hidden="true">◐</span> Theme</button></div>'
+        f"<h1>All-reduce, side by side</h1><dl>{listed}</dl></header>"
+    )
+
+
+def _section(name: str, heading: str, lead: str, body: str) -> str:
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>{body}</section>'
+
+
+def _curves(result: Result) -> str:
+    chips = "".join(
+        f'<button type="button" aria-pressed="true" data-run="{index}" title="{escape(contender.what)}">'
+        f'<svg class="swatch" viewBox="0 0 28 12" data-run="{index}" aria-hidden="true"></svg>'
+        f"<span>{escape(contender.label)}</span></button>"
+        for index, contender in enumerate(_present(result))
+    )
+    panels = "".join(
+        f"<figure><h3>{ranks} ranks: time of a call</h3>"
+        f'<div class="chart" role="img" data-time="{place}"></div></figure>'
+        f"<figure><h3>{ranks} ranks: bus bandwidth</h3>"
+        f'<div class="chart" role="img" data-bandwidth="{place}"></div></figure>'
+        for place, ranks in enumerate(_ranks(result))
+    )
+    return _section(
+        "speed",
+        "Time and bandwidth",
+        "Medians over the repetitions, of the slowest rank; bars span the quartiles. Times are better "
+        "low, bandwidths high. Bus bandwidth is bytes over seconds times 2(N−1)/N, so that numbers of ranks compare.",
+        f'<div class="legend">{chips}</div><div class="grid pairs">{panels}</div>',
+    )
+
+
+def _calibration(result: Result) -> str:
+    fitted = result.calibration or {}
+    rows = "".join(
+        f"<tr><th scope=row>{link['ranks']}</th>"
+        + "".join(f"<td>{escape(text)}</td>" for text in link_texts(link))
+        + "</tr>"
+        for link in fitted["links"]
+    )
+    panels = "".join(
+        f'<figure><h3>{link["ranks"]} ranks</h3><div class="chart" role="img" data-fit="{place}"></div></figure>'
+        for place, link in enumerate(fitted["links"])
+    )
+    seen = escape(" and ".join(fitted["calibrators"]).replace("-", " "))
+    return _section(
+        "fitted",
+        "Predicted and measured",
+        f"Lines are predictions of the cost model, fitted to {seen} only; "
+        "markers are measurements. Vertical lines mark the sizes where the predicted best algorithm changes.",
+        '<div class="scroll"><table><thead><tr><th>ranks</th><th>alpha</th><th>overhead</th><th>beta</th>'
+        "<th>gamma</th><th>median error</th><th>within 20 %</th><th>best algorithm</th></tr></thead>"
+        f'<tbody>{rows}</tbody></table></div><div class="legend" id="fit-legend"></div>'
+        f'<div class="grid pairs">{panels}</div>',
+    )
+
+
+def _table(result: Result, ranks: int) -> str:
+    head = "".join(f"<th>{size_text(nbytes)}</th>" for nbytes in result.plan.sizes)
+    rows = []
+    for contender in _present(result):
+        cells = []
+        for nbytes in result.plan.sizes:
+            cell = result.cell(contender.name, ranks, nbytes)
+            if cell is None:
+                cells.append("<td>–</td>")
+                continue
+            ratios = " · ".join(ratio_text(cell[key]) for key in ("to_gloo", "to_open_mpi") if key in cell)
+            below = f"<small>{ratios}</small>" if ratios and contender.kind != "floor" else ""
+            share = f"{cell['floor_share']:.0%} of the memory's speed, " if "floor_share" in cell else ""
+            title = f"{share}{cell['cpu_seconds']:.3g} CPU seconds, {cell['calls']} calls a batch"
+            cells.append(f'<td title="{escape(title)}">{seconds_text(cell["seconds"])}{below}</td>')
+        rows.append(f"<tr><th scope=row>{escape(contender.label)}</th>{''.join(cells)}</tr>")
+    peers = [label for name, label in (("gloo", "gloo"), ("open-mpi", "Open MPI"))
+             if name in {contender.name for contender in _present(result)}]  # fmt: skip
+    lead = "Median time of a call" + (f"; below it, times faster than {' and than '.join(peers)}." if peers else ".")
+    head = f"<thead><tr><th></th>{head}</tr></thead>"
+    body = f'<div class="scroll"><table class="numbers">{head}<tbody>{"".join(rows)}</tbody></table></div>'
+    return _section(f"table-{ranks}", f"{ranks} ranks", lead, body)
+
+
+def _footer(result: Result) -> str:
+    who = "".join(
+        f"<p><b>{escape(contender.label)}</b> {escape(contender.what)}.</p>" for contender in _present(result)
+    )
+    absent = "".join(
+        f"<p><b>{escape(name)}</b> did not take part: {escape(why)}.</p>" for name, why in result.absent.items()
+    )
+    early = "<p>Ctrl-C ended this benchmark early.</p>" if result.interrupted else ""
+    return (
+        f"<footer><h2>Who took part</h2>{who}{absent}{early}"
+        "<p>Every contender has one batch in each repetition, in turn; all sums were checked before. The memory's "
+        "speed is that of scaling every rank's tensor in place, all ranks at the same time: each byte read and written "
+        "once, which an all-reduce in place cannot do without.</p></footer>"
+    )
+
+
+def _own(name: str) -> str:
+    return (files("dure.bench") / name).read_text(encoding="utf-8")
+
+
+def _json(data: object) -> str:
+    """JSON that may stand inside a script element: nothing in it can close the element or open another."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _script(source: str) -> str:
+    return re.sub(r"</(script)", r"<\\/\1", source, flags=re.IGNORECASE)

@@ -1,0 +1,108 @@
+"""What an all-reduce benchmark measures: sizes, ranks, contenders, repetitions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from dure.catalog import suggestion
+from dure.collectives import ALGORITHMS
+
+Kind = Literal["peer", "algorithm", "backend", "floor"]
+
+KIB, MIB = 1 << 10, 1 << 20
+LADDER = tuple(4 * KIB * 4**step for step in range(9))
+"""4 KiB to 256 MiB, each four times the one before."""
+
+ALLOWED = range(4, 4 << 30)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who takes part. name: on the command line and in JSON; label: in tables; what: in words."""
+
+    name: str
+    label: str
+    kind: Kind
+    what: str
+
+
+_FIXED = (
+    Contender("gloo", "gloo", "peer", "torch.distributed.all_reduce of a gloo group"),
+    Contender("open-mpi", "Open MPI", "peer", "MPI_Allreduce in place on numpy arrays, by mpi4py"),
+    Contender("dure", "dure", "backend", "torch.distributed.all_reduce of a dure group, tensors of empty_shared"),
+    Contender("dure-direct", "dure, direct", "backend", "dure.collectives.all_reduce, native, tensors of empty_shared"),
+    Contender("dure-ordinary", "dure, ordinary", "backend", "torch.distributed.all_reduce, ordinary tensors"),
+    Contender("dure-torch", "dure in torch", "backend", "a dure group without the C core, tensors of empty_shared"),
+    Contender("dure-torch-ordinary", "dure in torch, ordinary", "backend", "the same with ordinary tensors"),
+    Contender("memory", "memory", "floor", "every rank scales its tensor in place: each byte read and written once"),
+)
+
+
+def _catalogue() -> dict[str, Contender]:
+    algorithms = [
+        Contender(name.replace("_", "-"), name.replace("_", " "), "algorithm", f"{name} over the sends of gloo")
+        for name in ALGORITHMS
+        if name not in ("native", "auto")
+    ]
+    return {contender.name: contender for contender in (*_FIXED[:-1], *algorithms, _FIXED[-1])}
+
+
+CONTENDERS = _catalogue()
+"""Every contender, by name, in the order of tables."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One benchmark.
+
+    sizes: bytes of the float32 tensor that each rank holds. repeats: timed batches a contender and size, of which the
+    median counts. batch: seconds that a batch lasts at least, by as many calls as that takes. longest: an algorithm
+    over gloo is left out at sizes where one call would take longer.
+    """
+
+    sizes: tuple[int, ...] = LADDER
+    ranks: tuple[int, ...] = (2, 4, 8)
+    contenders: tuple[str, ...] = tuple(CONTENDERS)
+    repeats: int = 5
+    batch: float = 0.02
+    longest: float = 0.6
+
+    def __post_init__(self) -> None:
+        for name in self.contenders:
+            if name not in CONTENDERS:
+                raise ValueError(f"there is no contender {name!r}{suggestion(name, CONTENDERS)}")
+        for what, values in (("size", self.sizes), ("number of ranks", self.ranks), ("contender", self.contenders)):
+            if not values:
+                raise ValueError(f"there is nothing to measure: give at least one {what}")
+            if len(set(values)) < len(values):
+                raise ValueError(f"the same {what} is given twice: {', '.join(map(str, values))}")
+        for size in self.sizes:
+            if size not in ALLOWED or size % 4:
+                raise ValueError(f"a tensor of {size} bytes cannot be measured: it takes float32, 4 bytes to 4 GiB")
+        for count in self.ranks:
+            if count < 2:
+                raise ValueError(f"{count} ranks reduce nothing: it takes at least two")
+        if self.repeats < 1:
+            raise ValueError(f"{self.repeats} repetitions have no median: it takes at least one")
+        object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
+        object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
+        object.__setattr__(self, "contenders", tuple(name for name in CONTENDERS if name in self.contenders))
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "4096", "4K", "64KB", "1M", "256MiB". K and M are powers of 1024, as in nccl-tests."""
+    found = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size: write bytes, 64K or 16M")
+    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2]]
+
+
+def size_text(count: float) -> str:
+    """Bytes in powers of 1024: 4 KiB, 256 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"

@@ -1,0 +1,49 @@
+"""What the terminal shows while a benchmark runs: a bar, or elsewhere a line for every size."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich import progress
+from rich.console import Console
+
+from dure.bench.plan import Plan, size_text
+
+
+class Progress:
+    """Shows events of the contest. quiet: shows nothing."""
+
+    def __init__(self, plan: Plan, quiet: bool = False) -> None:
+        self.plan, self.quiet = plan, quiet
+        console = Console(stderr=True)
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=24),
+            progress.TextColumn("{task.percentage:>3.0f}%"),
+            progress.TextColumn("{task.fields[what]}"),
+            progress.TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self.live = console.is_terminal and not quiet
+        self.task = self.bar.add_task("all-reduce", total=float(len(plan.ranks) * len(plan.sizes)), what="")
+        self._said: tuple[int, int] | None = None
+
+    def __enter__(self) -> Progress:
+        if self.live:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.bar.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        place = f"{event['ranks']} ranks, {size_text(event['bytes'])}"
+        if self.live:
+            done = self.plan.ranks.index(event["ranks"]) * len(self.plan.sizes) + event["step"] + event["share"]
+            self.bar.update(self.task, completed=done, what=f"{place}: {event['what']}")
+        elif not self.quiet and self._said != (event["ranks"], event["bytes"]):
+            self._said = (event["ranks"], event["bytes"])
+            print(f"all-reduce: {place}", file=sys.stderr, flush=True)

@@ -1,0 +1,68 @@
+"""`dure bench all-reduce`: the contest for every number of ranks, and its result."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dure.bench.contest import Contest
+from dure.bench.plan import Plan
+from dure.bench.result import Result
+from dure.strategy import Place
+from dure.worlds.cores import available_cores
+from dure.worlds.fork_server import server
+from dure.worlds.processes import Processes
+
+DEADLINE = 600.0
+"""Seconds that a rank waits for another: a large all-reduce through a master takes long on a small machine."""
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on: processor, cores, memory, kernel."""
+    model = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        pages = 0
+    return {
+        "processor": model or platform.processor() or platform.machine(),
+        "cores": available_cores(),
+        "memory": pages,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part, where it is installed."""
+    found = {"python": platform.python_version()}
+    for name in ("dure", "torch", "numpy", "mpi4py"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def program(plan: Plan) -> Callable[[Place], dict[str, Any]]:
+    """What every rank runs."""
+    return lambda place: Contest(plan, place).run()
+
+
+def run(plan: Plan, on_progress: Callable[[dict[str, Any]], None] = lambda event: None) -> Result:
+    """Measures all of `plan`. Raises DureError if a rank fails, a wrong sum included."""
+    result = Result(machine(), versions(), plan)
+    server.ready()
+    for ranks in plan.ranks:
+        measured = Processes(ranks, deadline=DEADLINE).run(program(plan), on_progress)
+        result.add(measured)
+        if result.interrupted:
+            break
+    return result

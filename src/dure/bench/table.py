@@ -1,0 +1,120 @@
+"""The result on a terminal: times and ratios over size for every number of ranks, and what the largest size costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group as Lines
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from dure.bench.plan import size_text
+from dure.bench.result import Result
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits: 4.21 µs, 312 ms, 1.07 s."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """Times faster than a peer: 0.93x, 12.4x, 118x; one that is not there is a dash."""
+    if ratio is None:
+        return "–"
+    return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.3g}x" if ratio >= 1 else f"{ratio:.2g}x"
+
+
+def rows(result: Result) -> list[str]:
+    """Names of the contenders that took part."""
+    return [contender.name for contender in result.contenders if contender.name not in result.absent]
+
+
+def times(result: Result, ranks: int) -> Table:
+    """Median time a call; below it times faster than gloo and than Open MPI."""
+    peers = [name for name in ("gloo", "open-mpi") if name in rows(result)]
+    legend = ", ".join(["time a call", *(f"× {name}" for name in peers)])
+    table = Table(box=None, pad_edge=False, header_style="dim", title=f"{ranks} ranks", title_justify="left",
+                  title_style="bold", caption=legend, caption_justify="left")  # fmt: skip
+    table.add_column("all-reduce", no_wrap=True)
+    for nbytes in result.plan.sizes:
+        table.add_column(size_text(nbytes), justify="right", no_wrap=True)
+    labels = {contender.name: contender.label for contender in result.contenders}
+    for name in rows(result):
+        texts = []
+        for nbytes in result.plan.sizes:
+            cell = result.cell(name, ranks, nbytes)
+            if cell is None:
+                texts.append("–")
+                continue
+            ratios = [ratio_text(cell.get(key)) for key in ("to_gloo", "to_open_mpi") if key in cell]
+            below = f"\n[dim]{' '.join(ratios)}[/dim]" if ratios and name != "memory" else ""
+            texts.append(seconds_text(cell["seconds"]) + below)
+        table.add_row(escape(labels[name]), *texts)
+    return table
+
+
+def details(result: Result, ranks: int) -> Table:
+    """What one call costs at the largest size that was measured."""
+    nbytes = max(cell["bytes"] for cell in result.cells if cell["ranks"] == ranks)
+    table = Table(box=None, pad_edge=False, header_style="dim", title=f"{ranks} ranks, {size_text(nbytes)}",
+                  title_justify="left", title_style="bold")  # fmt: skip
+    table.add_column("all-reduce", no_wrap=True)
+    for heading in ("median", "quartiles", "algorithm GB/s", "bus GB/s", "of the memory's speed", "CPU seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for contender in result.contenders:
+        cell = result.cell(contender.name, ranks, nbytes)
+        if cell is None:
+            continue
+        share = cell.get("floor_share")
+        table.add_row(
+            escape(contender.label),
+            seconds_text(cell["seconds"]),
+            f"{seconds_text(cell['low'])} – {seconds_text(cell['high'])}",
+            f"{cell['algorithm_bandwidth'] / 1e9:.3g}",
+            f"{cell['bus_bandwidth'] / 1e9:.3g}",
+            "–" if share is None else f"{share:.0%}",
+            f"{cell['cpu_seconds']:.3g}",
+        )
+    return table
+
+
+def fitted(calibration: dict[str, Any]) -> Table:
+    """The cost model: its numbers, how far its predictions are off, and which algorithm it recommends."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title="cost model of the algorithms over gloo",
+                  title_justify="left", title_style="bold")  # fmt: skip
+    for heading in ("ranks", "alpha", "overhead", "beta", "gamma", "median error", "within 20 %", "best algorithm"):
+        table.add_column(heading, justify="left" if heading == "best algorithm" else "right")
+    for link in calibration["links"]:
+        table.add_row(str(link["ranks"]), *link_texts(link))
+    return table
+
+
+def link_texts(link: dict[str, Any]) -> list[str]:
+    """A fitted link in words: its four numbers, its errors, the best algorithms."""
+    changes = [f"from {size_text(cross['bytes'])} {cross['to']}" for cross in link["crossovers"]]
+    best = ", ".join([link["first"], *changes]).replace("_", " ")
+    return [
+        seconds_text(link["alpha"]),
+        seconds_text(link["overhead"]),
+        f"{link['beta'] * 1e9:.3g} ns/B",
+        f"{link['gamma'] * 1e9:.3g} ns/B",
+        f"{link['median_error']:.0%}",
+        f"{link['within']:.0%}",
+        best,
+    ]
+
+
+def shown(result: Result) -> Any:
+    """Everything, for a rich console."""
+    parts: list[Any] = []
+    for ranks in sorted({cell["ranks"] for cell in result.cells}):
+        parts += [times(result, ranks), Text(""), details(result, ranks), Text("")]
+    if result.calibration is not None and result.calibration["links"]:
+        parts += [fitted(result.calibration), Text("")]
+    for name, why in result.absent.items():
+        parts.append(Text(f"{name}: {why}", style="dim"))
+    return Lines(*parts)
