@@ -125,7 +125,7 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
 
     Raises ValueError for an unknown operation, and for one that the dtype does not have.
     """
-    name = op if isinstance(op, str) else next((name for name, its in _TORCH.items() if its == op), None)
+    name = op if isinstance(op, str) else next((name for name, its in _TORCH.items() if op == its), None)
     if name not in OPS:
         raise ValueError(f"there is no operation {op!r}; choose one of {', '.join(OPS)}")
     if dtype not in _REDUCIBLE:

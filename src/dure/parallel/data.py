@@ -40,7 +40,8 @@ class DataParallel:
 
     Args:
         batch_size: examples of a step over all workers together; None is all the data.
-        all_reduce: how gradients are summed: ring, master (through rank 0) or native (the backend's own).
+        all_reduce: how gradients are summed: ring, master (through rank 0), one_shot, tree, halving_doubling,
+            hierarchical, native (the backend's own), or auto, which chooses by size, ranks and hosts.
     """
 
     batch_size: int | None = 64

@@ -1,0 +1,46 @@
+"""All-to-all by every algorithm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from on_ranks import Measured, measured, on_ranks
+
+from dure.collectives import Group, all_to_all
+from dure.collectives.all_to_all import ALGORITHMS, elements_sent, messages_sent
+from dure.strategy import Place
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(ranks=st.integers(1, 8), rows=st.lists(st.integers(0, 6), min_size=1, max_size=4))
+def test_rows_go_to_their_ranks_and_come_in_order_of_rank(ranks: int, rows: list[int]) -> None:
+    cases = [(name, k) for name in ALGORITHMS for k in rows]
+
+    def program(place: Place) -> list[Measured]:
+        def call(name: str, k: int) -> object:
+            mine = 100 * place.group.rank + torch.arange(place.group.size).repeat_interleave(k)
+            return all_to_all(torch.stack([mine, -mine]).t(), place.group, name).tolist()  # type: ignore[call-overload]
+
+        return [measured(place.group, lambda c=case: call(*c)) for case in cases]  # type: ignore[misc]
+
+    for rank, results in enumerate(on_ranks(ranks, program)):
+        for (name, k), (value, sent, messages) in zip(cases, results, strict=True):
+            column = [100 * source + rank for source in range(ranks) for _ in range(k)]
+            assert value == [[number, -number] for number in column]
+            assert sent == 8 * elements_sent(2 * k * ranks, ranks, rank, name)  # type: ignore[arg-type]
+            assert messages == messages_sent(2 * k * ranks, ranks, rank, name)  # type: ignore[arg-type]
+
+
+def test_rows_that_cannot_be_divided_are_refused_before_anything_travels() -> None:
+    def program(place: Place) -> str:
+        with pytest.raises(ValueError, match="ranks takes a multiple of 2 rows") as caught:
+            all_to_all(torch.ones(3, 2), place.group)
+        return str(caught.value)
+
+    assert on_ranks(2, program) == ["an all-to-all of 2 ranks takes a multiple of 2 rows, not 3"] * 2
+    with pytest.raises(ValueError, match="not no"):
+        all_to_all(torch.ones(()), Group())
+    with pytest.raises(ValueError, match="there is no all-to-all 'ring'; choose one of pairwise, native"):
+        all_to_all(torch.ones(1), algorithm="ring")  # type: ignore[call-overload]
