@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from dure.collectives.shared_memory.across import Across
 from dure.collectives.shared_memory.calls import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -39,7 +40,7 @@ from dure.collectives.shared_memory.calls import (
     check_tensor,
     operation_of,
 )
-from dure.collectives.shared_memory.host import Deal, Pull
+from dure.collectives.shared_memory.host import Collectives, Deal, Pull
 from dure.collectives.shared_memory.mailbox import ANY, Mailbox
 from dure.collectives.shared_memory.meeting import Core, meet
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
@@ -92,9 +93,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._process = os.getpid()
         self._group_name, self._description = "", ""
         self.hosts, self._host = meet(store, rank, names, timeout.total_seconds(), options.core)
+        self._across = Across(store, rank, self.hosts, self._host, names) if len(self.hosts) > 1 else None
+        self._ranks: Collectives = self._across or self._host
         self._line = Line(f"dure group of {size}")
         self._mailbox = Mailbox(self._host, NUMBER_OF)
-        self._reduce = self._host.all_reduce
+        self._here = next(host for host in self.hosts if rank in host)
+        self._reduce = self._ranks.all_reduce
         self._closed = False
         _groups.add(self)
 
@@ -197,7 +201,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise ValueError(f"reduce_scatter into {output.dtype} of inputs that are not all {output.dtype}")
         call = Call(REDUCE_SCATTER, NUMBER_OF[output.dtype], op, -1, sum(sizes), _unequal(sizes))
         out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        self._host.reduce_scatter(blocks, out, op, call)
+        self._ranks.reduce_scatter(blocks, out, op, call)
         if out is not output:
             output.copy_(out)
 
@@ -245,9 +249,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _broadcast(self, dense: Tensor, root: int) -> None:
         call = Call(BROADCAST, NUMBER_OF[dense.dtype], 0, root, dense.numel())
         if root == self._rank:
-            self._host.exchange(call, [dense], {})
+            self._ranks.exchange(call, [dense], {})
         else:
-            self._host.exchange(call, [], {root: Pull(0, dense)})
+            self._ranks.exchange(call, [], {root: Pull(0, dense)})
 
     def _gather_all(self, outputs: Sequence[Tensor], source: Tensor) -> None:
         """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to all."""
@@ -263,7 +267,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             )
         dense = source.contiguous()
         pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
-        self._host.exchange(call, [dense], pulls)
+        self._ranks.exchange(call, [dense], pulls)
         own = outputs[self._rank]
         if own.data_ptr() != dense.data_ptr():
             own.view(-1).copy_(dense.view(-1))
@@ -410,7 +414,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._issue(lambda: self._host.exchange(Call(BARRIER), [], {}), opts, [])
+        return self._issue(lambda: self._ranks.exchange(Call(BARRIER), [], {}), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a time-out of its own, whose error names the ranks that did not come.
@@ -422,7 +426,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             before = self._host.timeout
             self._host.timeout = timeout.total_seconds() if timeout is not None else before
             try:
-                self._host.exchange(Call(BARRIER), [], {})
+                self._ranks.exchange(Call(BARRIER), [], {})
             finally:
                 self._host.timeout = before
 
@@ -439,23 +443,29 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> None:
         """An exchange in which ranks know only their own sizes. What a rank keeps for itself does not take part."""
         count = sum(part.numel() for part in parts)
-        self._host.exchange(Call(kind, NUMBER_OF[dtype], 0, root, count), parts, pulls, deals)
+        self._ranks.exchange(Call(kind, NUMBER_OF[dtype], 0, root, count), parts, pulls, deals)
 
     # Messages.
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         tensor = _single(tensors)
         check_tensor(tensor)
-        return self._mailbox.send(tensor, to, tag)
+        if self._across is not None and to not in self._here:
+            return self._across.send(tensor, to, tag)
+        return self._mailbox.send(tensor, self._here.index(to), tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         tensor = _single(tensors)
         check_tensor(tensor)
-        return self._mailbox.receive(tensor, source, tag)
+        if self._across is not None and source not in self._here:
+            return self._across.receive(tensor, source, tag)
+        return self._mailbox.receive(tensor, self._here.index(source), tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         tensor = _single(tensors)
         check_tensor(tensor)
+        if self._across is not None:
+            raise ValueError(f"recv needs to know its source in a group that spans {len(self.hosts)} hosts: pass src")
         return self._mailbox.receive(tensor, ANY, tag)
 
     # The order of calls, and the end.

@@ -91,7 +91,7 @@ class Call:
 
 def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
     """The number of torch's operation. Raises ValueError for the ones that are not reductions of plain tensors."""
-    number = _BY_REDUCE_OP.get(getattr(op, "op", op))
+    number = _BY_REDUCE_OP.get(getattr(op, "op", op))  # type: ignore[arg-type]
     if number is None:
         raise ValueError(f"{op} is not supported by the dure backend; choose one of {', '.join(OPERATIONS)}")
     return number

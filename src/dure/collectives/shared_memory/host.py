@@ -8,6 +8,7 @@ import select
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from torch import Tensor
@@ -87,13 +88,43 @@ class Watch:
         self._fds = []
 
 
-class _Loss(msgspec.Struct):
+class Loss(msgspec.Struct):
     """A PeerLostError, as it travels to the other ranks."""
 
     ranks: tuple[int, ...]
     operation: str
     step: str
     reason: str
+
+    @classmethod
+    def of(cls, error: PeerLostError) -> Loss:
+        return cls(error.ranks, error.operation, error.step, error.reason)
+
+    def error(self) -> PeerLostError:
+        return PeerLostError(self.ranks, self.operation, self.step, self.reason)
+
+
+class Collectives(Protocol):
+    """What a group needs of its ranks: those of one host (`Host`) or of several (`Across`)."""
+
+    def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
+        """In place; with a root only the root's tensor changes. `op`: a number of `calls.OPERATIONS`."""
+
+    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+        """`out` becomes the reduction of all ranks' `blocks[rank]`."""
+
+    def exchange(
+        self,
+        call: Call,
+        parts: Sequence[Tensor],
+        pulls: dict[int, Pull],
+        deals: Sequence[Deal] | None = None,
+    ) -> None:
+        """Every rank offers `parts`, one after another, as its input, and pulls what it wants of its peers'.
+
+        deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then the peer's to say.
+        What a rank wants of itself is the caller's to copy.
+        """
 
 
 class Host(ABC):
@@ -107,17 +138,19 @@ class Host(ABC):
         self.timeout = timeout
         self._watch = Watch(members)
         self._error: BaseException | None = None
+        # Where the group spans hosts: what this rank does, in words; how to tell the others of a loss, which returns
+        # the one told first; and what has been told.
+        self.doing: tuple[str, str] | None = None
+        self.tell: Callable[[PeerLostError], PeerLostError] = lambda loss: loss
         self.remote: Callable[[], PeerLostError | None] = lambda: None
 
     # What a core does.
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
-        """In place; with a root only the root's tensor changes. `op`: a number of `calls.OPERATIONS`."""
+    def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None: ...
 
     @abstractmethod
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
-        """`out` becomes the reduction of all ranks' `blocks[rank]`."""
+    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None: ...
 
     @abstractmethod
     def exchange(
@@ -126,11 +159,7 @@ class Host(ABC):
         parts: Sequence[Tensor],
         pulls: dict[int, Pull],
         deals: Sequence[Deal] | None = None,
-    ) -> None:
-        """Every rank offers `parts`, one after another, as its input, and pulls what it wants of its peers'.
-
-        deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then the peer's to say.
-        """
+    ) -> None: ...
 
     @abstractmethod
     def channel_write(self, to: int, address: int, nbytes: int) -> int:
@@ -184,8 +213,7 @@ class Host(ABC):
 
     def abort(self, loss: PeerLostError) -> PeerLostError:
         """Ends the group for all ranks of the host; returns the error that was told first, the same everywhere."""
-        text = _Loss(loss.ranks, loss.operation, loss.step, loss.reason)
-        self._publish_loss(msgspec.json.encode(text))
+        self._publish_loss(msgspec.json.encode(Loss.of(self.tell(loss))))
         return self.aborted() or loss
 
     def aborted(self) -> PeerLostError | None:
@@ -194,18 +222,21 @@ class Host(ABC):
         if text is None:
             return None
         with contextlib.suppress(msgspec.DecodeError):
-            loss = msgspec.json.decode(text, type=_Loss)
-            return PeerLostError(loss.ranks, loss.operation, loss.step, loss.reason)
+            return msgspec.json.decode(text, type=Loss).error()
         return PeerLostError((), "a call", "this group", text.decode(errors="replace"))
 
     def look_around(self, waited: float) -> PeerLostError | None:
         """What there is to say of the ranks that are missing; called while a collective waits."""
         missing = self.missing()
-        number, call = self.current()
-        loss = self.loss_among(missing, str(call), f"call {number}")
+        loss = self.loss_among(missing, *self._now())
         if loss is None and waited >= self.timeout:
-            loss = self.silent(missing, str(call), f"call {number}")
+            loss = self.silent(missing, *self._now())
         return loss or self.remote()
+
+    def _now(self) -> tuple[str, str]:
+        """What this rank does: the call, and its number, in words."""
+        number, call = self.current()
+        return self.doing or (str(call), f"call {number}")
 
     def loss_among(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError | None:
         """The error for those of `ranks` that have died or left."""
@@ -226,6 +257,8 @@ class Host(ABC):
 
     def _last_did(self, rank: int) -> str:
         progress = self.progress(rank)
+        if self.doing is not None:  # its calls on this host are parts of the group's
+            return ""
         if progress.begun == 0:
             return " before its first call"
         what = f"call {progress.begun}, {progress.last}"
@@ -244,8 +277,7 @@ class Host(ABC):
         error, self._error = self._error, None
         if isinstance(error, PeerLostError):
             return self.abort(error)
-        number, call = self.current()
         name = self.members.names[self.members.rank]
-        self.abort(PeerLostError((name,), str(call), f"call {number}", f"was interrupted ({type(error).__name__})"))
+        self.abort(PeerLostError((name,), *self._now(), f"was interrupted ({type(error).__name__})"))
         assert error is not None
         return error

@@ -62,8 +62,13 @@ class _Interpreter(Structure):
     """What the core needs of Python to run signal handlers while it waits, so that Ctrl-C ends a wait."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")),
-        ("error", c_void_p * 3),
+        *(
+            (name, c_void_p)
+            for name in ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
+        ),
+        ("kind", c_void_p),
+        ("value", c_void_p),
+        ("traceback", c_void_p),
     )
 
     @classmethod
@@ -77,7 +82,7 @@ class _Interpreter(Structure):
         for pointer in self.error:
             if pointer:
                 ctypes.pythonapi.Py_DecRef(c_void_p(pointer))
-        self.error = (c_void_p * 3)()
+        self.kind = self.value = self.traceback = None
         del held
         if kind is None or isinstance(value, BaseException):
             return value

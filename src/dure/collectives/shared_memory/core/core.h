@@ -105,13 +105,13 @@ struct channel {
 typedef int (*tick_function)(double waited);
 
 /* What lets a waiting thread run the signal handlers of its Python interpreter, by the addresses of the functions of
- * these names; NULL where there is no Python. An error that a handler raised is left in `error`. */
+ * these names; NULL where there is no Python. An error that a handler raised is left here. */
 struct interpreter {
     int (*PyGILState_Ensure)(void);
     int (*PyErr_CheckSignals)(void);
     void (*PyErr_Fetch)(void **type, void **value, void **traceback);
     void (*PyGILState_Release)(int);
-    void *error[3];
+    void *kind, *value, *traceback;
 };
 
 /* One rank's private view of the segment. */

@@ -44,7 +44,7 @@ static int handler_raised(struct interpreter *python) {
     if (python == NULL) return 0;
     int state = python->PyGILState_Ensure();
     int raised = python->PyErr_CheckSignals();
-    if (raised) python->PyErr_Fetch(&python->error[0], &python->error[1], &python->error[2]);
+    if (raised) python->PyErr_Fetch(&python->kind, &python->value, &python->traceback);
     python->PyGILState_Release(state);
     return raised;
 }
