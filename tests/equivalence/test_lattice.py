@@ -23,6 +23,13 @@ def test_data_parallel_walks_the_path_of_one_worker(ranks: int, algorithm: Algor
     assert largest_difference(many, alone(8, stop)) < TOLERANCE
 
 
+@pytest.mark.parametrize("algorithm", ["one_shot", "tree", "halving_doubling", "hierarchical", "auto"])
+def test_it_does_so_with_every_all_reduce(algorithm: Algorithm) -> None:
+    stop = dure.Stop(epochs=2)
+    many = dure.train(small_task(), dure.DataParallel(8, algorithm), dure.Processes(3), stop, seed=3)
+    assert largest_difference(many, alone(8, stop)) < TOLERANCE
+
+
 @pytest.mark.parametrize("batch_size", [4, 7, EXAMPLES, None])
 @pytest.mark.parametrize("local_epochs", [1, 2])
 def test_a_federation_of_one_client_is_one_worker(batch_size: int | None, local_epochs: int) -> None:
