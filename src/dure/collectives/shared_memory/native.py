@@ -62,10 +62,10 @@ class _Interpreter(Structure):
     """What the core needs of Python to run signal handlers while it waits, so that Ctrl-C ends a wait."""
 
     _fields_ = (
-        *(
-            (name, c_void_p)
-            for name in ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
-        ),
+        ("PyGILState_Ensure", c_void_p),
+        ("PyErr_CheckSignals", c_void_p),
+        ("PyErr_Fetch", c_void_p),
+        ("PyGILState_Release", c_void_p),
         ("kind", c_void_p),
         ("value", c_void_p),
         ("traceback", c_void_p),
@@ -73,20 +73,21 @@ class _Interpreter(Structure):
 
     @classmethod
     def this(cls) -> _Interpreter:
-        names = [name for name, _ in cls._fields_[:-1]]
+        names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         return cls(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names))
 
     def take_error(self) -> BaseException | None:
-        """What a handler raised; the references to it are ours now."""
-        kind, value, _ = held = [ctypes.cast(p, ctypes.py_object).value if p else None for p in self.error]
-        for pointer in self.error:
+        """What a handler raised; None if there is nothing."""
+        pointers = (self.kind, self.value, self.traceback)
+        held = [ctypes.cast(pointer, ctypes.py_object).value if pointer else None for pointer in pointers]
+        for pointer in pointers:
             if pointer:
-                ctypes.pythonapi.Py_DecRef(c_void_p(pointer))
+                ctypes.pythonapi.Py_DecRef(c_void_p(pointer))  # C was given each with a reference
         self.kind = self.value = self.traceback = None
-        del held
-        if kind is None or isinstance(value, BaseException):
-            return value
-        return kind() if value is None else kind(value)
+        kind: Any = held[0]
+        value: Any = held[1]
+        error = value if kind is None or isinstance(value, BaseException) else kind(*([] if value is None else [value]))
+        return error if isinstance(error, BaseException) else None
 
 
 @cache
