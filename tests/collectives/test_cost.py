@@ -76,7 +76,7 @@ SIZES = [4096 * 4**step for step in range(8)]
     [Link(3e-4, 4e-10, 2e-10, 8e-5, True), Link(2e-6, 1e-10, 0, 1e-6, True), Link(0, 1e-9, 1e-9, 1e-5, True)],
 )
 def test_a_fit_of_two_algorithms_finds_the_link_that_made_their_times(link: Link) -> None:
-    samples = [Sample(name, n, 8, cost.predict(name, n, 8, link)) for name in ("master", "one_shot") for n in SIZES]
+    samples = [Sample(name, n, 8, cost.predict(name, n, 8, link)) for name in ("tree", "one_shot") for n in SIZES]
     found = cost.fit(samples, shared=True)
     for name in ("alpha", "beta", "gamma", "overhead"):
         assert getattr(found, name) == pytest.approx(getattr(link, name), rel=1e-6, abs=1e-15)
@@ -96,13 +96,13 @@ def test_a_fit_of_noisy_samples_predicts_an_algorithm_it_has_not_seen() -> None:
     link, noise = Link(2e-4, 3e-10, 3e-10, 8e-5, True), random.Random(0)
     samples = [
         Sample(name, size, 4, cost.predict(name, size, 4, link) * noise.uniform(0.9, 1.1))
-        for name in ("master", "one_shot")
+        for name in ("tree", "one_shot")
         for size in SIZES
     ]
     found = cost.fit(samples, shared=True)
     assert min(found.alpha, found.beta, found.gamma, found.overhead) >= 0
     for size in (4096, MIB, 64 * MIB):
-        assert cost.predict("tree", size, 4, found) == pytest.approx(cost.predict("tree", size, 4, link), rel=0.2)
+        assert cost.predict("ring", size, 4, found) == pytest.approx(cost.predict("ring", size, 4, link), rel=0.2)
 
 
 def test_nothing_cannot_be_fitted() -> None:

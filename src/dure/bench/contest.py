@@ -164,8 +164,7 @@ class Contest:
             group = self._process_group("torch" if "torch" in name else "c")
             tensor = self._tensor("ordinary" if "ordinary" in name else "pool", n)
             if name == "dure-direct":
-                ours = Group(group)
-                return (lambda: all_reduce(tensor, ours, "native")), tensor
+                return (lambda: all_reduce(tensor, group, "native")), tensor
             return (lambda: dist.all_reduce(tensor, group=group)), tensor
         tensor = self._tensor("ordinary", n)
         if kind == "floor":

@@ -1,7 +1,7 @@
 """The cost model against the measurements: fitted to two algorithms, held against all.
 
 `calibrate` fits a link (`dure.collectives.cost`) for each number of ranks to what the calibrators took over gloo up to
-64 MiB: one algorithm of few messages that go through one rank, and one of many messages at once, which tells the four
+64 MiB: one algorithm of few messages behind each other, and one of many messages at once, which tells the four
 numbers apart. With it all algorithms are predicted. In JSON:
 
     calibrators   the algorithms that the fit has seen
@@ -25,7 +25,7 @@ from dure.bench.plan import MIB
 from dure.bench.result import Result
 from dure.collectives import cost
 
-CALIBRATORS = ("master", "one-shot")
+CALIBRATORS = ("tree", "one-shot")
 LARGEST = 64 * MIB
 CLOSE = 0.2
 FILE = "all-reduce.json"
