@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import measured, on_ranks
 
+import dure
 from dure.collectives import all_reduce
 from dure.collectives.all_reduce import MODULES
 from dure.collectives.auto import candidates, choose
@@ -74,3 +75,12 @@ def test_given_hosts_and_a_cost_model_are_asked() -> None:
     for rank, sent in enumerate(on_ranks(3, program)):
         expected = [hierarchical.elements_sent(3_000, 3, rank, [[0, 1], [2]]), master.elements_sent(3_000, 3, rank)]
         assert sent == [4 * elements for elements in expected]
+
+
+def test_on_the_shared_memory_of_dure_it_is_the_backends_own() -> None:
+    def program(place: Place) -> tuple[float, int, int]:
+        result, sent, messages = measured(place.group, lambda: all_reduce(torch.ones(1_000), place.group, "auto"))
+        return result[0].item(), sent, messages
+
+    world = dure.Processes(2, deadline=20, backend="dure")
+    assert world.run(program, lambda event: None) == (2.0, 4 * MODULES["native"].elements_sent(1_000, 2, 0), 1)

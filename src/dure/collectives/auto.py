@@ -12,8 +12,8 @@ The rules, in this order; the first that holds decides:
 
 The switch at 2 KiB, below which a tree-like algorithm wins and above which Rabenseifner's does, is MPICH's (Thakur et
 al. 2005). A ring sends less than a folded halving, so it wins for long tensors where N is no power of two; 512 KiB is
-where MPICH goes over to the ring in its all-gather. That a one-shot is best up to eight ranks is what the shared-switch
-machines of NVIDIA are tuned to; its messages grow with N².
+where MPICH goes over to the ring in its all-gather. The limits of one_shot are our own: it saves transfers behind each
+other, but every one of its 2(N-1) messages has a price, and N ranks send at once.
 """
 
 from __future__ import annotations

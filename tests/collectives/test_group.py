@@ -1,0 +1,65 @@
+"""The sends and receives that everything else is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import Measured, measured, on_ranks
+
+from dure.collectives import Group, all_reduce
+from dure.strategy import Place
+
+
+@pytest.mark.parametrize("way", ["_transfer", "_transfer_by_way_of_memory", "_transfer_in_a_batch"])
+def test_every_way_of_transfer_sends_and_receives_all_at_once(way: str) -> None:
+    def program(place: Place) -> list[float]:
+        group, arrived = place.group, torch.zeros(3)
+        others = [rank for rank in range(3) if rank != group.rank]
+        sends = [(torch.tensor([10.0 * group.rank + rank]), rank) for rank in others]
+        getattr(group, way)(sends, [(arrived[rank : rank + 1], rank) for rank in others])
+        return arrived.tolist()
+
+    assert on_ranks(3, program) == [[0, 10, 20], [1, 0, 21], [2, 12, 0]]
+
+
+def test_empty_tensors_do_not_travel_and_the_rest_is_counted() -> None:
+    def program(place: Place) -> Measured:
+        group, into = place.group, torch.zeros(2)
+        peer = 1 - group.rank
+        receives = [(into, peer)] if group.rank else []
+        sends = [] if group.rank else [(torch.ones(2), peer), (torch.ones(0), peer)]
+
+        def call() -> list[float]:
+            group.transfer(sends, [*receives, (torch.ones(0), peer)])
+            return into.tolist()
+
+        return measured(group, call)
+
+    assert on_ranks(2, program) == [Measured([0, 0], 8, 1), Measured([1, 1], 0, 0)]
+
+
+def test_some_of_the_ranks_are_a_group_in_an_order_of_their_own() -> None:
+    def program(place: Place) -> tuple[float, int] | None:
+        if place.group.rank == 1:
+            return None
+        part = place.group.among([3, 0, 2])
+        into = torch.zeros(1)
+        part.exchange(torch.tensor([float(part.rank)]), (part.rank + 1) % 3, into, (part.rank - 1) % 3)
+        return into.item(), part.global_rank(0)
+
+    assert on_ranks(4, program) == [(0, 3), None, (1, 3), (2, 3)]
+
+
+def test_groups_over_one_process_group_keep_one_order() -> None:
+    def program(place: Place) -> bool:
+        running = all_reduce(torch.ones(200_000), dist.group.WORLD, async_op=True)
+        all_reduce(torch.ones(3), place.group)
+        return running.is_completed() and running.wait()[0].item() == 2
+
+    assert on_ranks(2, program) == [True, True]
+
+
+def test_a_group_says_what_carries_its_bytes() -> None:
+    assert Group().backend(torch.device("cpu")) == ""
+    assert on_ranks(2, lambda place: place.group.backend(torch.device("cpu"))) == ["gloo", "gloo"]
