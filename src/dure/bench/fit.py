@@ -12,6 +12,7 @@ numbers apart. With it all algorithms are predicted. In JSON:
         series                for each algorithm: bytes, measured and predicted seconds
         median_error, within  of all predictions: median relative error, share within 20 %
         unseen_error, unseen_within   the same without the calibrators
+        regret                how much slower the recommended algorithm was than the one measured to be best, median
 """
 
 from __future__ import annotations
@@ -88,9 +89,20 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
         "series": [{"algorithm": name, **values} for name, values in series.items()],
         "median_error": median(errors),
         "within": _share(errors),
+        "regret": _regret(measured, ranks, link, rivals),
         "unseen_error": median(unseen) if unseen else None,
         "unseen_within": _share(unseen) if unseen else None,
     }
+
+
+def _regret(measured: list[cost.Sample], ranks: int, link: cost.Link, rivals: list[str]) -> float:
+    """What following the model's advice costs: over all sizes the median of seconds / fewest seconds - 1."""
+    found = []
+    for nbytes in sorted({sample.nbytes for sample in measured}):
+        times = {s.algorithm: s.seconds for s in measured if s.nbytes == nbytes and s.algorithm in rivals}
+        if times:  # at the largest sizes all of them may have been left out
+            found.append(times[cost.best(nbytes, ranks, link, list(times))] / min(times.values()) - 1)
+    return median(found)
 
 
 def _share(errors: list[float]) -> float:

@@ -169,9 +169,10 @@ def _calibration(result: Result) -> str:
         "fitted",
         "Predicted and measured",
         f"Lines are predictions of the cost model, fitted to {seen} only; "
-        "markers are measurements. Vertical lines mark the sizes where the predicted best algorithm changes.",
+        "markers are measurements. Vertical lines mark the sizes where the predicted best algorithm changes. "
+        "What advice costs: how much slower the predicted best was than the measured best, in the median.",
         '<div class="scroll"><table><thead><tr><th>ranks</th><th>alpha</th><th>overhead</th><th>beta</th>'
-        "<th>gamma</th><th>median error</th><th>within 20 %</th><th>best algorithm</th></tr></thead>"
+        "<th>gamma</th><th>median error</th><th>within 20 %</th><th>advice costs</th><th>best algorithm</th></tr></thead>"
         f'<tbody>{rows}</tbody></table></div><div class="legend" id="fit-legend"></div>'
         f'<div class="grid pairs">{panels}</div>',
     )

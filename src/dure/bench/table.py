@@ -86,7 +86,17 @@ def fitted(calibration: dict[str, Any]) -> Table:
     """The cost model: its numbers, how far its predictions are off, and which algorithm it recommends."""
     table = Table(box=None, pad_edge=False, header_style="dim", title="cost model of the algorithms over gloo",
                   title_justify="left", title_style="bold")  # fmt: skip
-    for heading in ("ranks", "alpha", "overhead", "beta", "gamma", "median error", "within 20 %", "best algorithm"):
+    for heading in (
+        "ranks",
+        "alpha",
+        "overhead",
+        "beta",
+        "gamma",
+        "median error",
+        "within 20 %",
+        "advice costs",
+        "best algorithm",
+    ):
         table.add_column(heading, justify="left" if heading == "best algorithm" else "right")
     for link in calibration["links"]:
         table.add_row(str(link["ranks"]), *link_texts(link))
@@ -104,6 +114,7 @@ def link_texts(link: dict[str, Any]) -> list[str]:
         f"{link['gamma'] * 1e9:.3g} ns/B",
         f"{link['median_error']:.0%}",
         f"{link['within']:.0%}",
+        f"{link['regret']:.0%}",
         best,
     ]
 

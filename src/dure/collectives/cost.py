@@ -29,7 +29,7 @@ Source: Hockney 1994 (alpha and beta), Culler et al. 1993 (LogP: overhead), Thak
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,3 +230,7 @@ class Calibration:
         if not known:
             raise ValueError(f"no cost of {backend} on {cores} cores is known: dure bench all-reduce --fit measures it")
         return self.links[min(known, key=lambda key: (max(key[1], ranks) / min(key[1], ranks), key[1]))]
+
+    def predictor(self, backend: str, cores: int) -> Callable[[str, int, int], float]:
+        """predict(algorithm, nbytes, ranks) by these links, for `all_reduce(..., "auto", predict=...)`."""
+        return lambda algorithm, nbytes, ranks: predict(algorithm, nbytes, ranks, self.link(backend, ranks, cores))
