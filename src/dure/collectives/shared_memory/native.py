@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -78,7 +79,7 @@ class _Interpreter(Structure):
 
     def take_error(self) -> BaseException | None:
         """What a handler raised; None if there is nothing."""
-        pointers = (self.kind, self.value, self.traceback)
+        pointers = [getattr(self, name) for name in ("kind", "value", "traceback")]
         held = [ctypes.cast(pointer, ctypes.py_object).value if pointer else None for pointer in pointers]
         for pointer in pointers:
             if pointer:

@@ -1,0 +1,79 @@
+"""The C core alone, with threads as ranks: right values under random delays, and no race that a sanitizer sees."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import dure.collectives.shared_memory
+
+CORE = Path(dure.collectives.shared_memory.__file__).parent / "core"
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+NOWHERE_NEAR = ["setarch", "-R"]  # the sanitizer wants its addresses where they usually are
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+def built(folder: Path, *flags: str, source: Path = CORE) -> Path:
+    assert COMPILER is not None
+    program = folder / "stress"
+    files = [*sorted(map(str, source.glob("*.c"))), str(Path(__file__).with_name("stress.c"))]
+    common = ["-g", "-std=c11", "-fwrapv", "-Wall", "-Wextra", "-Werror", "-I", str(source), "-pthread"]
+    subprocess.run([COMPILER, *common, *flags, *files, "-o", str(program)], check=True, capture_output=True, text=True)
+    return program
+
+
+def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return built(tmp_path_factory.mktemp("sanitized"), "-O1", "-fsanitize=thread")
+    except subprocess.CalledProcessError:
+        pytest.skip("the compiler has no ThreadSanitizer")
+
+
+@pytest.mark.parametrize(("ranks", "spin"), [(2, 20_000), (3, 0), (5, 1_000), (8, 0)])
+def test_random_calls_of_threads_give_right_values(tmp_path: Path, ranks: int, spin: int) -> None:
+    program = built(tmp_path, "-O2")
+    for seed in range(3):
+        done = ran([str(program), str(ranks), "600", str(seed), str(spin)])
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("ranks", "spin"), [(2, 20_000), (3, 0), (4, 5_000)])
+def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> None:
+    for seed in range(3):
+        done = ran([*NOWHERE_NEAR, str(sanitized), str(ranks), "300", str(seed), str(spin)])
+        assert done.returncode == 0, done.stderr
+        assert "ThreadSanitizer" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        (
+            "sync.c",
+            "atomic_store(&core->seats[core->rank].arrived, own)",
+            "atomic_store_explicit(&core->seats[core->rank].arrived, own, memory_order_relaxed)",
+        ),
+        ("channel.c", "head + moved, memory_order_release", "head + moved, memory_order_relaxed"),
+        ("calls.c", "(window & 1)", "(window & 0)"),
+    ],
+    ids=["a sync without release", "a channel without release", "one window in place of two"],
+)
+def test_the_sanitizer_sees_what_is_broken_on_purpose(
+    sanitized: Path, tmp_path: Path, file: str, right: str, wrong: str
+) -> None:
+    """A check of the checker: without each of these pieces of the argument in core.h there is a race."""
+    shutil.copytree(CORE, tmp_path / "core")
+    broken = tmp_path / "core" / file
+    assert right in broken.read_text()
+    broken.write_text(broken.read_text().replace(right, wrong))
+    program = built(tmp_path, "-O1", "-fsanitize=thread", source=tmp_path / "core")
+    assert "ThreadSanitizer: data race" in ran([*NOWHERE_NEAR, str(program), "3", "300", "1", "0"]).stderr
