@@ -172,7 +172,8 @@ def _calibration(result: Result) -> str:
         "markers are measurements. Vertical lines mark the sizes where the predicted best algorithm changes. "
         "What advice costs: how much slower the predicted best was than the measured best, in the median.",
         '<div class="scroll"><table><thead><tr><th>ranks</th><th>alpha</th><th>overhead</th><th>beta</th>'
-        "<th>gamma</th><th>median error</th><th>within 20 %</th><th>advice costs</th><th>best algorithm</th></tr></thead>"
+        "<th>gamma</th><th>median error</th><th>within 20 %</th><th>advice costs</th>"
+        "<th>best algorithm</th></tr></thead>"
         f'<tbody>{rows}</tbody></table></div><div class="legend" id="fit-legend"></div>'
         f'<div class="grid pairs">{panels}</div>',
     )
