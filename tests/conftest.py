@@ -18,6 +18,11 @@ settings.load_profile("dure")
 torch.set_num_threads(1)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sequences", type=int, default=60, help="random schedules of collectives for each backend")
+    parser.addoption("--first-sequence", type=int, default=0, help="the seed of the first of them")
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """Fails a test that leaves a rank running; the fork server itself may stay."""
