@@ -116,7 +116,7 @@ static void messages(struct core *core, int call, uint64_t n, int32_t *own, int3
     while (sent < n * 4 || got < n * 4) {
         uint32_t seen = core_bell(core);
         uint64_t before = sent + got;
-        if (sent < n * 4) sent += core_channel_write(core, to, (char *)own + sent, n * 4 - sent);
+        if (sent < n * 4) sent += core_channel_write(core, to, "", 0, (char *)own + sent, n * 4 - sent);
         if (got < n * 4) got += core_channel_read(core, from, (char *)out + got, n * 4 - got);
         if (sent + got == before) core_bell_wait(core, seen, 50000000);
     }

@@ -28,12 +28,14 @@ from dure.collectives.shared_memory.across import Across
 from dure.collectives.shared_memory.calls import (
     ALL_GATHER,
     ALL_TO_ALL,
+    AVG,
     BARRIER,
     BROADCAST,
     GATHER,
     NUMBER_OF,
     REDUCE_SCATTER,
     SCATTER,
+    SENSIBLE,
     SUM,
     Call,
     check_reducible,
@@ -144,12 +146,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers around it.
         """
-        check_reducible(tensor.dtype, op)
-        if tensor.is_contiguous() and not tensor.is_sparse:
-            self._line.now(lambda: self._reduce(tensor, op))
+        if not ((tensor.dtype, op) in SENSIBLE and tensor.is_cpu and tensor.layout is torch.strided):
+            tensor = _reducible(tensor, op)
+        if not (tensor.is_contiguous() and self._line.begin()):
+            self._line.now(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
             return
-        check_tensor(tensor)
-        self._line.now(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
+        try:
+            self._reduce(tensor, op)
+        finally:
+            self._line.end()
 
     @staticmethod
     def _in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -161,6 +166,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
             tensor.copy_(dense)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        if len(tensors) == 1 and not getattr(opts, "asyncOp", True):
+            self.all_reduce(tensors[0], operation_of(opts.reduceOp))
+            return FINISHED  # type: ignore[return-value]
         return self.allreduce_coalesced(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -520,7 +528,7 @@ def _single(values: list[Any]) -> Any:
 
 def _reducible(tensor: Tensor, op: int) -> Tensor:
     check_tensor(tensor)
-    if tensor.is_complex():
+    if tensor.is_complex() and op in (SUM, AVG):
         tensor = torch.view_as_real(tensor)
     check_reducible(tensor.dtype, op)
     return tensor

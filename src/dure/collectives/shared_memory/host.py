@@ -162,8 +162,8 @@ class Host(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def channel_write(self, to: int, address: int, nbytes: int) -> int:
-        """Bytes that went into the channel to `to`; never waits."""
+    def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:
+        """How many bytes of a header and then a body went into the channel to `to`; never waits."""
 
     @abstractmethod
     def channel_read(self, source: int, address: int, nbytes: int) -> int:

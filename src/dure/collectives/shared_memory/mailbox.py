@@ -11,6 +11,8 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +25,7 @@ from dure.errors import MismatchError, PeerLostError
 _HEADER = struct.Struct("<qqq")  # bytes, tag, dtype
 ANY = -1
 _SOON = 0.001  # seconds after which the thread takes over what nobody waits for
+_QUIET_ROUNDS = 50  # of these, after which the thread rests
 
 
 class Letter(Work):
@@ -87,12 +90,13 @@ class Mailbox:
         self._thread: threading.Thread | None = None
         self._work_to_do = threading.Event()
         self._closed = False
+        self._moves = self._carriers = 0
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Letter:
         """Starts to send; the tensor may be changed when the letter is done."""
         letter = Letter(self, tensor, to, tag, f"send(to rank {self._name(to)}, tag {tag})")
         letter.header = _HEADER.pack(letter.dense.nbytes, tag, self._number_of[tensor.dtype])
-        with self._lock:
+        with self._carrying(), self._lock:
             self._raise_if_over()
             if to == self._host.members.rank:
                 kind = self._number_of[tensor.dtype]
@@ -108,7 +112,7 @@ class Mailbox:
         """Starts to receive from `source`, or from ANY; `letter.source` says from whom it came."""
         whom = "any rank" if source == ANY else f"rank {self._name(source)}"
         letter = Letter(self, tensor, source, tag, f"recv(from {whom}, tag {tag})")
-        with self._lock:
+        with self._carrying(), self._lock:
             self._raise_if_over()
             for aside in self._aside:
                 if aside.letter is None and _matches(letter, aside.source, aside.tag):
@@ -125,19 +129,31 @@ class Mailbox:
     def carry_until(self, letter: Letter, seconds: float | None) -> bool:
         """Carries all messages on until this one is done; False after `seconds`."""
         start = time.monotonic()
-        while not letter.is_completed():
-            seen = self._host.bell()
-            with self._lock:
-                moved = self._step()
-            if moved or letter.is_completed():
-                continue
-            waited = time.monotonic() - start
-            if seconds is not None and waited >= seconds:
-                return False
-            self._host.bell_wait(seen, TICK)
-            if time.monotonic() - start - waited >= TICK / 2 and (loss := self._look_around(letter, waited)):
-                self._end(self._host.abort(loss))
+        with self._carrying():
+            while not letter.is_completed():
+                seen = self._host.bell()
+                with self._lock:
+                    moved = self._step()
+                if moved or letter.is_completed():
+                    continue
+                waited = time.monotonic() - start
+                if seconds is not None and waited >= seconds:
+                    return False
+                self._host.bell_wait(seen, TICK)
+                if time.monotonic() - start - waited >= TICK / 2 and (loss := self._look_around(letter, waited)):
+                    self._end(self._host.abort(loss))
         return True
+
+    @contextmanager
+    def _carrying(self) -> Iterator[None]:
+        """While more than one thread carries, each wakes the others when something has moved."""
+        with self._lock:
+            self._carriers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._carriers -= 1
 
     def close(self) -> None:
         """No more messages; what is still under way fails."""
@@ -170,20 +186,19 @@ class Mailbox:
                 while self._pull(source):
                     moved = True
         if moved:
-            self._host.ring(self._host.members.rank)  # another thread may wait for what this one has done
+            self._moves += 1
+            if self._carriers > 1:
+                self._host.ring(self._host.members.rank)  # another thread may wait for what this one has done
         return moved
 
     def _push(self, to: int, letter: Letter) -> bool:
-        before = letter.moved
-        if letter.moved < _HEADER.size:
-            header = torch.frombuffer(bytearray(letter.header), dtype=torch.uint8)
-            left = _HEADER.size - letter.moved
-            letter.moved += self._host.channel_write(to, header.data_ptr() + letter.moved, left)
-        if letter.moved >= _HEADER.size and letter.dense.nbytes:
-            done = letter.moved - _HEADER.size
-            address = letter.dense.data_ptr() + done
-            letter.moved += self._host.channel_write(to, address, letter.dense.nbytes - done)
-        return letter.moved > before or letter.moved == _HEADER.size + letter.dense.nbytes
+        """Sends on; whether anything went, or nothing was left to go."""
+        done = max(0, letter.moved - _HEADER.size)
+        header = letter.header[letter.moved :]
+        body = letter.dense
+        went = self._host.channel_write(to, header, body.data_ptr() + done, body.nbytes - done)
+        letter.moved += went
+        return went > 0 or letter.moved == _HEADER.size + body.nbytes
 
     def _pull(self, source: int) -> bool:
         stream = self._streams[source]
@@ -304,18 +319,33 @@ class Mailbox:
         self._work_to_do.set()
 
     def _carry(self) -> None:
+        """Looks every now and then for messages that nobody has carried on meanwhile; rests when there are none."""
+        quiet = 0
         while not self._closed:
-            self._work_to_do.wait()
-            time.sleep(_SOON)  # most are done by then: whoever waits for a message carries it himself
-            while not self._closed:
-                seen = self._host.bell()
+            if quiet >= _QUIET_ROUNDS:
                 with self._lock:
-                    moved = self._step()
-                    if not self._wanted and not any(self._leaving.values()) and not self._coming():
+                    if not self._pending():
                         self._work_to_do.clear()
-                        break
-                if not moved:
-                    self._host.bell_wait(seen, TICK)
+                self._work_to_do.wait()
+                quiet = 0
+            before = self._moves
+            time.sleep(_SOON)  # whoever waits for a message carries it himself, and faster
+            if not self._pending() or self._moves != before:
+                quiet += not self._pending()
+                continue
+            quiet = 0
+            with self._carrying():
+                while not self._closed:
+                    seen = self._host.bell()
+                    with self._lock:
+                        moved = self._step()
+                        if not self._pending():
+                            break
+                    if not moved:
+                        self._host.bell_wait(seen, TICK)
+
+    def _pending(self) -> bool:
+        return bool(self._wanted or any(self._leaving.values()) or self._coming())
 
     def _coming(self) -> bool:
         return any(stream.letter is not None for stream in self._streams) or any(

@@ -124,7 +124,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "core_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_void_p)),
         "core_exchange": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_int, c_void_p, c_void_p)),
-        "core_channel_write": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
+        "core_channel_write": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
         "core_channel_read": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
         "core_bell": (c_uint32, (c_void_p,)),
         "core_bell_wait": (c_int, (c_void_p, c_uint32, c_uint64)),
@@ -253,8 +253,8 @@ class NativeHost(Host):
         self._c.core_deal(self._core, rank, peer, deal)
         return deal.bytes, deal.wanted
 
-    def channel_write(self, to: int, address: int, nbytes: int) -> int:
-        return int(self._c.core_channel_write(self._core, to, address, nbytes))
+    def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:
+        return int(self._c.core_channel_write(self._core, to, header, len(header), address, nbytes))
 
     def channel_read(self, source: int, address: int, nbytes: int) -> int:
         return int(self._c.core_channel_read(self._core, source, address, nbytes))

@@ -295,17 +295,17 @@ class PortableHost(Host):
 
     # Messages.
 
-    def channel_write(self, to: int, address: int, nbytes: int) -> int:
-        if nbytes == 0:
+    def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:
+        body = (ctypes.c_char * min(nbytes, _LONGEST_WRITE)).from_address(address)
+        if not header and not nbytes:
             return 0
-        memory = (ctypes.c_char * min(nbytes, _LONGEST_WRITE)).from_address(address)
         try:
-            written = os.write(self._letters[to], memory)
+            written = os.writev(self._letters[to], [header, body])
         except BlockingIOError:
             written = 0
         except BrokenPipeError:  # whoever waits for this finds out that the peer has gone
             return 0
-        (self._blocked.discard if written == nbytes else self._blocked.add)(to)
+        (self._blocked.discard if written == len(header) + nbytes else self._blocked.add)(to)
         return written
 
     def channel_read(self, source: int, address: int, nbytes: int) -> int:

@@ -140,13 +140,21 @@ class Line:
         self._count = threading.Lock()
         self._thread: threading.Thread | None = None
 
+    def begin(self) -> bool:
+        """Whether the caller may run a call at once; `end` says that it has."""
+        return self._ahead == 0 and self._turn.acquire(blocking=False)
+
+    def end(self) -> None:
+        """Lets the next call run."""
+        self._turn.release()
+
     def now(self, call: Callable[[], None]) -> None:
         """Runs a call and returns when it is done."""
-        if self._ahead == 0 and self._turn.acquire(blocking=False):
+        if self.begin():
             try:
                 call()
             finally:
-                self._turn.release()
+                self.end()
             return
         self.later(call, ()).wait()
 

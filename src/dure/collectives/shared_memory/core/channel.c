@@ -11,19 +11,28 @@ static struct channel *channel_of(struct core *core, int from, int to) {
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-uint64_t core_channel_write(struct core *core, int to, const char *from, uint64_t bytes) {
+/* Bytes [at, at + n) of the ring, from or to plain memory. */
+static void fill_ring(char *ring, uint64_t capacity, uint64_t at, const char *from, uint64_t n) {
+    uint64_t first = least(n, capacity - at % capacity);
+    memcpy(ring + at % capacity, from, first);
+    memcpy(ring, from + first, n - first);
+}
+
+/* Writes what there is room for of a header and then a body, and rings once. Returns the bytes that went. */
+uint64_t core_channel_write(struct core *core, int to, const char *header, uint64_t header_bytes, const char *body,
+                            uint64_t body_bytes) {
     struct channel *channel = channel_of(core, core->rank, to);
     uint64_t head = atomic_load_explicit(&channel->head, memory_order_relaxed);
     uint64_t tail = atomic_load_explicit(&channel->tail, memory_order_acquire);
-    uint64_t capacity = core->channel_bytes, room = capacity - (head - tail);
-    uint64_t moved = least(bytes, room), at = head % capacity, first = least(moved, capacity - at);
-    if (moved == 0) return 0;
+    uint64_t room = core->channel_bytes - (head - tail);
+    uint64_t first = least(header_bytes, room), second = least(body_bytes, room - first);
+    if (first + second == 0) return 0;
     char *ring = (char *)(channel + 1);
-    memcpy(ring + at, from, first);
-    memcpy(ring, from + first, moved - first);
-    atomic_store_explicit(&channel->head, head + moved, memory_order_release);
+    fill_ring(ring, core->channel_bytes, head, header, first);
+    fill_ring(ring, core->channel_bytes, head + first, body, second);
+    atomic_store_explicit(&channel->head, head + first + second, memory_order_release);
     core_ring(core, to);
-    return moved;
+    return first + second;
 }
 
 uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t bytes) {

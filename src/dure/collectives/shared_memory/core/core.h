@@ -183,7 +183,8 @@ PUBLIC int core_exchange(struct core *core, struct call *call, const struct part
                          const struct deal *deals, const struct pull *pulls);
 
 /* channel.c: messages between two ranks; never wait. */
-PUBLIC uint64_t core_channel_write(struct core *core, int to, const char *from, uint64_t bytes);
+PUBLIC uint64_t core_channel_write(struct core *core, int to, const char *header, uint64_t header_bytes,
+                                   const char *body, uint64_t body_bytes);
 PUBLIC uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t bytes);
 PUBLIC uint32_t core_bell(struct core *core);
 PUBLIC int core_bell_wait(struct core *core, uint32_t seen, uint64_t nanoseconds);
