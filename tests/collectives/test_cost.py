@@ -105,6 +105,13 @@ def test_a_fit_of_noisy_samples_predicts_an_algorithm_it_has_not_seen() -> None:
         assert cost.predict("ring", size, 4, found) == pytest.approx(cost.predict("ring", size, 4, link), rel=0.2)
 
 
+def test_reducing_a_byte_is_never_dearer_than_sending_it() -> None:
+    link = Link(2e-4, 1e-10, 9e-10, 8e-5, True)
+    samples = [Sample(name, n, 8, cost.predict(name, n, 8, link)) for name in ("tree", "one_shot") for n in SIZES]
+    found = cost.fit(samples, shared=True)
+    assert 0 < found.gamma == found.beta
+
+
 def test_nothing_cannot_be_fitted() -> None:
     with pytest.raises(ValueError, match="nothing to fit"):
         cost.fit([])

@@ -171,30 +171,34 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
 
     Take samples of at least two algorithms and sizes, small and large. With a machine for each rank no sample tells
     beta from gamma, since each of these algorithms sends twice what it reduces: gamma is in beta then, and 0 itself.
-    Raises ValueError without samples.
+    To reduce a byte is taken to cost no more than to send it, whatever noise says. Raises ValueError without samples.
     """
     rows = [(counts(s.algorithm, s.nbytes, s.ranks, shared), s.seconds) for s in samples]
     if not rows:
         raise ValueError("there is nothing to fit: give measured samples")
     matrix = np.array([[count / seconds for count in counted] for counted, seconds in rows], dtype=float)
-    scale = matrix.max(axis=0)
-    scale[scale == 0] = 1.0
-    waits, messages, sent, reduced = _nonnegative(matrix / scale, np.ones(len(rows))) / scale
+    waits, messages, sent, reduced = _nonnegative(matrix)
+    if reduced > sent:
+        together = np.column_stack([matrix[:, :2], matrix[:, 2] + matrix[:, 3]])
+        waits, messages, sent = _nonnegative(together)
+        reduced = sent
     return Link(float(waits), float(sent), float(reduced), float(messages), shared)
 
 
-def _nonnegative(matrix: Any, target: Any) -> Any:
-    """Least squares without negative numbers: the best of all ways to set some of the few unknowns to zero."""
-    width = matrix.shape[1]
+def _nonnegative(matrix: Any) -> Any:
+    """x without negative numbers, so that matrix·x is nearest to ones: the best of all ways to set some x to zero."""
+    rows, width = matrix.shape
+    scale = matrix.max(axis=0)
+    scale[scale == 0] = 1.0  # counts and seconds differ by ten orders of magnitude
     winner, least = np.zeros(width), float("inf")
     for kept in itertools.chain.from_iterable(itertools.combinations(range(width), k) for k in range(1, width + 1)):
-        some = list(kept)
-        solved = np.linalg.lstsq(matrix[:, some], target, rcond=None)[0]
-        error = float(np.square(matrix[:, some] @ solved - target).sum())
+        some = matrix[:, kept] / scale[list(kept)]
+        solved = np.linalg.lstsq(some, np.ones(rows), rcond=None)[0]
+        error = float(np.square(some @ solved - 1).sum())
         if (solved >= 0).all() and error < least - 1e-12:
             winner, least = np.zeros(width), error
-            winner[some] = solved
-    return winner
+            winner[list(kept)] = solved
+    return winner / scale
 
 
 @dataclass
