@@ -62,7 +62,7 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
             "atomic_store(&core->seats[core->rank].arrived, own)",
             "atomic_store_explicit(&core->seats[core->rank].arrived, own, memory_order_relaxed)",
         ),
-        ("channel.c", "head + moved, memory_order_release", "head + moved, memory_order_relaxed"),
+        ("channel.c", "head + first + second, memory_order_release", "head + first + second, memory_order_relaxed"),
         ("calls.c", "(window & 1)", "(window & 0)"),
     ],
     ids=["a sync without release", "a channel without release", "one window in place of two"],

@@ -8,6 +8,7 @@ import select
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -67,16 +68,12 @@ class Watch:
     """Sees processes die, by their pidfd: also those that are no children, and at once, before they are reaped."""
 
     def __init__(self, members: Members) -> None:
-        self._fds: list[int] = []
-        for process in members.processes:
-            try:
-                self._fds.append(os.pidfd_open(process))
-            except OSError:
-                self._fds.append(-1)
+        self._processes = members.processes
+        self._fds = [_pidfd(process) for process in members.processes]
 
     def dead(self, rank: int) -> bool:
         if self._fds[rank] < 0:
-            return True
+            return not _runs(self._processes[rank])
         poll = select.poll()
         poll.register(self._fds[rank], select.POLLIN)
         return bool(poll.poll(0))
@@ -86,6 +83,20 @@ class Watch:
             if fd >= 0:
                 os.close(fd)
         self._fds = []
+
+
+def _pidfd(process: int) -> int:
+    try:
+        return os.pidfd_open(process)
+    except OSError:  # it is gone, or the kernel is too old
+        return -1
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 class Loss(msgspec.Struct):
@@ -277,7 +288,10 @@ class Host(ABC):
         error, self._error = self._error, None
         if isinstance(error, PeerLostError):
             return self.abort(error)
-        name = self.members.names[self.members.rank]
-        self.abort(PeerLostError((name,), *self._now(), f"was interrupted ({type(error).__name__})"))
+        self.end(f"was interrupted ({type(error).__name__})")
         assert error is not None
         return error
+
+    def end(self, reason: str) -> None:
+        """Ends the group for all ranks, for a reason that lies with this one."""
+        self.abort(PeerLostError((self.members.names[self.members.rank],), *self._now(), reason))

@@ -155,20 +155,18 @@ class Mailbox:
             with self._lock:
                 self._carriers -= 1
 
-    def close(self) -> None:
-        """No more messages; what is still under way fails."""
+    def close(self) -> bool:
+        """No more messages: what is still under way fails. Whether the mailbox's thread has ended."""
         self._closed = True
-        self._end(PeerLostError((self._own_name(),), "send or recv", "this group", "left the group"))
+        self._end(self._left())
         self._work_to_do.set()
         self._host.ring(self._host.members.rank)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             self._thread.join(1)
+        return self._thread is None or not self._thread.is_alive()
 
-    def drained(self) -> bool:
-        """Whether all that was sent has left."""
-        with self._lock:
-            self._step()
-            return not any(self._leaving.values())
+    def _left(self) -> PeerLostError:
+        return PeerLostError((self._own_name(),), "send or recv", "this group", "left the group")
 
     # Progress; the lock is held.
 
@@ -306,7 +304,7 @@ class Mailbox:
             self._wanted.clear()
 
     def _raise_if_over(self) -> None:
-        loss = self._host.aborted()
+        loss = self._left() if self._closed else self._host.aborted()
         if loss is not None:
             raise loss
 
