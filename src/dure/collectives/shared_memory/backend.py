@@ -15,7 +15,7 @@ import contextlib
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,16 +27,26 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.across import Across
 from dure.collectives.shared_memory.calls import (
+    ALL_GATHER,
+    ALL_TO_ALL,
     AVG,
+    BARRIER,
+    BROADCAST,
+    GATHER,
     NUMBER_OF,
+    REDUCE_SCATTER,
+    SCATTER,
+    SENSIBLE,
     SUM,
+    Call,
     check_reducible,
     check_tensor,
+    operation_of,
 )
-from dure.collectives.shared_memory.host import Collectives
-from dure.collectives.shared_memory.mailbox import Mailbox
+from dure.collectives.shared_memory.host import Collectives, Deal, Pull
+from dure.collectives.shared_memory.mailbox import ANY, Mailbox
 from dure.collectives.shared_memory.meeting import Core, meet
-from dure.collectives.shared_memory.work import Line
+from dure.collectives.shared_memory.work import FINISHED, Line, Work
 
 _groups: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
 
@@ -90,6 +100,413 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._line = Line(f"dure group of {size}")
         self._mailbox = Mailbox(self._host, NUMBER_OF)
         self._here = next(host for host in self.hosts if rank in host)
+        self._reduce = self._ranks.all_reduce
+        self._closed = False
+        _groups.add(self)
+
+    # What torch asks of a group.
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "dure"
+
+    getRank, getSize, getBackendName, _get_backend_name = rank, size, name, name  # noqa: N815
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._host.timeout = timeout.total_seconds()
+
+    # Reductions.
+
+    def all_reduce(self, tensor: Tensor, op: int = SUM) -> None:
+        """The reduction over all ranks, in place and at once; tensor: dense, on the CPU.
+
+        op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers around it.
+        """
+        if not ((tensor.dtype, op) in SENSIBLE and tensor.is_cpu and tensor.layout is torch.strided):
+            tensor = _reducible(tensor, op)
+        if not (tensor.is_contiguous() and self._line.begin()):
+            self._line.now(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
+            return
+        try:
+            self._reduce(tensor, op)
+        finally:
+            self._line.end()
+
+    @staticmethod
+    def _in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
+        if tensor.is_contiguous():
+            call(tensor)
+        else:
+            dense = tensor.contiguous()
+            call(dense)
+            tensor.copy_(dense)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        if len(tensors) == 1 and not getattr(opts, "asyncOp", True):
+            self.all_reduce(tensors[0], operation_of(opts.reduceOp))
+            return FINISHED  # type: ignore[return-value]
+        return self.allreduce_coalesced(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        op = operation_of(opts.reduceOp) if opts is not None else SUM
+        tensors = [_reducible(tensor, op) for tensor in tensors]
+
+        def run() -> None:
+            for tensor in tensors:
+                self._in_place(tensor, lambda dense: self._reduce(dense, op))
+
+        return self._issue(run, opts, tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        op, root = operation_of(opts.reduceOp), opts.rootRank
+        tensor = _reducible(_single(tensors), op)
+
+        def run() -> None:
+            dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+            self._reduce(dense, op, root)
+            if root == self._rank and dense is not tensor:
+                tensor.copy_(dense)
+
+        return self._issue(run, opts, [tensor])
+
+    def _reduce_blocks(self, output: Tensor, blocks: list[Tensor], op: int) -> None:
+        """`output` becomes the reduction of all ranks' blocks[rank]."""
+        _reducible(output, op)
+        blocks = [block.contiguous() for block in blocks]
+        sizes = [block.numel() for block in blocks]
+        if len(blocks) != self._size:
+            raise ValueError(f"reduce_scatter among {self._size} ranks takes as many inputs, not {len(blocks)}")
+        if sizes[self._rank] != output.numel():
+            raise ValueError(
+                f"reduce_scatter into {output.numel()} elements, but the input for rank {self._rank} has "
+                f"{sizes[self._rank]}"
+            )
+        if any(block.dtype != output.dtype for block in blocks):
+            raise ValueError(f"reduce_scatter into {output.dtype} of inputs that are not all {output.dtype}")
+        call = Call(REDUCE_SCATTER, NUMBER_OF[output.dtype], op, -1, sum(sizes), _unequal(sizes))
+        out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        self._ranks.reduce_scatter(blocks, out, op, call)
+        if out is not output:
+            output.copy_(out)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+        op = operation_of(opts.reduceOp) if opts is not None else SUM
+        output, blocks = _single(outputs), _single(inputs)
+        return self._issue(lambda: self._reduce_blocks(output, blocks, op), opts, [output])
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        op = operation_of(opts.reduceOp) if opts is not None else SUM
+        for output, source in zip(outputs, inputs, strict=True):
+            _reducible(source, op)
+            if source.numel() != output.numel() * self._size:
+                raise ValueError(
+                    f"reduce_scatter of {source.numel()} elements among {self._size} ranks, into "
+                    f"{output.numel()}: the input must have exactly {self._size} times as many"
+                )
+
+        def run() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                blocks = _split(source.contiguous().view(-1), [output.numel()] * self._size, self._size)
+                self._reduce_blocks(output.view(-1) if output.is_contiguous() else output, list(blocks), op)
+
+        return self._issue(run, opts, outputs)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Copies.
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        root = opts.rootRank
+        for tensor in tensors:
+            check_tensor(tensor)
+
+        def run() -> None:
+            for tensor in tensors:
+                self._in_place(tensor, lambda dense: self._broadcast(dense, root))
+
+        return self._issue(run, opts, tensors)
+
+    def _broadcast(self, dense: Tensor, root: int) -> None:
+        call = Call(BROADCAST, NUMBER_OF[dense.dtype], 0, root, dense.numel())
+        if root == self._rank:
+            self._ranks.exchange(call, [dense], {})
+        else:
+            self._ranks.exchange(call, [], {root: Pull(0, dense)})
+
+    def _gather_all(self, outputs: Sequence[Tensor], source: Tensor) -> None:
+        """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to all."""
+        sizes = [output.numel() for output in outputs]
+        extra = _unequal(sizes)
+        call = Call(ALL_GATHER, NUMBER_OF[source.dtype], 0, -1, sum(sizes) if extra else source.numel(), extra)
+        if len(outputs) != self._size:
+            raise ValueError(f"all_gather among {self._size} ranks takes as many outputs, not {len(outputs)}")
+        if sizes[self._rank] != source.numel() or any(output.dtype != source.dtype for output in outputs):
+            raise ValueError(
+                f"all_gather of {source.numel()} {source.dtype} into outputs of {sizes} {outputs[0].dtype}: "
+                f"that of rank {self._rank} does not fit"
+            )
+        dense = source.contiguous()
+        pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
+        self._ranks.exchange(call, [dense], pulls)
+        own = outputs[self._rank]
+        if own.data_ptr() != dense.data_ptr():
+            own.view(-1).copy_(dense.view(-1))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        source, targets = _single(inputs), _single(outputs)
+        check_tensor(source)
+        for target in targets:
+            check_tensor(target)
+
+        def run() -> None:
+            dense = [_dense_like(target) for target in targets]
+            self._gather_all(dense, source)
+            _copy_back(dense, targets)
+
+        return self._issue(run, opts, targets)
+
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """output_lists[rank][k]: what `rank` gives as inputs[k]."""
+
+        def run() -> None:
+            for index, source in enumerate(inputs):
+                targets = [outputs[index] for outputs in output_lists]
+                dense = [_dense_like(target) for target in targets]
+                self._gather_all(dense, source)
+                _copy_back(dense, targets)
+
+        return self._issue(run, opts, [tensor for outputs in output_lists for tensor in outputs])
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            check_tensor(output)
+            check_tensor(source)
+            if output.numel() != source.numel() * self._size:
+                raise ValueError(
+                    f"all_gather of {source.numel()} elements from each of {self._size} ranks, into "
+                    f"{output.numel()}: the output must have exactly {self._size} times as many"
+                )
+
+        def run() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                dense = _dense_like(output)
+                self._gather_all(dense.view(-1).chunk(self._size) if dense.numel() else [source] * self._size, source)
+                _copy_back([dense], [output])
+
+        return self._issue(run, opts, outputs)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        source, root = _single(inputs), opts.rootRank
+        targets = _single(outputs) if outputs else []
+        check_tensor(source)
+        if root == self._rank and len(targets) != self._size:
+            raise ValueError(f"gather among {self._size} ranks takes as many outputs, not {len(targets)}")
+
+        def run() -> None:
+            dense = [_dense_like(target) for target in targets]
+            pulls = {rank: Pull(0, target) for rank, target in enumerate(dense) if rank != self._rank}
+            deals = [
+                Deal(0, source.nbytes if rank == root else 0, dense[rank].nbytes if dense else 0)
+                for rank in range(self._size)
+            ]
+            self._exchange(GATHER, root, source.dtype, [source.contiguous()], pulls, deals)
+            if dense:
+                dense[self._rank].copy_(source)
+            _copy_back(dense, targets)
+
+        return self._issue(run, opts, targets)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        output, root = _single(outputs), opts.rootRank
+        sources = _single(inputs) if inputs else []
+        check_tensor(output)
+        if root == self._rank and len(sources) != self._size:
+            raise ValueError(f"scatter among {self._size} ranks takes as many inputs, not {len(sources)}")
+
+        def run() -> None:
+            parts = [source.contiguous() for source in sources]
+            dense = _dense_like(output)
+            offers = _offers(parts) if parts else [(0, 0)] * self._size
+            deals = [
+                Deal(offset, nbytes, dense.nbytes if rank == root else 0)
+                for rank, (offset, nbytes) in enumerate(offers)
+            ]
+            pulls = {} if root == self._rank else {root: Pull(0, dense)}
+            self._exchange(SCATTER, root, output.dtype, parts, pulls, deals)
+            if parts:
+                dense.copy_(parts[self._rank])
+            _copy_back([dense], [output])
+
+        return self._issue(run, opts, [output])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        if len(outputs) != self._size or len(inputs) != self._size:
+            raise ValueError(
+                f"all_to_all among {self._size} ranks takes as many inputs and outputs, not {len(inputs)} and "
+                f"{len(outputs)}"
+            )
+        for tensor in (*outputs, *inputs):
+            check_tensor(tensor)
+
+        def run() -> None:
+            dense = [_dense_like(output) for output in outputs]
+            self._to_all(dense, [source.contiguous() for source in inputs])
+            _copy_back(dense, outputs)
+
+        return self._issue(run, opts, outputs)
+
+    def _to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        deals = [
+            Deal(offset, nbytes, output.nbytes)
+            for (offset, nbytes), output in zip(_offers(parts), outputs, strict=True)
+        ]
+        pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
+        self._exchange(ALL_TO_ALL, -1, outputs[0].dtype, parts, pulls, deals)
+        outputs[self._rank].view(-1).copy_(parts[self._rank].view(-1))
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Work:
+        check_tensor(output)
+        check_tensor(source)
+        for name, tensor, splits in (("output", output, output_splits), ("input", source, input_splits)):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if splits and (sum(splits) != rows or len(splits) != self._size):
+                raise ValueError(f"all_to_all: {name}s split as {splits} do not make up {rows} rows")
+            if not splits and rows % self._size:
+                raise ValueError(f"all_to_all: {rows} rows of the {name} do not divide by {self._size} ranks")
+
+        def run() -> None:
+            dense = _dense_like(output)
+            self._to_all(
+                _split(dense, output_splits, self._size), _split(source.contiguous(), input_splits, self._size)
+            )
+            _copy_back([dense], [output])
+
+        return self._issue(run, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._issue(lambda: self._ranks.exchange(Call(BARRIER), [], {}), opts, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier with a time-out of its own, whose error names the ranks that did not come.
+
+        wait_all_ranks: accepted as torch has it; the error names all missing ranks in any case.
+        """
+
+        def run() -> None:
+            before = self._host.timeout
+            self._host.timeout = timeout.total_seconds() if timeout is not None else before
+            try:
+                self._ranks.exchange(Call(BARRIER), [], {})
+            finally:
+                self._host.timeout = before
+
+        self._line.now(run)
+
+    def _exchange(
+        self,
+        kind: int,
+        root: int,
+        dtype: torch.dtype,
+        parts: Sequence[Tensor],
+        pulls: dict[int, Pull],
+        deals: Sequence[Deal],
+    ) -> None:
+        """An exchange in which ranks know only their own sizes. What a rank keeps for itself does not take part."""
+        count = sum(part.numel() for part in parts)
+        self._ranks.exchange(Call(kind, NUMBER_OF[dtype], 0, root, count), parts, pulls, deals)
+
+    # Messages.
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
+        tensor = _single(tensors)
+        check_tensor(tensor)
+        if self._across is not None and to not in self._here:
+            return self._across.send(tensor, to, tag)
+        return self._mailbox.send(tensor, self._here.index(to), tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
+        tensor = _single(tensors)
+        check_tensor(tensor)
+        if self._across is not None and source not in self._here:
+            return self._across.receive(tensor, source, tag)
+        return self._mailbox.receive(tensor, self._here.index(source), tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        tensor = _single(tensors)
+        check_tensor(tensor)
+        if self._across is not None:
+            raise ValueError(f"recv needs to know its source in a group that spans {len(self.hosts)} hosts: pass src")
+        return self._mailbox.receive(tensor, ANY, tag)
+
+    # The order of calls, and the end.
+
+    def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Tensor]) -> Work:
+        """Runs a call at once where the caller waits for it anyway; else in line."""
+        if not getattr(opts, "asyncOp", True):
+            self._line.now(run)
+            return FINISHED  # type: ignore[return-value]
+        return self._line.later(run, tensors)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to do: calls run in the order of their issue in any case."""
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return self._line.later(lambda: None, [])
+
+    def abort(self) -> None:
+        """Ends the group for all ranks at once; what is under way raises PeerLostError everywhere."""
+        if not self._closed:
+            self._host.end("aborted the group")
+
+    def shutdown(self, timeout: timedelta | None = None) -> None:
+        """Leaves the group: destroy_process_group calls it. Calls in line end first, or the group is aborted."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        seconds = timeout.total_seconds() if timeout is not None else self._host.timeout
+        ended = self._line.close(seconds)
+        if not ended:
+            self._host.end("left the group with calls under way")
+            ended = self._line.close(1)
+        self._host.leave()
         for name in ("all_reduce", "reduce_scatter", "exchange"):
             setattr(self._ranks, name, _destroyed)
         self._reduce = _destroyed
