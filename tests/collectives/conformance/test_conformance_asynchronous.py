@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import DURE, Ranks, on_ranks, same, values
+from harness import DURE, Ranks, on_ranks, raises, same, values
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -248,3 +250,61 @@ def test_the_same_tensor_is_reduced_again_and_again(ranks: Ranks) -> None:
     for work in works:
         work.wait()
     same(tensor, torch.full((1_000,), float(ranks.size**6)))
+
+
+@on_ranks(2, 3)
+def test_a_rank_that_waits_lets_its_other_threads_run(ranks: Ranks) -> None:
+    counted, over = [0], threading.Event()
+
+    def count() -> None:
+        while not over.is_set():
+            counted[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    for wait_in in ("all_reduce", "barrier", "recv"):
+        if ranks.rank == 0:
+            time.sleep(0.3)
+        before = counted[0]
+        if wait_in == "all_reduce":
+            if not thread.is_alive():
+                thread.start()
+            dist.all_reduce(torch.ones(10), group=ranks.group)
+        elif wait_in == "barrier":
+            dist.barrier(ranks.group)
+        elif ranks.rank == 0:
+            dist.send(torch.ones(1), group=ranks.group, group_dst=1)
+        elif ranks.rank == 1:
+            dist.recv(torch.ones(1), group=ranks.group, group_src=0)
+        if ranks.rank == 1:
+            assert counted[0] - before > 5, wait_in
+    over.set()
+    thread.join()
+
+
+@on_ranks(2, backends=DURE)
+def test_waiting_has_a_limit_of_its_own_and_the_work_goes_on(ranks: Ranks) -> None:
+    tensor = brought(ranks, 10)
+    if ranks.rank == 0:
+        time.sleep(0.5)
+    work = dist.all_reduce(tensor, group=ranks.group, async_op=True)
+    assert work is not None
+    if ranks.rank == 1:
+        with raises((RuntimeError, TimeoutError)):
+            work.wait(timedelta(seconds=0.05))
+    work.wait()
+    same(tensor, summed(ranks, 10))
+
+
+@on_ranks(2, backends=DURE)
+def test_works_run_where_gradients_and_inference_mode_do_not_matter(ranks: Ranks) -> None:
+    with torch.inference_mode():
+        tensor, gathered = torch.ones(6)[::2], torch.zeros(6)
+    works: list[Any] = [
+        dist.all_reduce(tensor, group=ranks.group, async_op=True),
+        dist.all_gather_into_tensor(gathered, torch.ones(3, requires_grad=True), group=ranks.group, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    same(tensor, torch.full((3,), 2.0))
+    same(gathered, torch.ones(6))

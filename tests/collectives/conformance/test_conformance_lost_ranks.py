@@ -379,3 +379,83 @@ def test_a_group_that_a_rank_does_not_join_is_not_waited_for_for_ever(scene: Sce
                 make_group([0, 1], core, LIMIT, use_local_synchronization=True)
 
     dure.Processes(2, 20).run(program, lambda event: None)
+
+
+@on_both_cores
+def test_a_silent_rank_is_noticed_though_others_keep_talking(scene: Scene) -> None:
+    """Rank 0 waits for a stopped one while the messages of 1 and 3 come in all the time."""
+    folder, core = scene.folder, scene.core
+
+    def program(place: Place) -> None:
+        group = make_group([0, 1, 2, 3], core, LIMIT)
+        reduce(group)
+        rank = dist.get_rank()
+        if rank == VICTIM:
+            stopped(group)
+        began = time.monotonic()
+        try:
+            if rank == 0:
+                dist.recv(torch.ones(1), VICTIM, group=group)
+            while time.monotonic() - began < LIMIT + SOON + 5:
+                dist.send(torch.ones(1), 0, group=group, tag=9)
+                time.sleep(0.005)
+        except PeerLostError as error:
+            if rank == 0:
+                (folder / "told").write_bytes(pickle.dumps((error.ranks, time.monotonic() - began)))
+            raise
+
+    with pytest.raises(PeerLostError):
+        dure.Processes(4, 60).run(program, lambda event: None)
+    ranks, seconds = pickle.loads((folder / "told").read_bytes())
+    assert ranks == (VICTIM,)
+    assert seconds < LIMIT + SOON
+
+
+@on_both_cores
+@pytest.mark.parametrize("waiting", ["all_reduce", "a receive", "asynchronous works"])
+def test_ctrl_c_reaches_a_rank_that_waits_and_the_others_are_told(scene: Scene, waiting: str) -> None:
+    folder, core = scene.folder, scene.core
+
+    def program(place: Place) -> None:
+        group = make_group([0, 1, 2, 3], core, 30)
+        reduce(group)
+        rank = dist.get_rank()
+        if rank == VICTIM:
+            time.sleep(1)  # whom the others wait for
+        if rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with raises(KeyboardInterrupt):
+                WAITING[waiting](group)
+                for_ever(group)
+            dist.destroy_process_group(group)
+        else:
+            with raises(PeerLostError) as caught:
+                for_ever(group)
+            assert 0 in caught[0].ranks, str(caught[0])
+        (folder / str(rank)).touch()
+
+    dure.Processes(4, 60).run(program, lambda event: None)
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "3"]
+
+
+@on_both_cores
+def test_a_signals_handler_runs_while_a_rank_waits_and_the_call_goes_on(scene: Scene) -> None:
+    core = scene.core
+
+    def program(place: Place) -> None:
+        group = make_group([0, 1], core, 30)
+        heard: list[float] = []
+        began = time.monotonic()
+        if dist.get_rank() == 1:
+            signal.signal(signal.SIGALRM, lambda *_: heard.append(time.monotonic() - began))
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        else:
+            time.sleep(1)
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor, group=group)
+        took = time.monotonic() - began
+        same(tensor, torch.full((4,), 2.0))
+        assert dist.get_rank() == 0 or heard[0] < took - 0.3, f"at {heard}, and the call ended at {took}"
+
+    dure.Processes(2, 60).run(program, lambda event: None)

@@ -308,3 +308,107 @@ def test_nobody_passes_a_barrier_before_all_have_come(ranks: Ranks) -> None:
         assert store.add(f"{key} {number}", 0) == ranks.size
     for _ in range(100):
         dist.barrier(ranks.group)
+
+
+@on_ranks(2, 3, backends=DURE)
+def test_one_element_with_any_stride(ranks: Ranks) -> None:
+    """To torch it is contiguous, whatever its stride."""
+
+    def one(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(1, 2, dtype=dtype)[..., 1].fill_(value)
+
+    for dtype in (torch.float32, torch.int16, torch.bfloat16, torch.bool, torch.int64):
+        total = one(ranks.rank, dtype)
+        dist.all_reduce(total, dist.ReduceOp.MAX, ranks.group)
+        same(total, torch.full((1,), ranks.size - 1, dtype=dtype), dtype)
+        tensor = one(ranks.rank, dtype)
+        dist.broadcast(tensor, group=ranks.group, group_src=1)
+        same(tensor, torch.ones(1, dtype=dtype), dtype)
+        outputs = [one(0, dtype) for _ in ranks.all]
+        dist.all_gather(outputs, one(ranks.rank, dtype), group=ranks.group)
+        same(torch.cat(outputs), torch.arange(ranks.size).to(dtype), dtype)
+        collected = [one(0, dtype) for _ in ranks.all] if ranks.rank == 0 else None
+        dist.gather(one(ranks.rank, dtype), collected, group=ranks.group, group_dst=0)
+        if collected:
+            same(torch.cat(collected), torch.arange(ranks.size).to(dtype), dtype)
+        exchanged = [one(0, dtype) for _ in ranks.all]
+        dist.all_to_all(exchanged, [one(ranks.rank, dtype) for _ in ranks.all], ranks.group)
+        same(torch.cat(exchanged), torch.arange(ranks.size).to(dtype), dtype)
+        part = one(0, dtype)
+        dist.reduce_scatter(part, [one(1, dtype) for _ in ranks.all], dist.ReduceOp.MIN, ranks.group)
+        same(part, torch.ones(1, dtype=dtype), dtype)
+
+
+@on_ranks(2, 3, backends=DURE)
+def test_nothing_with_any_stride(ranks: Ranks) -> None:
+    def nothing() -> torch.Tensor:
+        return torch.empty(0, 2, dtype=torch.float64)[..., 1]
+
+    dist.all_reduce(nothing(), group=ranks.group)
+    dist.broadcast(nothing(), group=ranks.group, group_src=1)
+    dist.all_gather([nothing() for _ in ranks.all], nothing(), group=ranks.group)
+    parts = [nothing() for _ in ranks.all] if ranks.rank == 0 else None
+    dist.gather(nothing(), parts, group=ranks.group, group_dst=0)
+    dist.scatter(nothing(), parts, group=ranks.group, group_src=0)
+    dist.all_to_all([nothing() for _ in ranks.all], [nothing() for _ in ranks.all], ranks.group)
+    dist.reduce_scatter(nothing(), [nothing() for _ in ranks.all], group=ranks.group)
+
+
+@on_ranks(2, 3, backends=DURE)
+def test_an_expanded_tensor_is_brought(ranks: Ranks) -> None:
+    outputs = [torch.zeros(4, 3) for _ in ranks.all]
+    dist.all_gather(outputs, torch.tensor([float(ranks.rank)]).expand(4, 3), group=ranks.group)
+    for rank, output in enumerate(outputs):
+        same(output, torch.full((4, 3), float(rank)), rank)
+
+
+@on_ranks(2, backends=DURE)
+def test_a_lazy_conjugate_arrives_conjugated_or_is_refused(ranks: Ranks) -> None:
+    tensor = torch.full((5,), 1 + 2j)
+    outputs = [torch.zeros(5, dtype=torch.complex64) for _ in ranks.all]
+    try:
+        dist.all_gather(outputs, tensor.conj(), group=ranks.group)
+    except (ValueError, RuntimeError):
+        return
+    for output in outputs:
+        same(output, torch.full((5,), 1 - 2j))
+
+
+@on_ranks(2, 3, backends=DURE)
+def test_a_parameter_with_gaps_is_filled(ranks: Ranks) -> None:
+    """Nobody takes gradients of what arrives."""
+    parameter = torch.nn.Parameter(torch.full((4, 6), float(ranks.rank))[:, ::2])
+    dist.broadcast(parameter, group=ranks.group, group_src=1)
+    same(parameter.detach(), torch.ones(4, 3))
+    dist.all_reduce(parameter, group=ranks.group)
+    same(parameter.detach(), torch.full((4, 3), float(ranks.size)))
+    dist.reduce(parameter, group=ranks.group, group_dst=0)
+
+
+@on_ranks(2, 3, backends=DURE)
+def test_parameters_are_filled_by_every_collective(ranks: Ranks) -> None:
+    def parameter(*shape: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.full(shape, float(ranks.rank)))
+
+    n = ranks.size
+    for asynchronous in (False, True):
+        calls = {
+            "all_gather": lambda how: dist.all_gather([parameter(6) for _ in ranks.all], parameter(6), **how),
+            "all_gather_into_tensor": lambda how: dist.all_gather_into_tensor(parameter(n * 6), parameter(6), **how),
+            "reduce_scatter_tensor": lambda how: dist.reduce_scatter_tensor(parameter(6), parameter(n * 6), **how),
+            "all_to_all_single": lambda how: dist.all_to_all_single(parameter(n), parameter(n), **how),
+            "reduce": lambda how: dist.reduce(parameter(6), group_dst=0, **how),
+            "gather": lambda how: dist.gather(
+                parameter(6), [parameter(6) for _ in ranks.all] if ranks.rank == 0 else None, group_dst=0, **how
+            ),
+            "scatter": lambda how: dist.scatter(
+                parameter(6), [parameter(6) for _ in ranks.all] if ranks.rank == 0 else None, group_src=0, **how
+            ),
+        }
+        for name, call in calls.items():
+            try:
+                work = call({"group": ranks.group, "async_op": asynchronous})
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise AssertionError(f"{name}, {asynchronous=}: {error}") from error

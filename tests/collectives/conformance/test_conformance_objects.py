@@ -132,7 +132,7 @@ def test_functional_collectives_of_many_tensors(ranks: Ranks) -> None:
 
 
 @on_ranks(2, 3)
-def test_functional_all_reduce_passes_gradients(ranks: Ranks) -> None:
+def test_functional_all_gather_passes_gradients(ranks: Ranks) -> None:
     tensor = torch.full((3,), float(ranks.rank), requires_grad=True)
     gathered = functional.all_gather_tensor_autograd(tensor, 0, ranks.group)
     (waited(gathered) * (ranks.rank + 1)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -240,3 +241,27 @@ def test_a_message_that_does_not_fit_is_an_error_where_it_is_received(ranks: Ran
     else:
         with raises(RuntimeError):
             dist.recv(torch.zeros(4), group=ranks.group, group_src=0)
+
+
+@on_ranks(2, backends=DURE)
+def test_one_element_and_nothing_travel_with_any_stride(ranks: Ranks) -> None:
+    for n in (1, 0):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            tensor = torch.zeros(n, 2, dtype=dtype)[..., 1]
+            if ranks.rank == 0:
+                dist.send(tensor.fill_(1), group=ranks.group, group_dst=1)
+            else:
+                dist.recv(tensor, group=ranks.group, group_src=0)
+                same(tensor, torch.ones(n, dtype=dtype), (n, dtype))
+
+
+@on_ranks(2)
+def test_parameters_are_sent_and_received(ranks: Ranks) -> None:
+    for n in (10, 300_000):
+        parameter = torch.nn.Parameter(torch.full((n,), float(ranks.rank + 1)))
+        if ranks.rank == 0:
+            dist.send(parameter, group=ranks.group, group_dst=1)
+        else:
+            time.sleep(0.05)  # it has arrived before it is asked for
+            dist.recv(parameter, group=ranks.group, group_src=0)
+            same(parameter.detach(), torch.ones(n), n)

@@ -347,3 +347,12 @@ def test_many_small_reductions_after_one_another(ranks: Ranks) -> None:
         tensor = torch.tensor([float(number), float(ranks.rank)])
         dist.all_reduce(tensor, group=ranks.group)
         same(tensor, torch.tensor([float(number * ranks.size), float(sum(ranks.all))]), number)
+
+
+@on_ranks(2, backends=DURE)
+def test_a_dtype_that_cannot_be_summed_is_refused_by_name(ranks: Ranks) -> None:
+    with raises((ValueError, RuntimeError, TypeError), "float8_e4m3fn"):
+        dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn), group=ranks.group)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=ranks.group)
+    same(tensor, torch.full((3,), 2.0))
