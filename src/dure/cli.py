@@ -344,7 +344,7 @@ def _start_fork_server() -> None:
         server.start()
 
 
-def _world(strategy: Strategy, workers: int | None, deadline: float = 60.0, backend: Backend = "gloo") -> World:
+def _world(strategy: Strategy, workers: int | None, deadline: float = 60.0, backend: Backend = "dure") -> World:
     """The world for a strategy and the flags --workers, --deadline and --backend."""
     from dure.worlds.here import under_torchrun
     from dure.worlds.processes import Processes

@@ -58,7 +58,7 @@ class TrainOptions:
     Args:
         workers: ranks, for systems that divide the work; one a core by default.
         deadline: seconds that a rank waits for a silent peer.
-        backend: what carries the bytes between ranks: gloo through sockets, dure through shared memory.
+        backend: what carries the bytes between ranks: dure through shared memory, gloo through sockets.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
         out: the run folder; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
@@ -69,7 +69,7 @@ class TrainOptions:
 
     workers: int | None = None
     deadline: float = 60.0
-    backend: Literal["gloo", "dure"] = "gloo"
+    backend: Literal["dure", "gloo"] = "dure"
     seed: int = 0
     out: Path | None = None
     evaluate_every: int | None = None

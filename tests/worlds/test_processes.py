@@ -297,6 +297,8 @@ def test_a_world_without_ranks_or_patience_is_refused() -> None:
 
 
 def test_the_backend_of_the_ranks_is_the_one_asked_for() -> None:
-    assert run(2, lambda place: torch.distributed.get_backend()) == "gloo"
+    assert run(2, lambda place: torch.distributed.get_backend()) == "dure"
+    processes = dure.Processes(2, backend="gloo")
+    assert processes.run(lambda place: torch.distributed.get_backend(), lambda event: None) == "gloo"
     with pytest.raises(ValueError, match="there is no backend 'nccl': it is gloo or dure"):
         dure.Processes(2, backend="nccl")  # type: ignore[arg-type]

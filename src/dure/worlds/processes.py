@@ -47,7 +47,7 @@ class Processes:
 
     ranks: int | None = None
     deadline: float = 60.0
-    backend: Backend = "gloo"
+    backend: Backend = "dure"
 
     name: ClassVar[str] = "processes"
     kind: ClassVar[Kind] = "ranks"

@@ -54,7 +54,7 @@ class Seat:
     port: int
     deadline: float
     threads: int
-    backend: Backend = "gloo"
+    backend: Backend = "dure"
 
 
 class Control:

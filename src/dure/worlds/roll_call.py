@@ -25,6 +25,9 @@ def transfer_seconds(deadline: float) -> float:
     return deadline - min(2.0, deadline / 4)
 
 
+_SIGNS_OF_SILENCE = ("imed out", "imeout", "did not come within")  # in what the backends say
+
+
 class Answer(msgspec.Struct):
     """What a rank says. failed: its own error, if it had one. waited_for: the peer of the transfer that failed."""
 
@@ -95,7 +98,8 @@ class RollCall:
 
         None if every rank is there: the error of the transfer tells more.
         """
-        mine = Answer(waited_for=peer, timed_out="imed out" in str(error) or "imeout" in str(error))
+        text = str(error)
+        mine = Answer(waited_for=peer, timed_out=any(sign in text for sign in _SIGNS_OF_SILENCE))
         self.answer(mine)
         known = Known({self.rank: mine}, {})
         until = time.monotonic() + self.patience

@@ -42,7 +42,7 @@ class Torchrun:
     """
 
     deadline: float = 60.0
-    backend: Backend = "gloo"
+    backend: Backend = "dure"
 
     name: ClassVar[str] = "torchrun"
     kind: ClassVar[Kind] = "ranks"

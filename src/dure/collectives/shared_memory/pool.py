@@ -25,6 +25,7 @@ _PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: the mapping is address space, not memory
 _POPULATE = 23  # MADV_POPULATE_WRITE
 _PUNCH_FROM = 1 << 24
+_MOST = 256 << 30  # so that the pools of hundreds of ranks fit into one address space
 
 
 class Mapping:
@@ -49,7 +50,7 @@ class Pool:
     """This process's shared memory, and which of it is free. `allocate` and `release` may come from any thread."""
 
     def __init__(self) -> None:
-        wanted = os.sysconf("SC_PHYS_PAGES") * _PAGE
+        wanted = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
         self.descriptor = os.memfd_create("dure-pool")
         while True:
             try:
@@ -143,7 +144,7 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     goes back to the pool with the last tensor that uses it. In a forked child it stays the parent's memory.
 
     size: the shape, as integers or as one sequence. dtype: None is torch's default. Raises MemoryError when the
-    pool, which is as large as the machine's memory, is used up.
+    pool, which is as large as the machine's memory (256 GiB at most), is used up.
     """
     shape = [int(length) for part in size for length in ([part] if isinstance(part, int) else part)]
     if any(length < 0 for length in shape):

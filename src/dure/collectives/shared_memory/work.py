@@ -139,6 +139,7 @@ class Line:
         self._ahead = 0  # calls in line or running on the thread
         self._count = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def begin(self) -> bool:
         """Whether the caller may run a call at once; `end` says that it has."""
@@ -162,6 +163,8 @@ class Line:
         """Puts a call at the end of the line."""
         work = Work(tensors)
         with self._count:
+            if self._closed:
+                raise RuntimeError("this process group was destroyed: make a new one")
             self._ahead += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -185,7 +188,9 @@ class Line:
 
     def close(self, seconds: float) -> bool:
         """Lets the calls in line end; returns whether they did in time."""
-        thread = self._thread
+        with self._count:
+            self._closed = True
+            thread = self._thread
         if thread is None:
             return True
         self._waiting.put(None)
