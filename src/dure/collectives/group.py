@@ -41,7 +41,17 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
-    return _Shared() if process_group is None else _shared.setdefault(process_group, _Shared())
+    if process_group is None:
+        return _Shared()
+    known = _shared.get(process_group)
+    return known if known is not None else _shared.setdefault(process_group, _Shared())
+
+
+def settle(process_group: dist.ProcessGroup) -> None:
+    """Waits until all operations that were issued on a process group through `Group`s have ended."""
+    known = _shared.get(process_group)
+    if known is not None:
+        known.line.settle()
 
 
 class Group:

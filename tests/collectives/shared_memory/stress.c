@@ -52,7 +52,7 @@ static void fill(int32_t *tensor, uint64_t n, int rank, int call) {
 static void all_reduce(struct core *core, int call, uint64_t n, int root, int pooled, int32_t *own) {
     int32_t *tensor = pooled ? (int32_t *)pools[core->rank] : own;
     fill(tensor, n, core->rank, call);
-    int status = core_all_reduce(core, I32, SUM, root, n, (char *)tensor, (char *)tensor, pooled ? 0 : NOT_POOLED);
+    int status = core_all_reduce(core, I32 + 256 * SUM, root, n, (char *)tensor);
     expect(status == DONE, "status of all_reduce", core->rank, call);
     if (root >= 0 && root != core->rank) return;
     for (uint64_t i = 0; i < n; i++) expect(tensor[i] == total(i, call), "sum", core->rank, call);
@@ -127,7 +127,7 @@ static void messages(struct core *core, int call, uint64_t n, int32_t *own, int3
 static void mistake(struct core *core, int call, uint64_t n, int who, int32_t *own) {
     uint64_t count = core->rank == who ? n + 1 : n;
     fill(own, count, core->rank, call);
-    int status = core_all_reduce(core, I32, SUM, -1, count, (char *)own, (char *)own, NOT_POOLED);
+    int status = core_all_reduce(core, I32 + 256 * SUM, -1, count, (char *)own);
     expect(status == MISMATCH, "status of a mismatch", core->rank, call);
 }
 
@@ -136,7 +136,7 @@ static void *run(void *argument) {
     uint64_t shared = seed, private = seed + (uint64_t)rank + 1;
     int32_t *own = malloc(4 * (MOST + 1) * RANKS), *out = malloc(4 * MOST * RANKS);
     struct core *core = core_open(segment, rank, size, SLOT, STAGED, CHANNEL, spin, spin, patient, NULL);
-    for (int peer = 0; peer < size; peer++) core_set_pool(core, peer, pools[peer]);
+    for (int peer = 0; peer < size; peer++) core_set_pool(core, peer, pools[peer], 4096 * 64);
     for (int call = 0; call < calls; call++) {
         uint64_t kind = next(&shared) % 8, n = next(&shared) % 3 ? next(&shared) % 60 : next(&shared) % MOST;
         int root = (int)(next(&shared) % (uint64_t)size), pooling = (int)(next(&shared) % 3);

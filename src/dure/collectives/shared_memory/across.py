@@ -104,6 +104,7 @@ class Across:
             store.set(f"address {self._here}", address or "unknown")
             self._leaders = _Gloo(PrefixStore("leaders", store), self._here, len(hosts), options)
         host.tell, host.remote = self._tell, self._told
+        host.grace = 0.0 if self._leads else 2 * _PATIENCE  # leaders wait for each other, and know better who is late
 
     # Collectives, as `Host` has them.
 

@@ -36,7 +36,6 @@ from dure.collectives.shared_memory.calls import (
     NUMBER_OF,
     REDUCE_SCATTER,
     SCATTER,
-    SENSIBLE,
     SUM,
     Call,
     check_reducible,
@@ -98,6 +97,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._across = Across(store, rank, self.hosts, self._host, names) if len(self.hosts) > 1 else None
         self._ranks: Collectives = self._across or self._host
         self._line = Line(f"dure group of {size}")
+        self._direct: Callable[..., Any] = self._host.direct(self._line)
+        if self._across is not None:
+            self._direct = lambda tensor, op: False
         self._mailbox = Mailbox(self._host, NUMBER_OF)
         self._here = next(host for host in self.hosts if rank in host)
         self._reduce = self._ranks.all_reduce
@@ -146,15 +148,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers around it.
         """
-        if not ((tensor.dtype, op) in SENSIBLE and tensor.is_cpu and tensor.layout is torch.strided):
+        if not self._direct(tensor, op):
             tensor = _reducible(tensor, op)
-        if not (tensor.is_contiguous() and self._line.begin()):
             self._line.now(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
-            return
-        try:
-            self._reduce(tensor, op)
-        finally:
-            self._line.end()
 
     @staticmethod
     def _in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -509,7 +505,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._host.leave()
         for name in ("all_reduce", "reduce_scatter", "exchange"):
             setattr(self._ranks, name, _destroyed)
-        self._reduce = _destroyed
+        self._reduce = self._direct = _destroyed
         if self._mailbox.close() and ended:  # else a thread still uses what would go
             self._host.close()
 

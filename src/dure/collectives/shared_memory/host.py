@@ -15,6 +15,7 @@ import msgspec
 from torch import Tensor
 
 from dure.collectives.shared_memory.calls import Call
+from dure.collectives.shared_memory.work import Line
 from dure.errors import PeerLostError
 
 TICK = 0.1
@@ -149,11 +150,17 @@ class Host(ABC):
         self.timeout = timeout
         self._watch = Watch(members)
         self._error: BaseException | None = None
-        # Where the group spans hosts: what this rank does, in words; how to tell the others of a loss, which returns
-        # the one told first; and what has been told.
+        # Where the group spans hosts: what this rank does, in words; seconds that it waits longer, because a rank it
+        # waits for may itself wait for the network; how to tell the others of a loss, which returns the one told
+        # first; and what has been told.
         self.doing: tuple[str, str] | None = None
+        self.grace = 0.0
         self.tell: Callable[[PeerLostError], PeerLostError] = lambda loss: loss
         self.remote: Callable[[], PeerLostError | None] = lambda: None
+
+    def direct(self, line: Line) -> Callable[..., bool]:
+        """A shorter way to `all_reduce(tensor, op)` in the line's turn; False where there is none for this tensor."""
+        return lambda tensor, op: False
 
     # What a core does.
 
@@ -240,7 +247,7 @@ class Host(ABC):
         """What there is to say of the ranks that are missing; called while a collective waits."""
         missing = self.missing()
         loss = self.loss_among(missing, *self._now())
-        if loss is None and waited >= self.timeout:
+        if loss is None and waited >= self.timeout + self.grace:
             loss = self.silent(missing, *self._now())
         return loss or self.remote()
 

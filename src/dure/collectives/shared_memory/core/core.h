@@ -55,7 +55,6 @@ enum op { SUM = 0, PRODUCT, MIN, MAX, BAND, BOR, BXOR, AVG, OPS };
 
 /* Where peers find the input of a call. */
 enum place { SLOT = 0, STAGE, POOL };
-#define NOT_POOLED UINT64_MAX
 
 /* What a rank asks for: 64 bytes, so that it travels in one cache line. */
 struct call {
@@ -121,6 +120,7 @@ struct core {
     struct deal *deals;            /* [rank][parity][peer] */
     char *slots, *stages, *channels;
     char **pools;                  /* where each rank's pool is mapped here, or NULL */
+    uint64_t pool_bytes;           /* of this rank's own */
     int rank, size;
     uint64_t slot_bytes, stage_bytes, channel_bytes;
     uint64_t syncs, number, windows;
@@ -146,7 +146,7 @@ PUBLIC uint64_t core_segment_bytes(int size, uint64_t slot_bytes, uint64_t stage
 PUBLIC struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, uint64_t stage_bytes,
                               uint64_t channel_bytes, uint64_t spin_ns, uint64_t yield_ns, tick_function tick,
                               struct interpreter *interpreter);
-PUBLIC void core_set_pool(struct core *core, int rank, void *base);
+PUBLIC void core_set_pool(struct core *core, int rank, void *base, uint64_t bytes);
 PUBLIC void core_close(struct core *core);
 PUBLIC void core_leave(struct core *core);
 PUBLIC int core_abort(struct core *core, const char *reason);
@@ -176,8 +176,7 @@ char *slot_of(struct core *core, int rank);
 char *stage_of(struct core *core, int rank, uint64_t window);
 
 /* reducing.c, copying.c: collectives. Each returns an enum status. */
-PUBLIC int core_all_reduce(struct core *core, int dtype, int op, int root, uint64_t count, const char *in, char *out,
-                           uint64_t pool);
+PUBLIC int core_all_reduce(struct core *core, int code, int root, uint64_t count, char *tensor);
 PUBLIC int core_reduce_scatter(struct core *core, struct call *call, const struct part *blocks, char *out);
 PUBLIC int core_exchange(struct core *core, struct call *call, const struct part *parts, int n_parts,
                          const struct deal *deals, const struct pull *pulls);

@@ -59,7 +59,10 @@ struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, u
     return core;
 }
 
-void core_set_pool(struct core *core, int rank, void *base) { core->pools[rank] = base; }
+void core_set_pool(struct core *core, int rank, void *base, uint64_t bytes) {
+    core->pools[rank] = base;
+    if (rank == core->rank) core->pool_bytes = bytes;
+}
 
 void core_close(struct core *core) {
     free(core->pools);

@@ -33,15 +33,15 @@ static int wants(const struct core *core, const struct call *call) {
     return call->root < 0 || call->root == core->rank;
 }
 
-static int reduce_slots(struct core *core, const struct call *call, const char *in, char *out) {
+static int reduce_slots(struct core *core, const struct call *call, char *tensor) {
     const char *srcs[core->size];
-    memcpy(slot_of(core, core->rank), in, call->bytes);
+    memcpy(slot_of(core, core->rank), tensor, call->bytes);
     int status = core_sync(core);
     if (status != DONE) return status;
     if (!agreed(core)) return MISMATCH;
     if (!wants(core, call)) return DONE;
-    for (int rank = 0; rank < core->size; rank++) srcs[rank] = rank == core->rank ? in : slot_of(core, rank);
-    core_reduce(&out, 1, srcs, core->size, call->count, call->dtype, call->op);
+    for (int rank = 0; rank < core->size; rank++) srcs[rank] = rank == core->rank ? tensor : slot_of(core, rank);
+    core_reduce(&tensor, 1, srcs, core->size, call->count, call->dtype, call->op);
     return DONE;
 }
 
@@ -75,16 +75,16 @@ static struct window window_at(struct core *core, const struct call *call, uint6
     return window;
 }
 
-static void copy_in(struct core *core, const struct call *call, struct window window, const char *in) {
+static void copy_in(struct core *core, const struct call *call, struct window window, const char *tensor) {
     uint64_t width = core_width(call->dtype);
     struct range mine = part_of(window.n, width, core->rank, core->size);
     char *stage = stage_of(core, core->rank, window.number);
-    in += window.from * width;
-    memcpy(stage, in, mine.from * width);
-    memcpy(stage + mine.to * width, in + mine.to * width, (window.n - mine.to) * width);
+    tensor += window.from * width;
+    memcpy(stage, tensor, mine.from * width);
+    memcpy(stage + mine.to * width, tensor + mine.to * width, (window.n - mine.to) * width);
 }
 
-static void sum_part(struct core *core, const struct call *call, struct window window, const char *in, char *out) {
+static void sum_part(struct core *core, const struct call *call, struct window window, char *tensor) {
     const char *srcs[core->size];
     char *dsts[2];
     uint64_t width = core_width(call->dtype);
@@ -92,31 +92,31 @@ static void sum_part(struct core *core, const struct call *call, struct window w
     uint64_t own = (window.from + mine.from) * width;
     int nd = 0;
     for (int rank = 0; rank < core->size; rank++)
-        srcs[rank] = rank == core->rank ? in + own : stage_of(core, rank, window.number) + mine.from * width;
+        srcs[rank] = rank == core->rank ? tensor + own : stage_of(core, rank, window.number) + mine.from * width;
     if (call->root != core->rank) dsts[nd++] = result_of(core, core->rank, window.number) + mine.from * width;
-    if (wants(core, call)) dsts[nd++] = out + own;
+    if (wants(core, call)) dsts[nd++] = tensor + own;
     core_reduce(dsts, nd, srcs, core->size, mine.to - mine.from, call->dtype, call->op);
 }
 
-static void copy_out(struct core *core, const struct call *call, struct window window, char *out) {
+static void copy_out(struct core *core, const struct call *call, struct window window, char *tensor) {
     uint64_t width = core_width(call->dtype);
     for (int step = 1; step < core->size; step++) {
         int rank = (core->rank + step) % core->size;
         struct range part = part_of(window.n, width, rank, core->size);
-        memcpy(out + (window.from + part.from) * width,
+        memcpy(tensor + (window.from + part.from) * width,
                result_of(core, rank, window.number) + part.from * width, (part.to - part.from) * width);
     }
 }
 
 /* After the sync that follows copy_in(0). */
-static int reduce_windows(struct core *core, const struct call *call, const char *in, char *out) {
+static int reduce_windows(struct core *core, const struct call *call, char *tensor) {
     uint64_t most = core->stage_bytes / core_width(call->dtype), count = (call->count + most - 1) / most;
     int status = DONE;
     for (uint64_t w = 0; w <= count && status == DONE; w++) {
-        if (w > 0 && wants(core, call)) copy_out(core, call, window_at(core, call, w - 1), out);
+        if (w > 0 && wants(core, call)) copy_out(core, call, window_at(core, call, w - 1), tensor);
         if (w == count) break;
-        sum_part(core, call, window_at(core, call, w), in, out);
-        if (w + 1 < count) copy_in(core, call, window_at(core, call, w + 1), in);
+        sum_part(core, call, window_at(core, call, w), tensor);
+        if (w + 1 < count) copy_in(core, call, window_at(core, call, w + 1), tensor);
         status = core_sync(core);
     }
     core->windows += count;
@@ -130,36 +130,38 @@ static int pools(struct core *core) {
     return count;
 }
 
-static int reduce_large(struct core *core, struct call *call, const char *in, char *out) {
-    if (call->place == STAGE) copy_in(core, call, window_at(core, call, 0), in);
+static int reduce_large(struct core *core, struct call *call, char *tensor) {
+    if (call->place == STAGE) copy_in(core, call, window_at(core, call, 0), tensor);
     int status = core_sync(core);
     if (status != DONE) return status;
     if (!agreed(core)) return MISMATCH;
     int pooled = pools(core);
     if (pooled == core->size) return reduce_pools(core, call);
     if (pooled > 0) { /* some, not all: those in a pool are staged as well */
-        if (call->place == POOL) copy_in(core, call, window_at(core, call, 0), in);
+        if (call->place == POOL) copy_in(core, call, window_at(core, call, 0), tensor);
         status = core_sync(core);
     }
-    return status == DONE ? reduce_windows(core, call, in, out) : status;
+    return status == DONE ? reduce_windows(core, call, tensor) : status;
 }
 
-/* Where root is -1 every rank's `out` gets the sum, else root's alone. pool: the tensor's offset in this rank's pool,
- * or NOT_POOLED. */
-int core_all_reduce(struct core *core, int dtype, int op, int root, uint64_t count, const char *in, char *out,
-                    uint64_t pool) {
+/* In place; where root is -1 every rank's tensor gets the sum, else the root's alone. code: dtype + 256 * op. */
+int core_all_reduce(struct core *core, int code, int root, uint64_t count, char *tensor) {
     struct call call = {.kind = root < 0 ? ALL_REDUCE : REDUCE,
-                        .dtype = (uint16_t)dtype,
-                        .op = (uint16_t)op,
+                        .dtype = (uint16_t)(code & 255),
+                        .op = (uint16_t)(code >> 8),
                         .root = root,
                         .count = count,
-                        .bytes = count * core_width(dtype),
-                        .pool = pool,
-                        .place = pool == NOT_POOLED ? STAGE : POOL};
+                        .place = STAGE};
+    call.bytes = count * core_width(call.dtype);
+    uint64_t offset = (uint64_t)(tensor - core->pools[core->rank]);
+    if (core->pool_bytes >= call.bytes && offset <= core->pool_bytes - call.bytes) {
+        call.place = POOL;
+        call.pool = offset;
+    }
     int small = call.bytes <= core->slot_bytes;
     if (small) call.place = SLOT;
     begin(core, &call);
-    return finish(core, small ? reduce_slots(core, &call, in, out) : reduce_large(core, &call, in, out));
+    return finish(core, small ? reduce_slots(core, &call, tensor) : reduce_large(core, &call, tensor));
 }
 
 /* One window of all blocks: stage holds the window's part of each block, but for this rank's own. */
