@@ -20,7 +20,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_RE
 test: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-test browser lint types docs format clean
+.PHONY: help run test install install-test browser iproute2 lint types docs format clean
 
 help:
 	@echo "make run     install dure into .venv and compare all systems on the built-in digits"
@@ -35,7 +35,7 @@ run: install
 	@out="runs/compare-digits-$$(date +%Y%m%d-%H%M%S)"; \
 	$(BIN)/dure compare digits --out "$$out" && echo "open it in a browser: file://$$PWD/$$out/report.html"
 
-test: lint types browser
+test: lint types browser iproute2
 	@echo "documentation and tests"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
@@ -96,3 +96,11 @@ browser:
 	  command -v apt-get >/dev/null \
 	  && { $$as_root apt-get -qq update && $$as_root apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 \
 	  || echo "chromium could not be installed: tests of the report in a browser are skipped"; }
+
+# The tests of groups that span hosts emulate two with network namespaces, which takes root. Without they are skipped.
+iproute2:
+	@[ "$$(id -u)" != 0 ] || command -v ip >/dev/null || { \
+	  echo "installing iproute2"; \
+	  command -v apt-get >/dev/null \
+	  && { apt-get -qq update && apt-get -qq install -y --no-install-recommends iproute2; } >/dev/null 2>&1 \
+	  || echo "iproute2 could not be installed: tests of groups that span hosts are skipped"; }
