@@ -43,6 +43,7 @@ from dure.collectives.shared_memory.calls import (
     REDUCE,
     SUM,
     Call,
+    bytes_of,
     mismatch,
     unequal,
 )
@@ -161,7 +162,7 @@ class Across:
             self._to_each(parts, pulls, deals or ())
 
     def _broadcast(self, root: int, tensor: Tensor) -> None:
-        flat = tensor.view(-1).view(torch.uint8)
+        flat = bytes_of(tensor)
         if root in self._hosts[self._here]:
             self._share(flat, self._hosts[self._here].index(root))
         if self._leads:
@@ -172,8 +173,8 @@ class Across:
             self._share(flat, 0)
 
     def _all_gather(self, own: Tensor, pulls: dict[int, Pull]) -> None:
-        flat = {rank: pull.into.view(-1).view(torch.uint8) for rank, pull in pulls.items()}
-        mine = own.view(-1).view(torch.uint8)
+        flat = {rank: bytes_of(pull.into) for rank, pull in pulls.items()}
+        mine = bytes_of(own)
         flat[self._rank] = mine
         here = self._hosts[self._here]
         near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
@@ -191,7 +192,7 @@ class Across:
 
     def _to_each(self, parts: Sequence[Tensor], pulls: dict[int, Pull], deals: Sequence[Deal]) -> None:
         """From rank to rank; what a rank keeps stays with the caller."""
-        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(part.view(-1).view(torch.uint8) for part in parts)])
+        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(part) for part in parts)])
         others = [rank for rank in range(self._size) if rank != self._rank]
         given = {rank: flat[deals[rank].offset :][: deals[rank].nbytes] for rank in others}
         leaving = torch.cat([given[rank] for rank in others])
@@ -201,7 +202,7 @@ class Across:
         self._wait(self._all.alltoall_base(arriving, leaving, taken, sizes, dist.AllToAllOptions()))
         for rank, part in enumerate(torch.split(arriving, taken)):
             if rank in pulls:
-                pulls[rank].into.view(-1).view(torch.uint8).copy_(part)
+                bytes_of(pulls[rank].into).copy_(part)
 
     def _share(self, tensor: Tensor, place: int) -> None:
         """Within this host: the tensor of the rank at `place` to all."""

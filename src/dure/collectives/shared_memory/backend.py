@@ -46,6 +46,7 @@ from dure.collectives.shared_memory.host import Collectives, Deal, Pull
 from dure.collectives.shared_memory.mailbox import ANY, Mailbox
 from dure.collectives.shared_memory.meeting import Core, meet
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
+from dure.errors import DureError
 
 _groups: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
 
@@ -189,29 +190,32 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._issue(run, opts, [tensor])
 
-    def _reduce_blocks(self, output: Tensor, blocks: list[Tensor], op: int) -> None:
-        """`output` becomes the reduction of all ranks' blocks[rank]."""
-        _reducible(output, op)
-        blocks = [block.contiguous() for block in blocks]
-        sizes = [block.numel() for block in blocks]
+    def _check_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> None:
+        for tensor in (output, *blocks):
+            _reducible(tensor, op)
         if len(blocks) != self._size:
             raise ValueError(f"reduce_scatter among {self._size} ranks takes as many inputs, not {len(blocks)}")
-        if sizes[self._rank] != output.numel():
+        own = blocks[self._rank].numel()
+        if own != output.numel():
             raise ValueError(
-                f"reduce_scatter into {output.numel()} elements, but the input for rank {self._rank} has "
-                f"{sizes[self._rank]}"
+                f"reduce_scatter into {output.numel()} elements, but the input for rank {self._rank} has {own}"
             )
         if any(block.dtype != output.dtype for block in blocks):
             raise ValueError(f"reduce_scatter into {output.dtype} of inputs that are not all {output.dtype}")
+
+    def _reduce_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> None:
+        """`output` becomes the reduction of all ranks' blocks[rank]."""
+        dense = [block.contiguous() for block in blocks]
+        sizes = [block.numel() for block in dense]
         call = Call(REDUCE_SCATTER, NUMBER_OF[output.dtype], op, -1, sum(sizes), _unequal(sizes))
-        out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        self._ranks.reduce_scatter(blocks, out, op, call)
-        if out is not output:
-            output.copy_(out)
+        out = _dense_like(output)
+        self._ranks.reduce_scatter(dense, out, op, call)
+        _copy_back([out], [output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         output, blocks = _single(outputs), _single(inputs)
+        self._check_blocks(output, blocks, op)
         return self._issue(lambda: self._reduce_blocks(output, blocks, op), opts, [output])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
@@ -220,6 +224,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         for output, source in zip(outputs, inputs, strict=True):
+            if source.dtype != output.dtype:
+                raise ValueError(f"reduce_scatter of {source.dtype} into {output.dtype}: they have to be the same")
             _reducible(source, op)
             if source.numel() != output.numel() * self._size:
                 raise ValueError(
@@ -230,7 +236,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 blocks = _split(source.contiguous().view(-1), [output.numel()] * self._size, self._size)
-                self._reduce_blocks(output.view(-1) if output.is_contiguous() else output, list(blocks), op)
+                self._reduce_blocks(output, blocks, op)
 
         return self._issue(run, opts, outputs)
 
@@ -257,18 +263,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
         else:
             self._ranks.exchange(call, [], {root: Pull(0, dense)})
 
+    def _check_gathered(self, outputs: Sequence[Tensor], source: Tensor) -> None:
+        for tensor in (source, *outputs):
+            check_tensor(tensor)
+        if len(outputs) != self._size:
+            raise ValueError(f"all_gather among {self._size} ranks takes as many outputs, not {len(outputs)}")
+        own = outputs[self._rank]
+        if own.numel() != source.numel() or any(output.dtype != source.dtype for output in outputs):
+            raise ValueError(
+                f"all_gather of {source.numel()} elements of {source.dtype}, but the output for rank {self._rank} has "
+                f"{own.numel()} of {own.dtype}"
+            )
+
     def _gather_all(self, outputs: Sequence[Tensor], source: Tensor) -> None:
         """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to all."""
         sizes = [output.numel() for output in outputs]
         extra = _unequal(sizes)
         call = Call(ALL_GATHER, NUMBER_OF[source.dtype], 0, -1, sum(sizes) if extra else source.numel(), extra)
-        if len(outputs) != self._size:
-            raise ValueError(f"all_gather among {self._size} ranks takes as many outputs, not {len(outputs)}")
-        if sizes[self._rank] != source.numel() or any(output.dtype != source.dtype for output in outputs):
-            raise ValueError(
-                f"all_gather of {source.numel()} {source.dtype} into outputs of {sizes} {outputs[0].dtype}: "
-                f"that of rank {self._rank} does not fit"
-            )
         dense = source.contiguous()
         pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
         self._ranks.exchange(call, [dense], pulls)
@@ -278,9 +289,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         source, targets = _single(inputs), _single(outputs)
-        check_tensor(source)
-        for target in targets:
-            check_tensor(target)
+        self._check_gathered(targets, source)
 
         def run() -> None:
             dense = [_dense_like(target) for target in targets]
@@ -291,10 +300,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """output_lists[rank][k]: what `rank` gives as inputs[k]."""
+        gathers = [([outputs[index] for outputs in output_lists], source) for index, source in enumerate(inputs)]
+        for targets, source in gathers:
+            self._check_gathered(targets, source)
 
         def run() -> None:
-            for index, source in enumerate(inputs):
-                targets = [outputs[index] for outputs in output_lists]
+            for targets, source in gathers:
                 dense = [_dense_like(target) for target in targets]
                 self._gather_all(dense, source)
                 _copy_back(dense, targets)
@@ -308,6 +319,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, source in zip(outputs, inputs, strict=True):
             check_tensor(output)
             check_tensor(source)
+            if output.dtype != source.dtype:
+                raise ValueError(f"all_gather of {source.dtype} into {output.dtype}: they have to be the same")
             if output.numel() != source.numel() * self._size:
                 raise ValueError(
                     f"all_gather of {source.numel()} elements from each of {self._size} ranks, into "
@@ -475,11 +488,27 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # The order of calls, and the end.
 
     def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Tensor]) -> Work:
-        """Runs a call at once where the caller waits for it anyway; else in line."""
+        """Runs a call at once where the caller waits for it anyway; else in line.
+
+        Arguments have been checked, so that what fails now is a surprise: the others are told, and do not wait.
+        """
+        run = self._telling(run)
         if not getattr(opts, "asyncOp", True):
             self._line.now(run)
             return FINISHED  # type: ignore[return-value]
         return self._line.later(run, tensors)
+
+    def _telling(self, run: Callable[[], None]) -> Callable[[], None]:
+        def told() -> None:
+            try:
+                run()
+            except DureError:  # which the others get as well
+                raise
+            except Exception as error:
+                self._host.end(f"failed ({type(error).__name__}: {error})")
+                raise
+
+        return told
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to do: calls run in the order of their issue in any case."""

@@ -130,6 +130,16 @@ def check_tensor(tensor: Tensor) -> None:
     )
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in one dimension. Tensors of one element or none are contiguous whatever their strides."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, in its memory."""
+    return flat(tensor).view(torch.uint8)
+
+
 def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:
     """The error for ranks whose calls differ; the same on every rank. names: what errors call the ranks."""
     made: dict[str, list[int]] = {}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dure.collectives.shared_memory.calls import bytes_of
 from dure.collectives.shared_memory.host import TICK, Host
 from dure.collectives.shared_memory.work import Work
 from dure.errors import MismatchError, PeerLostError
@@ -25,6 +26,7 @@ from dure.errors import MismatchError, PeerLostError
 _HEADER = struct.Struct("<qqq")  # bytes, tag, dtype
 ANY = -1
 _SOON = 0.001  # seconds after which the thread takes over what nobody waits for
+_ASIDE_BYTES = 64 << 20  # of messages that nobody has asked for, from each source, before it has to wait
 _QUIET_ROUNDS = 50  # of these, after which the thread rests
 
 
@@ -42,7 +44,8 @@ class Letter(Work):
 
     def delivered(self, source: int) -> None:
         if self.dense is not self.tensor:
-            self.tensor.copy_(self.dense)
+            with torch.inference_mode():
+                self.tensor.copy_(self.dense)
         self.source = source
         self.finish()
 
@@ -100,7 +103,7 @@ class Mailbox:
             self._raise_if_over()
             if to == self._host.members.rank:
                 kind = self._number_of[tensor.dtype]
-                self._arrived(_Aside(to, tag, kind, _bytes_of(letter.dense.clone()), complete=True))
+                self._arrived(_Aside(to, tag, kind, bytes_of(letter.dense.clone()), complete=True))
                 letter.finish()
             else:
                 self._leaving.setdefault(to, deque()).append(letter)
@@ -128,20 +131,23 @@ class Mailbox:
 
     def carry_until(self, letter: Letter, seconds: float | None) -> bool:
         """Carries all messages on until this one is done; False after `seconds`."""
-        start = time.monotonic()
+        start = looked = time.monotonic()
         with self._carrying():
             while not letter.is_completed():
                 seen = self._host.bell()
                 with self._lock:
                     moved = self._step()
-                if moved or letter.is_completed():
-                    continue
-                waited = time.monotonic() - start
-                if seconds is not None and waited >= seconds:
+                if letter.is_completed():
+                    break
+                now = time.monotonic()
+                if seconds is not None and now - start >= seconds:
                     return False
-                self._host.bell_wait(seen, TICK)
-                if time.monotonic() - start - waited >= TICK / 2 and (loss := self._look_around(letter, waited)):
-                    self._end(self._host.abort(loss))
+                if now - looked >= TICK:  # by the clock: others may talk on while this one's peer is lost
+                    looked = now
+                    if (loss := self._look_around(letter, now - start)) is not None:
+                        self._end(self._host.abort(loss))
+                if not moved:
+                    self._host.bell_wait(seen, TICK)
         return True
 
     @contextmanager
@@ -204,10 +210,7 @@ class Mailbox:
             address = stream.header.data_ptr() + stream.read
             moved = self._host.channel_read(source, address, _HEADER.size - stream.read)
             stream.read += moved
-            if stream.read < _HEADER.size:
-                return moved > 0
-            self._open(source, stream)
-            return True
+            return moved > 0 if stream.read < _HEADER.size else self._open(source, stream)
         assert stream.body is not None
         left = stream.length - stream.read
         moved = self._host.channel_read(source, stream.body.data_ptr() + stream.read, left) if left else 0
@@ -217,19 +220,31 @@ class Mailbox:
             return True
         return moved > 0
 
-    def _open(self, source: int, stream: _Stream) -> None:
-        """A header is there: where does its body go?"""
-        stream.length, stream.tag, stream.kind = _HEADER.unpack(stream.header.numpy().tobytes())
-        stream.read = 0
+    def _open(self, source: int, stream: _Stream) -> bool:
+        """A header is there: where does its body go? False: nowhere yet, and there is too much put aside already."""
+        length, stream.tag, stream.kind = _HEADER.unpack(stream.header.numpy().tobytes())
         stream.letter = next((letter for letter in self._wanted if _matches(letter, source, stream.tag)), None)
         if stream.letter is not None:
             self._wanted.remove(stream.letter)
+        elif self._full(source):
+            return False
+        stream.length, stream.read = length, 0
         if stream.letter is not None and self._fits(stream.letter, stream.length, stream.kind):
-            stream.body = _bytes_of(stream.letter.dense)
+            stream.body = bytes_of(stream.letter.dense)
         else:
             stream.body = torch.empty(stream.length, dtype=torch.uint8)
         if stream.letter is None:
             self._aside.append(_Aside(source, stream.tag, stream.kind, stream.body))
+        return True
+
+    def _full(self, source: int) -> bool:
+        """Whether a source has to wait until somebody asks for its messages.
+
+        It has not while a receive waits for another message of it, which may come behind these.
+        """
+        if any(letter.peer in (ANY, source) for letter in self._wanted):
+            return False
+        return sum(aside.body.numel() for aside in self._aside if aside.source == source) >= _ASIDE_BYTES
 
     def _shut(self, source: int, stream: _Stream) -> None:
         """A body is complete."""
@@ -261,7 +276,7 @@ class Mailbox:
         if not self._fits(letter, aside.body.numel(), aside.kind):
             letter.finish(self._misfit(letter, aside.source, aside.body.numel()))
             return
-        _bytes_of(letter.dense).copy_(aside.body)
+        bytes_of(letter.dense).copy_(aside.body)
         letter.delivered(aside.source)
 
     def _fits(self, letter: Letter, nbytes: int, kind: int) -> bool:
@@ -317,6 +332,14 @@ class Mailbox:
         self._work_to_do.set()
 
     def _carry(self) -> None:
+        try:
+            self._carry_what_nobody_carries()
+        except BaseException as error:
+            self._host.end(f"failed to carry its messages ({type(error).__name__}: {error})")
+            self._end(self._host.aborted() or self._left())
+            raise
+
+    def _carry_what_nobody_carries(self) -> None:
         """Looks every now and then for messages that nobody has carried on meanwhile; rests when there are none."""
         quiet = 0
         while not self._closed:
@@ -359,7 +382,3 @@ class Mailbox:
 
 def _matches(letter: Letter, source: int, tag: int) -> bool:
     return letter.peer in (ANY, source) and letter.tag == tag
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

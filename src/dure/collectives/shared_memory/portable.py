@@ -36,6 +36,7 @@ from dure.collectives.shared_memory.calls import (
     REDUCE,
     SUM,
     Call,
+    bytes_of,
     mismatch,
     unequal,
 )
@@ -266,7 +267,7 @@ class PortableHost(Host):
         deals: Sequence[Deal] | None = None,
     ) -> None:
         rank = self.members.rank
-        given = [part.view(-1).view(torch.uint8) for part in parts]
+        given = [bytes_of(part) for part in parts]
         mine = given[0] if len(given) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *given])
         self._begin(call, mine.numel())
         if deals:
@@ -282,7 +283,7 @@ class PortableHost(Host):
                 longest = int(self._seats[:, _BYTES].max())
             for peer, pull in pulls.items():
                 offset = int(self._deals[peer, rank, 0]) if deals else pull.offset
-                self._take(peer, start, offset, pull.into.view(-1).view(torch.uint8))
+                self._take(peer, start, offset, bytes_of(pull.into))
             self._sync()
             start += _STAGE_BYTES
         self._finish()

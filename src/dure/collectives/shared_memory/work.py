@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -129,7 +130,8 @@ FINISHED = _Finished()
 class Line:
     """Calls wait in line for one thread, which starts with the first call that is not synchronous.
 
-    A synchronous call runs on the caller's thread if nobody is before it.
+    A synchronous call runs on the caller's thread if nobody is before it. Calls run in inference mode, so that they
+    may write to parameters, and to tensors that were made in inference mode, as calls in C++ may.
     """
 
     def __init__(self, name: str) -> None:
@@ -153,7 +155,8 @@ class Line:
         """Runs a call and returns when it is done."""
         if self.begin():
             try:
-                call()
+                with torch.inference_mode():
+                    call()
             finally:
                 self.end()
             return
@@ -177,7 +180,7 @@ class Line:
             call, work = item
             error: BaseException | None = None
             try:
-                with self._turn:
+                with self._turn, torch.inference_mode():
                     call()
             except BaseException as raised:
                 error = raised
