@@ -164,7 +164,8 @@ class Contest:
             group = self._process_group("torch" if "torch" in name else "c")
             tensor = self._tensor("ordinary" if "ordinary" in name else "pool", n)
             if name == "dure-direct":
-                return (lambda: all_reduce(tensor, group, "native")), tensor
+                reduce: Callable[[Tensor], None] = group.all_reduce  # type: ignore[attr-defined]
+                return (lambda: reduce(tensor)), tensor
             return (lambda: dist.all_reduce(tensor, group=group)), tensor
         tensor = self._tensor("ordinary", n)
         if kind == "floor":

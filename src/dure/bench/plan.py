@@ -32,7 +32,7 @@ _FIXED = (
     Contender("gloo", "gloo", "peer", "torch.distributed.all_reduce of a gloo group"),
     Contender("open-mpi", "Open MPI", "peer", "MPI_Allreduce in place on numpy arrays, by mpi4py"),
     Contender("dure", "dure", "backend", "torch.distributed.all_reduce of a dure group, tensors of empty_shared"),
-    Contender("dure-direct", "dure, direct", "backend", "dure.collectives.all_reduce, native, tensors of empty_shared"),
+    Contender("dure-direct", "dure, direct", "backend", "the group's own all_reduce(tensor), tensors of empty_shared"),
     Contender("dure-ordinary", "dure, ordinary", "backend", "torch.distributed.all_reduce, ordinary tensors"),
     Contender("dure-torch", "dure in torch", "backend", "a dure group without the C core, tensors of empty_shared"),
     Contender("dure-torch-ordinary", "dure in torch, ordinary", "backend", "the same with ordinary tensors"),
