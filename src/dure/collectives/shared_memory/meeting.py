@@ -27,7 +27,7 @@ from dure.errors import PeerLostError
 
 Core = Literal["auto", "c", "torch"]
 
-_SPIN = 30e-6
+_SPIN = 1e-6
 _YIELD = 60e-6
 _mappings: WeakValueDictionary[tuple[int, int, int], Mapping] = WeakValueDictionary()
 # The pools of peers: a process maps each once, for all groups.
