@@ -98,9 +98,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._across = Across(store, rank, self.hosts, self._host, names) if len(self.hosts) > 1 else None
         self._ranks: Collectives = self._across or self._host
         self._line = Line(f"dure group of {size}")
-        self._direct: Callable[..., Any] = self._host.direct(self._line)
-        if self._across is not None:
-            self._direct = lambda tensor, op: False
+        if self._across is None:
+            self.all_reduce = self._host.direct(self._line, self.all_reduce)
         self._mailbox = Mailbox(self._host, NUMBER_OF)
         self._here = next(host for host in self.hosts if rank in host)
         self._reduce = self._ranks.all_reduce
@@ -149,9 +148,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers around it.
         """
-        if not self._direct(tensor, op):
-            tensor = _reducible(tensor, op)
-            self._line.now(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
+        tensor = _reducible(tensor, op)
+        self._line.now(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
 
     @staticmethod
     def _in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -534,7 +532,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._host.leave()
         for name in ("all_reduce", "reduce_scatter", "exchange"):
             setattr(self._ranks, name, _destroyed)
-        self._reduce = self._direct = _destroyed
+        self._reduce = self.all_reduce = _destroyed
         if self._mailbox.close() and ended:  # else a thread still uses what would go
             self._host.close()
 

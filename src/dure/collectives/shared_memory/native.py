@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.collectives.shared_memory.calls import NUMBER_OF, SENSIBLE, Call, mismatch, unequal
+from dure.collectives.shared_memory.calls import NUMBER_OF, SENSIBLE, SUM, Call, mismatch, unequal
 from dure.collectives.shared_memory.host import Deal, Host, Members, Progress, Pull
 from dure.collectives.shared_memory.pool import Mapping, Pool
 from dure.collectives.shared_memory.work import Line
@@ -22,7 +22,7 @@ _DONE, _MISMATCH, _ABORTED, _GAVE_UP, _BAD_SIZES = range(5)
 _STAGE, _POOL = 1, 2
 
 SLOT_BYTES = 16 << 10
-STAGE_BYTES = 512 << 10
+STAGE_BYTES = 256 << 10
 CHANNEL_BYTES = 256 << 10
 
 
@@ -198,28 +198,22 @@ class NativeHost(Host):
         if status:
             raise self._failed(status)
 
-    def direct(self, line: Line) -> Callable[..., bool]:
-        """`all_reduce` for those who count microseconds: False if the tensor, or the line, needs more care.
+    def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
+        core, everybody, reduce = c_void_p(self._core), c_int(-1), self._all_reduce  # looked up and converted once
+        take_turn, give_turn, strided, failed = line.turn.acquire, line.turn.release, torch.strided, self._failed
+        code_of = {(dtype, op): NUMBER_OF[dtype] + 256 * op for dtype, op in SENSIBLE}.get
 
-        What does not change is looked up once, and converted to C once.
-        """
-        core, everybody, reduce = c_void_p(self._core), c_int(-1), self._all_reduce
-        begin, end, strided, failed = line.begin, line.end, torch.strided, self._failed
-        codes = {(dtype, op): NUMBER_OF[dtype] + 256 * op for dtype, op in SENSIBLE}
-
-        def all_reduce(tensor: Tensor, op: int) -> bool:
-            code = codes.get((tensor.dtype, op))
-            if code is None or tensor.layout is not strided or not (tensor.is_cpu and tensor.is_contiguous()):
-                return False
-            if not begin():
-                return False
+        def all_reduce(tensor: Tensor, op: int = SUM) -> None:
+            code = code_of((tensor.dtype, op))
+            dense = tensor.layout is strided and tensor.is_cpu and tensor.is_contiguous()
+            if code is None or not dense or line.ahead or not take_turn(False):
+                return otherwise(tensor, op)
             try:
                 status = reduce(core, code, everybody, tensor.numel(), tensor.data_ptr())
                 if status:
                     raise failed(status)
             finally:
-                end()
-            return True
+                give_turn()
 
         return all_reduce
 

@@ -136,20 +136,20 @@ class Line:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()  # held by whoever runs a call
+        self.turn = threading.Lock()  # held by whoever runs a call
         self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
-        self._ahead = 0  # calls in line or running on the thread
+        self.ahead = 0  # calls in line or running on the thread
         self._count = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def begin(self) -> bool:
         """Whether the caller may run a call at once; `end` says that it has."""
-        return self._ahead == 0 and self._turn.acquire(blocking=False)
+        return self.ahead == 0 and self.turn.acquire(blocking=False)
 
     def end(self) -> None:
         """Lets the next call run."""
-        self._turn.release()
+        self.turn.release()
 
     def now(self, call: Callable[[], None]) -> None:
         """Runs a call and returns when it is done."""
@@ -168,7 +168,7 @@ class Line:
         with self._count:
             if self._closed:
                 raise RuntimeError("this process group was destroyed: make a new one")
-            self._ahead += 1
+            self.ahead += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -180,12 +180,12 @@ class Line:
             call, work = item
             error: BaseException | None = None
             try:
-                with self._turn, torch.inference_mode():
+                with self.turn, torch.inference_mode():
                     call()
             except BaseException as raised:
                 error = raised
             with self._count:
-                self._ahead -= 1
+                self.ahead -= 1
             work.finish(error)
             del item, call, work, error
 

@@ -1,4 +1,4 @@
-/* Reductions: out = in_0 op in_1 op … op in_(n-1), in this order, a tile of a few KB at a time so that partial
+/* Reductions: out = in_0 op in_1 op … op in_(n-1), in this order, a tile of some KB at a time so that partial
  * results stay in the first-level cache. Half precision is summed in float32 and rounded once, at the end.
  *
  * Every kernel is compiled for plain, AVX2 and AVX-512 machines (kernels.inc); which one runs is found out at the
@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-#define TILE 4096 /* bytes of a tile in the type that sums are formed in */
+#define TILE 16384 /* bytes of a tile in the type that sums are formed in: long enough to read each tensor in runs */
 
 typedef uint8_t u8;
 typedef int8_t i8;
