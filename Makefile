@@ -73,7 +73,7 @@ $(BIN)/python:
 	  $(PYTHON) -m pip --quiet --python $(BIN)/python install $(PIP_ARGS) pip; } \
 	|| { rm -rf $(VENV); echo "no environment could be made: apt-get install python3-venv" >&2; exit 1; }
 
-CORE := $(wildcard src/dure/collectives/shared_memory/core/*)
+CORE := $(wildcard src/dure/collectives/shared_memory/core/*.*) $(wildcard src/dure/collectives/shared_memory/core/*/*)
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
 	@echo "installing torch (about 200 MB, more where the index has only the CUDA build)"

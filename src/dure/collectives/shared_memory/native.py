@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.machinery
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint16, c_uint32, c_uint64, c_void_p
@@ -137,6 +138,15 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
     return core
 
 
+def _short_way() -> Callable[..., int] | None:
+    """`core_all_reduce` without ctypes; None where the package was installed without Python's headers."""
+    try:
+        module = importlib.import_module("dure.collectives.shared_memory._direct")
+    except ImportError:
+        return None
+    return module.all_reduce  # type: ignore[no-any-return]
+
+
 def instructions() -> str:
     """Which instructions the sums use here: plain, avx2 or avx512."""
     core = library()
@@ -199,7 +209,8 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
-        core, everybody, reduce = c_void_p(self._core), c_int(-1), self._all_reduce  # looked up and converted once
+        reduce, core = _short_way() or self._by_ctypes, self._core
+        function = ctypes.cast(self._all_reduce, c_void_p).value or 0
         take_turn, give_turn, strided, failed = line.turn.acquire, line.turn.release, torch.strided, self._failed
         code_of = {(dtype, op): NUMBER_OF[dtype] + 256 * op for dtype, op in SENSIBLE}.get
 
@@ -209,13 +220,16 @@ class NativeHost(Host):
             if code is None or not dense or line.ahead or not take_turn(False):
                 return otherwise(tensor, op)
             try:
-                status = reduce(core, code, everybody, tensor.numel(), tensor.data_ptr())
+                status = reduce(function, core, code, tensor.numel(), tensor.data_ptr())
                 if status:
                     raise failed(status)
             finally:
                 give_turn()
 
         return all_reduce
+
+    def _by_ctypes(self, function: int, core: int, code: int, count: int, address: int) -> int:
+        return int(self._all_reduce(core, code, -1, count, address))
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
         parts = (_Part * len(blocks))(*(_Part(block.data_ptr(), block.nbytes) for block in blocks))
