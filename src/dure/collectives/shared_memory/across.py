@@ -93,6 +93,7 @@ class Across:
         self._leads = hosts[self._here][0] == rank
         self._verdicts = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
         self._store = store
+        self._store_is_gone = False
         self._number = 0
         address = address_towards(store)
         make = _Gloo.create_device
@@ -277,8 +278,7 @@ class Across:
             time.sleep(TICK / 2)
         others = [index for index in range(len(self._hosts)) if index != self._here]
         named = [index for index in others if self._address_of(index) in reason] or others
-        first = reason.splitlines()[0]
-        return self._loss([self._hosts[index][0] for index in named], f"closed its connection ({first})")
+        return self._loss([self._hosts[index][0] for index in named], "closed its connection")
 
     def _address_of(self, index: int) -> str:
         try:
@@ -296,14 +296,18 @@ class Across:
             text = msgspec.json.encode(Loss.of(loss)).decode()
             return msgspec.json.decode(self._verdicts.compare_set("verdict", "", text), type=Loss).error()
         except RuntimeError:  # the store has gone with its host
+            self._store_is_gone = True
             return loss
 
     def _told(self) -> PeerLostError | None:
+        if self._store_is_gone:  # each further question would make torch print how it failed
+            return None
         try:
             if not self._verdicts.check(["verdict"]):
                 return None
             return msgspec.json.decode(self._verdicts.get("verdict"), type=Loss).error()
         except RuntimeError:
+            self._store_is_gone = True
             return None
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
@@ -335,14 +339,9 @@ class Parcel(Work):
         self, across: Across, work: Any, dense: Tensor, peer: int, name: str, into: Tensor | None = None
     ) -> None:
         super().__init__([dense if into is None else into])
-        self._across, self._work, self._dense, self._peer, self._name, self._into = (
-            across,
-            work,
-            dense,
-            peer,
-            name,
-            into,
-        )
+        self._across, self._work = across, work
+        self._dense, self._into = dense, into
+        self._peer, self._name = peer, name
 
     def _await(self, seconds: float | None) -> bool:
         if self._done.is_set():
@@ -350,7 +349,8 @@ class Parcel(Work):
         try:
             self._work.wait(timedelta(seconds=seconds if seconds is not None else self._across.timeout))
         except RuntimeError as error:
-            reason = f"did not come or closed its connection ({str(error).splitlines()[0]})"
+            silent = "imed out" in str(error)
+            reason = f"did not come within {self._across.timeout:g} s" if silent else "closed its connection"
             self.finish(self._across.lost(self._peer, self._name, reason))
             return True
         if self._into is not None and self._into is not self._dense:
