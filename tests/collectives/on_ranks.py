@@ -15,12 +15,12 @@ from dure.strategy import Place
 
 
 def on_ranks(ranks: int, program: Callable[[Place], Any]) -> list[Any]:
-    """What `program` returns on every rank, in order of rank."""
+    """What `program` returns on every rank, in order of rank; gloo carries its bytes."""
 
     def gathered(place: Place) -> list[Any]:
         return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))]
 
-    result: list[Any] = dure.Processes(ranks, deadline=20).run(gathered, lambda event: None)
+    result: list[Any] = dure.Processes(ranks, deadline=20, backend="gloo").run(gathered, lambda event: None)
     return result
 
 
