@@ -15,6 +15,7 @@ once. Before every call the leaders exchange what their ranks have called, so th
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -333,33 +334,27 @@ class Across:
 
 
 class Parcel(Work):
-    """A message to or from another host, which gloo carries."""
+    """A message to or from another host, which gloo carries; a thread waits for it, as gloo cannot be asked."""
 
     def __init__(
         self, across: Across, work: Any, dense: Tensor, peer: int, name: str, into: Tensor | None = None
     ) -> None:
         super().__init__([dense if into is None else into])
-        self._across, self._work = across, work
-        self._dense, self._into = dense, into
-        self._peer, self._name = peer, name
 
-    def _await(self, seconds: float | None) -> bool:
-        if self._done.is_set():
-            return True
-        try:
-            self._work.wait(timedelta(seconds=seconds if seconds is not None else self._across.timeout))
-        except RuntimeError as error:
-            silent = "imed out" in str(error)
-            reason = f"did not come within {self._across.timeout:g} s" if silent else "closed its connection"
-            self.finish(self._across.lost(self._peer, self._name, reason))
-            return True
-        if self._into is not None and self._into is not self._dense:
-            self._into.copy_(self._dense)
-        self.finish()
-        return True
+        def carry() -> None:
+            try:
+                work.wait(timedelta(seconds=across.timeout))
+            except RuntimeError as error:
+                silent = "imed out" in str(error)
+                reason = f"did not come within {across.timeout:g} s" if silent else "closed its connection"
+                self.finish(across.lost(peer, name, reason))
+                return
+            if into is not None and into is not dense:
+                with torch.inference_mode():
+                    into.copy_(dense)
+            self.finish()
 
-    def is_completed(self) -> bool:
-        return bool(self._done.is_set() or self._work.is_completed())
+        threading.Thread(target=carry, name="dure parcel", daemon=True).start()
 
 
 def _workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:

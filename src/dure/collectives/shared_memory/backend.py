@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.across import Across
 from dure.collectives.shared_memory.calls import (
@@ -94,6 +94,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._store = store
         self._process = os.getpid()
         self._group_name, self._description = "", ""
+        store = PrefixStore(f"group {store.add(f'groups of {rank}', 1)}", store)  # keys of an earlier group may stand
         self.hosts, self._host = meet(store, rank, names, timeout.total_seconds(), options.core)
         self._across = Across(store, rank, self.hosts, self._host, names) if len(self.hosts) > 1 else None
         self._ranks: Collectives = self._across or self._host
@@ -149,7 +150,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers around it.
         """
         tensor = _reducible(tensor, op)
-        self._line.now(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
+        self._line.now(self._telling(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op))))
 
     @staticmethod
     def _in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -188,9 +189,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._issue(run, opts, [tensor])
 
-    def _check_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> None:
-        for tensor in (output, *blocks):
-            _reducible(tensor, op)
+    def _checked_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> tuple[Tensor, list[Tensor]]:
+        output, blocks = _reducible(output, op), [_reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
             raise ValueError(f"reduce_scatter among {self._size} ranks takes as many inputs, not {len(blocks)}")
         own = blocks[self._rank].numel()
@@ -200,6 +200,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             )
         if any(block.dtype != output.dtype for block in blocks):
             raise ValueError(f"reduce_scatter into {output.dtype} of inputs that are not all {output.dtype}")
+        return output, blocks
 
     def _reduce_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> None:
         """`output` becomes the reduction of all ranks' blocks[rank]."""
@@ -213,7 +214,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         output, blocks = _single(outputs), _single(inputs)
-        self._check_blocks(output, blocks, op)
+        output, blocks = self._checked_blocks(output, blocks, op)
         return self._issue(lambda: self._reduce_blocks(output, blocks, op), opts, [output])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
@@ -224,15 +225,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, source in zip(outputs, inputs, strict=True):
             if source.dtype != output.dtype:
                 raise ValueError(f"reduce_scatter of {source.dtype} into {output.dtype}: they have to be the same")
-            _reducible(source, op)
             if source.numel() != output.numel() * self._size:
                 raise ValueError(
                     f"reduce_scatter of {source.numel()} elements among {self._size} ranks, into "
                     f"{output.numel()}: the input must have exactly {self._size} times as many"
                 )
 
+        pairs = [
+            (_reducible(output, op), _reducible(source, op)) for output, source in zip(outputs, inputs, strict=True)
+        ]
+
         def run() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
+            for output, source in pairs:
                 blocks = _split(source.contiguous().view(-1), [output.numel()] * self._size, self._size)
                 self._reduce_blocks(output, blocks, op)
 
@@ -339,7 +343,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         source, root = _single(inputs), opts.rootRank
         targets = _single(outputs) if outputs else []
-        check_tensor(source)
+        for tensor in (source, *targets):
+            _check_like(tensor, source)
         if root == self._rank and len(targets) != self._size:
             raise ValueError(f"gather among {self._size} ranks takes as many outputs, not {len(targets)}")
 
@@ -360,7 +365,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         output, root = _single(outputs), opts.rootRank
         sources = _single(inputs) if inputs else []
-        check_tensor(output)
+        for tensor in (output, *sources):
+            _check_like(tensor, output)
         if root == self._rank and len(sources) != self._size:
             raise ValueError(f"scatter among {self._size} ranks takes as many inputs, not {len(sources)}")
 
@@ -387,7 +393,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 f"{len(outputs)}"
             )
         for tensor in (*outputs, *inputs):
-            check_tensor(tensor)
+            _check_like(tensor, outputs[0])
 
         def run() -> None:
             dense = [_dense_like(output) for output in outputs]
@@ -408,8 +414,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work:
-        check_tensor(output)
-        check_tensor(source)
+        _check_like(output, output)
+        _check_like(source, output)
+        if self._size > 1 and not (output.dim() and source.dim()):
+            raise ValueError("all_to_all splits tensors along their first dimension, and a single number has none")
         for name, tensor, splits in (("output", output, output_splits), ("input", source, input_splits)):
             rows = tensor.shape[0] if tensor.dim() else 0
             if splits and (sum(splits) != rows or len(splits) != self._size):
@@ -526,19 +534,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._closed = True
         seconds = timeout.total_seconds() if timeout is not None else self._host.timeout
         ended = self._line.close(seconds)
-        if not ended:
+        if not self._line.turn.acquire(blocking=False):  # it stays taken: nothing begins any more
             self._host.end("left the group with calls under way")
-            ended = self._line.close(1)
+            ended = self._line.turn.acquire(timeout=1) and self._line.close(1)
         self._host.leave()
         for name in ("all_reduce", "reduce_scatter", "exchange"):
             setattr(self._ranks, name, _destroyed)
         self._reduce = self.all_reduce = _destroyed
-        if self._mailbox.close() and ended:  # else a thread still uses what would go
+        if self._mailbox.close() and ended:  # else somebody still uses what would go: a few hundred bytes stay
             self._host.close()
-
-
-def _destroyed(*_: Any) -> None:
-    raise RuntimeError("this process group was destroyed: make a new one")
 
 
 @atexit.register
@@ -550,10 +554,28 @@ def leave_all() -> None:
                 group._host.leave()
 
 
+def _abandon_all() -> None:
+    for group in list(_groups):
+        group._line.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _destroyed(*_: Any) -> None:
+    raise RuntimeError("this process group was destroyed: make a new one")
+
+
 def _single(values: list[Any]) -> Any:
     if len(values) != 1:
         raise ValueError(f"a rank has one device here and so gives one tensor, not {len(values)}")
     return values[0]
+
+
+def _check_like(tensor: Tensor, other: Tensor) -> None:
+    check_tensor(tensor)
+    if tensor.dtype != other.dtype:
+        raise ValueError(f"all tensors of a call have one dtype, not {tensor.dtype} and {other.dtype}")
 
 
 def _reducible(tensor: Tensor, op: int) -> Tensor:

@@ -121,10 +121,12 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
 
 def check_tensor(tensor: Tensor) -> None:
     """Raises ValueError for tensors that do not lie densely in the memory of this host."""
-    if tensor.is_cpu and tensor.layout is torch.strided:
+    if tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj()):
         return
     if tensor.layout is not torch.strided:
         raise ValueError(f"the dure backend takes dense tensors, not {tensor.layout}: call to_dense() first")
+    if tensor.is_cpu:
+        raise ValueError("the tensor is a negated or conjugated view: call resolve_neg().resolve_conj() first")
     raise ValueError(
         f"the dure backend takes CPU tensors, not one on {tensor.device}: use nccl for those, as a group of its own"
     )

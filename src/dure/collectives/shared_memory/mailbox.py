@@ -162,14 +162,17 @@ class Mailbox:
                 self._carriers -= 1
 
     def close(self) -> bool:
-        """No more messages: what is still under way fails. Whether the mailbox's thread has ended."""
+        """No more messages: what is still under way fails. Whether nobody uses the host's channels any more."""
         self._closed = True
         self._end(self._left())
         self._work_to_do.set()
         self._host.ring(self._host.members.rank)
         if self._thread is not None:
             self._thread.join(1)
-        return self._thread is None or not self._thread.is_alive()
+        until = time.monotonic() + 1
+        while self._carriers and time.monotonic() < until:
+            time.sleep(_SOON)
+        return not self._carriers and (self._thread is None or not self._thread.is_alive())
 
     def _left(self) -> PeerLostError:
         return PeerLostError((self._own_name(),), "send or recv", "this group", "left the group")
@@ -248,18 +251,18 @@ class Mailbox:
 
     def _shut(self, source: int, stream: _Stream) -> None:
         """A body is complete."""
-        body, letter = stream.body, stream.letter
+        body, letter, length = stream.body, stream.letter, stream.length
+        stream.read, stream.length, stream.body, stream.letter = 0, -1, None, None
         assert body is not None
         if letter is None:
             aside = next(aside for aside in self._aside if aside.body is body)
             aside.complete = True
             if aside.letter is not None:
                 self._hand_over(aside)
-        elif not self._fits(letter, stream.length, stream.kind):
-            letter.finish(self._misfit(letter, source, stream.length))
+        elif not self._fits(letter, length, stream.kind):
+            letter.finish(self._misfit(letter, source, length))
         else:
             letter.delivered(source)
-        stream.read, stream.length, stream.body, stream.letter = 0, -1, None, None
 
     def _arrived(self, aside: _Aside) -> None:
         """A rank's message to itself."""

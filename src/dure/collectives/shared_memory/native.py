@@ -216,7 +216,7 @@ class NativeHost(Host):
 
         def all_reduce(tensor: Tensor, op: int = SUM) -> None:
             code = code_of((tensor.dtype, op))
-            dense = tensor.layout is strided and tensor.is_cpu and tensor.is_contiguous()
+            dense = tensor.layout is strided and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
             if code is None or not dense or line.ahead or not take_turn(False):
                 return otherwise(tensor, op)
             try:
@@ -259,6 +259,8 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def _failed(self, status: int) -> BaseException:
+        if status in (_GAVE_UP, _ABORTED):
+            self._pool.pin()
         if status == _GAVE_UP:
             # Without an error from `tick` a signal's handler has raised, at the latest when `tick` was entered.
             self._error = self._error or self._interpreter.take_error() or KeyboardInterrupt()

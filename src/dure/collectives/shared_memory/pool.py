@@ -64,6 +64,8 @@ class Pool:
         self.nbytes = self.mapping.nbytes
         self.address = self.mapping.address
         self._free = [(0, self.nbytes)]  # offset and length, in order, never adjacent
+        self._used: set[int] = set()
+        self._pinned: set[int] = set()
         self._lock = threading.RLock()  # a tensor may be collected, and so released, in the middle of `allocate`
 
     def offset(self, address: int, nbytes: int) -> int | None:
@@ -81,6 +83,7 @@ class Pool:
                     break
             else:
                 raise MemoryError(f"the shared pool has no {nbytes} bytes left of {self.nbytes}")
+            self._used.add(offset)
         with contextlib.suppress(OSError, ValueError):  # older kernels fault the pages in one by one
             self.mapping.memory.madvise(_POPULATE, offset, length)
         return offset
@@ -91,6 +94,9 @@ class Pool:
             with contextlib.suppress(OSError, ValueError):
                 self.mapping.memory.madvise(mmap.MADV_REMOVE, offset, length)
         with self._lock:
+            self._used.discard(offset)
+            if offset in self._pinned:
+                return
             at = bisect.bisect(self._free, (offset, 0))
             start, end = offset, offset + length
             if at < len(self._free) and self._free[at][0] == end:
@@ -99,6 +105,14 @@ class Pool:
                 at -= 1
                 start = self._free.pop(at)[0]
             self._free.insert(at, (start, end - start))
+
+    def pin(self) -> None:
+        """Never gives the addresses that are in use now to another tensor.
+
+        Called when a group has failed: a peer that only was stopped may go on and write the rest of a sum.
+        """
+        with self._lock:
+            self._pinned |= self._used
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(size) * dtype.itemsize

@@ -31,13 +31,19 @@ class Work(dist.Work):
         self.source = -1
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The call is done, or has failed."""
+        """The call is done, or has failed; what comes first stays.
+
+        What hangs on its future runs on a thread of its own: it may wait for other calls of the group, as some of
+        DistributedDataParallel's communication hooks do.
+        """
         with self._lock:
+            if self._done.is_set():
+                return
             self._error = error
             self._done.set()
             future = self._future
         if future is not None:
-            self._settle(future)
+            threading.Thread(target=self._settle, args=(future,), name="dure future", daemon=True).start()
 
     def _settle(self, future: Future[Any]) -> None:
         error = self._error
@@ -142,6 +148,11 @@ class Line:
         self._count = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+
+    def abandon(self) -> None:
+        """In a forked child: the line, and its thread, are the parent's."""
+        self._closed = True
+        self.turn.acquire(blocking=False)
 
     def begin(self) -> bool:
         """Whether the caller may run a call at once; `end` says that it has."""

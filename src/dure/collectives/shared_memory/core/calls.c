@@ -8,7 +8,7 @@ static uint64_t mixed(uint64_t hash, uint64_t value) {
 
 /* Sizes of gathers, scatters and all-to-alls may differ between ranks; their deals are compared instead. */
 static uint64_t fingerprint(const struct call *call) {
-    uint64_t hash = mixed(call->kind, ((uint64_t)call->dtype << 32) | call->op);
+    uint64_t hash = mixed(mixed(0, call->kind), ((uint64_t)call->dtype << 32) | call->op);
     hash = mixed(hash, (uint64_t)(uint32_t)call->root);
     hash = mixed(hash, call->extra);
     return mixed(hash, call->kind < GATHER ? call->count : 0);
