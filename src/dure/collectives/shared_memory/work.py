@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,11 +30,11 @@ class Work(dist.Work):
         self._lock = threading.Lock()
         self.source = -1
 
-    def finish(self, error: BaseException | None = None) -> None:
+    def finish(self, error: BaseException | None = None, here: bool = False) -> None:
         """The call is done, or has failed; what comes first stays.
 
-        What hangs on its future runs on a thread of its own: it may wait for other calls of the group, as some of
-        DistributedDataParallel's communication hooks do.
+        What hangs on its future may wait for other calls of the group, as some communication hooks of
+        DistributedDataParallel do: it runs on a thread of its own, unless `here` can wait.
         """
         with self._lock:
             if self._done.is_set():
@@ -42,7 +42,9 @@ class Work(dist.Work):
             self._error = error
             self._done.set()
             future = self._future
-        if future is not None:
+        if future is not None and here:
+            self._settle(future)
+        elif future is not None:
             threading.Thread(target=self._settle, args=(future,), name="dure future", daemon=True).start()
 
     def _settle(self, future: Future[Any]) -> None:
@@ -146,7 +148,9 @@ class Line:
         self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self.ahead = 0  # calls in line or running on the thread
         self._count = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._door = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._free = 0  # threads that do not settle a future
         self._closed = False
 
     def abandon(self) -> None:
@@ -180,34 +184,53 @@ class Line:
             if self._closed:
                 raise RuntimeError("this process group was destroyed: make a new one")
             self.ahead += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+            if not self._threads:
+                self._start_thread()
             self._waiting.put((call, work))
         return work
 
+    def _start_thread(self) -> None:
+        """One more thread that takes calls; two are enough unless futures wait for calls that futures wait for."""
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._threads.append(thread)
+        self._free += 1
+        thread.start()
+
     def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
+        while True:
+            with self._door:  # who takes the next call also takes the next turn
+                item = self._waiting.get()
+                if item is None:
+                    self._waiting.put(None)  # for the other threads
+                    return
+                self.turn.acquire()
             call, work = item
             error: BaseException | None = None
             try:
-                with self.turn, torch.inference_mode():
+                with torch.inference_mode():
                     call()
             except BaseException as raised:
                 error = raised
+            finally:
+                self.turn.release()
             with self._count:
                 self.ahead -= 1
-            work.finish(error)
+                self._free -= 1
+                if self._free == 0 and not self._closed:
+                    self._start_thread()  # what hangs on this call's future may wait for the next call
+            work.finish(error, here=True)
+            with self._count:
+                self._free += 1
             del item, call, work, error
 
     def close(self, seconds: float) -> bool:
         """Lets the calls in line end; returns whether they did in time."""
         with self._count:
             self._closed = True
-            thread = self._thread
-        if thread is None:
-            return True
+            threads = list(self._threads)
         self._waiting.put(None)
-        with contextlib.suppress(RuntimeError):  # from the thread itself
-            thread.join(seconds)
-        return not thread.is_alive()
+        until = time.monotonic() + seconds
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
