@@ -52,7 +52,7 @@ def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: 
 
 
 def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) -> None:
-    run(2, lambda place: print(f"hello from {place.group.rank}", flush=True))
+    run(2, lambda place: print(f"hello from {place.group.rank}\n", end="", flush=True))  # one write each
     assert sorted(capfd.readouterr().out.split("\n"))[1:] == ["hello from 0", "hello from 1"]
 
 
