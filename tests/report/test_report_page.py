@@ -110,7 +110,7 @@ def test_hostile_text_stays_text(tmp_path: Path, report: Report) -> None:
     summary["per_worker"][0]["name"] = summary["ended"] = summary["unit"] = summary["world"] = hostile
     (run / "summary.json").write_text(json.dumps(summary))
     page = report(run, title=hostile)
-    assert page.count("<script") == 2  # the data and page.js; the third, plotly, is cut out by the fixture
+    assert page.count("<script") == 3  # the data, common.js, page.js; the fourth, plotly, is cut out by the fixture
     assert not re.search(r"<img|<!--|<script>alert", page)
     assert embedded(page)["runs"][0]["label"] == hostile
     assert hostile in text_of(page)

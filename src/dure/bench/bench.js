@@ -1,34 +1,7 @@
-// Draws the charts of a benchmark from the page's JSON with plotly; theme, and contenders switched on and off.
-// Colours come from style.css by name, so a change of theme is one redraw. What went wrong is kept in
-// body[data-errors], and how many charts were drawn in body[data-charts-drawn].
+// Draws the charts of a benchmark from the page's JSON; contenders are switched on and off.
 "use strict";
 (() => {
-  const body = document.body;
-  const errors = [];
-  const fail = (what) => {
-    errors.push(String(what));
-    body.dataset.errors = JSON.stringify(errors);
-  };
-  body.dataset.errors = "[]";
-  addEventListener("error", (event) => fail(event.message));
-  addEventListener("unhandledrejection", (event) => fail(event.reason));
-
-  const $ = (id) => document.getElementById(id);
-  const data = JSON.parse($("data").textContent);
-  const touch = matchMedia("(pointer: coarse)").matches;
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-
-  const colour = (text) => {
-    $("probe").style.color = text;
-    return getComputedStyle($("probe")).color;
-  };
-  const coloured = (value) => {
-    if (typeof value === "string") return value.startsWith("var(--") ? colour(value) : value;
-    if (Array.isArray(value)) return value.some((v) => v && typeof v !== "number") ? value.map(coloured) : value;
-    if (value && typeof value === "object")
-      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, coloured(inner)]));
-    return value;
-  };
+  const { $, data, touch, plain, draw: react, mark, drawEach, onTheme } = common;
 
   const sizeText = (bytes) => {
     for (const unit of ["B", "KiB", "MiB"]) {
@@ -46,10 +19,7 @@
       for (const step of steps) ticks.push(step * 10 ** e);
     return ticks;
   };
-  const axis = (more) => ({
-    gridcolor: "var(--line)", linecolor: "var(--line)", tickcolor: "var(--line)", zeroline: false, automargin: true,
-    tickfont: { color: "var(--soft)", size: 12 }, type: "log", ...more,
-  });
+  const axis = (more) => common.axis({ tickfont: { color: "var(--soft)", size: 12 }, type: "log", ...more });
   const sizeAxis = (sizes) => {
     const few = sizes.filter((_, i) => sizes.length < 6 || i % 2 === 0);
     return axis({ tickvals: few, ticktext: few.map(sizeText), tickangle: 0, range: [Math.log10(sizes[0] / 1.4), Math.log10(sizes[sizes.length - 1] * 1.4)] });
@@ -60,27 +30,9 @@
     const pad = 1.3;
     return axis({ tickvals: ticks, ticktext: ticks.map(text), range: [Math.log10(Math.min(...known) / pad), Math.log10(Math.max(...known) * pad)] });
   };
-  const layout = (more) => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
-    margin: { l: 12, r: 12, t: 12, b: 32 }, dragmode: touch ? false : "zoom",
-    font: { family: "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', sans-serif", size: 13, color: "var(--ink)" },
-    hoverlabel: { bgcolor: "var(--raised)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 13 }, align: "left" },
-    ...more,
-  });
-  const draw = (element, traces, wanted) =>
-    Plotly.react(element, coloured(traces), coloured(layout(wanted)), { responsive: true, displayModeBar: false });
+  const draw = (element, traces, wanted) => react(element, traces, { margin: { l: 12, r: 12, t: 12, b: 32 }, ...wanted });
 
-  const shapes = {
-    circle: "M14 2a4 4 0 1 1 0 8a4 4 0 1 1 0-8", square: "M10.4 2.4h7.2v7.2h-7.2z", diamond: "M14 1l5 5-5 5-5-5z",
-    cross: "M12.8 1.5h2.4v3.3h3.3v2.4h-3.3v3.3h-2.4V7.2H9.5V4.8h3.3z",
-  };
-  const dashes = { solid: "", dash: "5 3", dot: "1.5 2.5", dashdot: "6 2 1.5 2" };
-  const swatch = (element, look) => {
-    element.innerHTML =
-      `<path d="M0 6H28" fill="none" stroke="${look.color}" stroke-width="2" stroke-dasharray="${dashes[look.dash]}"/>` +
-      `<path d="${shapes[look.symbol]}" fill="${look.color}"/>`;
-  };
-  for (const element of document.querySelectorAll(".swatch")) swatch(element, data.contenders[element.dataset.run]);
+  for (const element of document.querySelectorAll(".swatch")) mark(element, data.contenders[element.dataset.run]);
 
   const charts = [];
   const hidden = new Set();
@@ -118,19 +70,7 @@
   for (const element of document.querySelectorAll("[data-time]")) panel(element, element.dataset.time, "seconds", secondsText, "time of a call");
   for (const element of document.querySelectorAll("[data-bandwidth]")) panel(element, element.dataset.bandwidth, "bus_bandwidth", bandwidthText, "bus bandwidth");
 
-  const drawAll = () => {
-    let drawn = 0;
-    for (const chart of charts) {
-      try {
-        chart();
-        drawn += 1;
-      } catch (error) {
-        fail(error.stack || error);
-      }
-    }
-    body.dataset.chartsDrawn = drawn;
-    body.dataset.width = document.documentElement.scrollWidth;
-  };
+  const drawAll = () => drawEach(charts);
 
   for (const chip of document.querySelectorAll(".legend button[data-run]")) {
     const run = Number(chip.dataset.run);
@@ -184,18 +124,6 @@
     }
   }
 
-  const root = document.documentElement;
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  try {
-    const kept = localStorage.getItem("dure-theme");
-    if (kept === "light" || kept === "dark") root.dataset.theme = kept;
-  } catch { /* a file page may have no storage */ }
-  $("theme").addEventListener("click", () => {
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
-    root.dataset.theme = dark ? "light" : "dark";
-    try { localStorage.setItem("dure-theme", root.dataset.theme); } catch { /* as above */ }
-    drawAll();
-  });
-  system.addEventListener("change", drawAll);
+  onTheme(drawAll);
   drawAll();
 })();

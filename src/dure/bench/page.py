@@ -8,20 +8,15 @@ plain HTML.
 from __future__ import annotations
 
 import json
-import re
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dure.bench.plan import Contender, size_text
 from dure.bench.result import Result
 from dure.bench.table import link_texts, ratio_text, seconds_text
+from dure.report.document import document, plotly_source, section, source
 from dure.report.words import escape, size
 
-_NO_NETWORK = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'"
-)
 _DASHES = {"peer": "dash", "backend": "solid", "algorithm": "solid", "floor": "dot"}
 _SYMBOLS = {"peer": "square", "backend": "circle", "algorithm": "diamond", "floor": "cross"}
 _COLOURS = 8
@@ -35,18 +30,13 @@ def write(result: Result, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "all-reduce.json").write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError("the page draws with plotly: pip install 'dure[report]'") from error
     path = folder / "all-reduce.html"
-    path.write_text(page(result, str(get_plotlyjs())), encoding="utf-8")
+    path.write_text(page(result, plotly_source("the page")), encoding="utf-8")
     return path
 
 
 def page(result: Result, plotly: str) -> str:
     """The whole HTML document; `plotly`: the source of plotly.js."""
-    data = charts(result)
     sections = [
         _header(result),
         _curves(result),
@@ -54,23 +44,8 @@ def page(result: Result, plotly: str) -> str:
         *(_table(result, ranks) for ranks in _ranks(result)),
         _footer(result),
     ]
-    style = (files("dure.report") / "style.css").read_text(encoding="utf-8") + _own("bench.css")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>All-reduce</title><style>{style}</style></head>",
-            '<body><span id="probe" hidden></span><main>',
-            *filter(None, sections),
-            "</main>",
-            f'<script type="application/json" id="data">{_json(data)}</script>',
-            f'<script id="plotly">{_script(plotly)}</script>',
-            f"<script>{_script(_own('bench.js'))}</script>",
-            "</body></html>\n",
-        ]
-    )
+    script, style = source("dure.bench", "bench.js"), source("dure.bench", "bench.css")
+    return document("All-reduce", sections, charts(result), plotly, script, style)
 
 
 def charts(result: Result) -> dict[str, Any]:
@@ -125,10 +100,6 @@ def _header(result: Result) -> str:
     )
 
 
-def _section(name: str, heading: str, lead: str, body: str) -> str:
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>{body}</section>'
-
-
 def _curves(result: Result) -> str:
     chips = "".join(
         f'<button type="button" aria-pressed="true" data-run="{index}" title="{escape(contender.what)}">'
@@ -143,7 +114,7 @@ def _curves(result: Result) -> str:
         f'<div class="chart" role="img" data-bandwidth="{place}"></div></figure>'
         for place, ranks in enumerate(_ranks(result))
     )
-    return _section(
+    return section(
         "speed",
         "Time and bandwidth",
         "Medians over the repetitions, of the slowest rank; bars span the quartiles. Times are better "
@@ -165,7 +136,7 @@ def _calibration(result: Result) -> str:
         for place, link in enumerate(fitted["links"])
     )
     seen = escape(" and ".join(fitted["calibrators"]).replace("-", " "))
-    return _section(
+    return section(
         "fitted",
         "Predicted and measured",
         f"Lines are predictions of the cost model, fitted to {seen} only; "
@@ -200,7 +171,7 @@ def _table(result: Result, ranks: int) -> str:
     lead = "Median time of a call" + (f"; below it, times faster than {' and than '.join(peers)}." if peers else ".")
     head = f"<thead><tr><th></th>{head}</tr></thead>"
     body = f'<div class="scroll"><table class="numbers">{head}<tbody>{"".join(rows)}</tbody></table></div>'
-    return _section(f"table-{ranks}", f"{ranks} ranks", lead, body)
+    return section(f"table-{ranks}", f"{ranks} ranks", lead, body)
 
 
 def _footer(result: Result) -> str:
@@ -217,17 +188,3 @@ def _footer(result: Result) -> str:
         "speed is that of scaling every rank's tensor in place, all ranks at the same time: each byte read and written "
         "once, which an all-reduce in place cannot do without.</p></footer>"
     )
-
-
-def _own(name: str) -> str:
-    return (files("dure.bench") / name).read_text(encoding="utf-8")
-
-
-def _json(data: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open another."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _script(source: str) -> str:
-    return re.sub(r"</(script)", r"<\\/\1", source, flags=re.IGNORECASE)

@@ -1,69 +1,19 @@
-// Draws the charts from the page's JSON with plotly and makes the controls work: theme, sorting, axes, runs, zoom.
-// Colours come from style.css by name, so a change of theme is one redraw. What went wrong is kept in
-// body[data-errors], and how many charts were drawn in body[data-charts-drawn].
+// Draws the charts of the report from the page's JSON and makes its controls work: sorting, axes, runs, zoom, print.
 "use strict";
 (() => {
-  const body = document.body;
-  const errors = [];
-  const fail = (what) => {
-    errors.push(String(what));
-    body.dataset.errors = JSON.stringify(errors);
-  };
-  body.dataset.errors = "[]";
-  addEventListener("error", (event) => fail(event.message));
-  addEventListener("unhandledrejection", (event) => fail(event.reason));
-
-  const $ = (id) => document.getElementById(id);
-  const data = JSON.parse($("data").textContent);
-  const touch = matchMedia("(pointer: coarse)").matches;
+  const { $, data, touch, plain, draw: react, mark, drawEach, root, onTheme } = common;
   const narrow = () => innerWidth < 640;
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   let printing = false;
 
-  // Colours: "var(--name)" anywhere in a figure becomes what the style sheet says now.
-  const colour = (text) => {
-    $("probe").style.color = text;
-    return getComputedStyle($("probe")).color;
-  };
-  const coloured = (value) => {
-    if (typeof value === "string") return value.startsWith("var(--") ? colour(value) : value;
-    if (Array.isArray(value)) return value.some((v) => v && typeof v !== "number") ? value.map(coloured) : value;
-    if (value && typeof value === "object")
-      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, coloured(inner)]));
-    return value;
-  };
-
   const axis = (more) => ({
-    gridcolor: "var(--line)", linecolor: "var(--line)", tickcolor: "var(--line)", zeroline: false, automargin: true,
-    tickfont: { color: "var(--soft)" }, ...more,
-    title: { text: more.title || "", standoff: 10, font: { color: "var(--soft)", size: 13 } },
-  });
-  const layout = (more) => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
-    margin: { l: 12, r: 12, t: 12, b: 40 }, dragmode: touch ? false : "zoom",
-    font: { family: "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', sans-serif", size: 13, color: "var(--ink)" },
-    hoverlabel: { bgcolor: "var(--raised)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 13 }, align: "left" },
-    ...more,
+    ...common.axis(more), title: { text: more.title || "", standoff: 10, font: { color: "var(--soft)", size: 13 } },
   });
   const draw = (element, traces, wanted) => {
     const width = printing ? { width: Math.min(680, element.clientWidth) } : {};
-    Plotly.react(element, coloured(traces), coloured(layout({ ...wanted, ...width })), { responsive: true, displayModeBar: false });
+    react(element, traces, { ...wanted, ...width });
   };
 
-  // Runs as little lines: in the table, the legend and the headings.
-  const shapes = {
-    circle: "M14 2a4 4 0 1 1 0 8a4 4 0 1 1 0-8", square: "M10.4 2.4h7.2v7.2h-7.2z", diamond: "M14 1l5 5-5 5-5-5z",
-    "triangle-up": "M14 1.5l4.8 8.3H9.2z", "triangle-down": "M14 10.5L9.2 2.2h9.6z",
-    x: "M10 3.6L11.6 2 14 4.4 16.4 2 18 3.6 15.6 6 18 8.4 16.4 10 14 7.6 11.6 10 10 8.4 12.4 6z",
-    cross: "M12.8 1.5h2.4v3.3h3.3v2.4h-3.3v3.3h-2.4V7.2H9.5V4.8h3.3z",
-  };
-  const dashes = { solid: "", dash: "5 3", dot: "1.5 2.5", dashdot: "6 2 1.5 2" };
-  for (const swatch of document.querySelectorAll(".swatch")) {
-    const run = data.runs[swatch.dataset.run];
-    swatch.innerHTML =
-      `<path d="M0 6H28" fill="none" stroke="${run.color}" stroke-width="2" stroke-dasharray="${dashes[run.dash]}"/>` +
-      `<path d="${shapes[run.symbol]}" fill="${run.color}"/>`;
-  }
+  for (const swatch of document.querySelectorAll(".swatch")) mark(swatch, data.runs[swatch.dataset.run]);
 
   // A row of buttons of which one is pressed.
   const choice = (element, entries, chosen, then) => {
@@ -237,35 +187,8 @@
     });
   }
 
-  const drawAll = () => {
-    let drawn = 0;
-    for (const chart of charts) {
-      try {
-        chart();
-        drawn += 1;
-      } catch (error) {
-        fail(error.stack || error);
-      }
-    }
-    body.dataset.chartsDrawn = drawn;
-    body.dataset.width = document.documentElement.scrollWidth;
-  };
-
-  // Theme: the system's until the button is pressed.
-  const root = document.documentElement;
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const remember = (theme) => { try { localStorage.setItem("dure-theme", theme); } catch { /* a file page may have no storage */ } };
-  try {
-    const kept = localStorage.getItem("dure-theme");
-    if (kept === "light" || kept === "dark") root.dataset.theme = kept;
-  } catch { /* the system's theme stands */ }
-  $("theme").addEventListener("click", () => {
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
-    root.dataset.theme = dark ? "light" : "dark";
-    remember(root.dataset.theme);
-    drawAll();
-  });
-  system.addEventListener("change", drawAll);
+  const drawAll = () => drawEach(charts);
+  onTheme(drawAll);
   const print = (on) => () => {
     printing = on;
     root.style.colorScheme = on ? "light" : "";

@@ -1,39 +1,21 @@
-"""The page around the charts, from dataclasses to HTML: header, table of runs, time bars, footer; `write_report`.
-
-What can be read without drawing is plain HTML here (it prints, and a screen reader reads it). The charts' data goes
-in as one JSON element, which page.js hands to plotly. A Content-Security-Policy in the page forbids every request.
-"""
+"""The report of runs, from dataclasses to HTML: header, time bars, the places of charts, footer; `write_report`."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dure.report import charts
-from dure.report.read import Result, Run, Runs, Worker, number, read_runs
-from dure.report.words import (
-    UNKNOWN,
-    count,
-    duration,
-    escape,
-    higher_is_better,
-    metric_name,
-    metric_value,
-    plural,
-    size,
-)
+from dure.report.document import document, plotly_source, section, source
+from dure.report.parts import bar, legend, percents, swatch, world
+from dure.report.read import Run, Runs, Worker, number, read_runs
+from dure.report.table import table
+from dure.report.words import count, duration, escape
 
 _BARS = 6
-_NO_NETWORK = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'"
-)
 
 
 def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -> Path:
@@ -42,7 +24,7 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     `folders`: run folders, comparison folders, or folders with runs right below them. `out`: the file to write.
     ImportError: plotly is not installed. RunFolderError: there is no run in one of the folders.
     """
-    plotly = _plotly()
+    plotly = plotly_source("the report")
     runs = read_runs(folders)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,56 +44,14 @@ def page(runs: Runs, title: str, plotly: str) -> str:
     }
     sections = [
         _header(runs, title),
-        _table(runs),
+        table(runs),
         _curves(runs.runs) if curves else "",
         _time_bars(runs.runs),
         _timelines(runs.runs, timelines),
         _partitions(partitions),
         _footer(runs.runs),
     ]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{_file('style.css')}</style></head>",
-            '<body><span id="probe" hidden></span><main>',
-            *filter(None, sections),
-            "</main>",
-            f'<script type="application/json" id="data">{_json(data)}</script>',
-            f'<script id="plotly">{_script(plotly)}</script>',
-            f"<script>{_script(_file('page.js'))}</script>",
-            "</body></html>\n",
-        ]
-    )
-
-
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError("the report draws with plotly: pip install 'dure[report]'") from error
-    return str(get_plotlyjs())
-
-
-def _file(name: str) -> str:
-    return (files("dure.report") / name).read_text(encoding="utf-8")
-
-
-def _json(data: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open another."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _script(source: str) -> str:
-    return re.sub(r"</(script)", r"<\\/\1", source, flags=re.IGNORECASE)
-
-
-def _section(name: str, heading: str, lead: str, body: str) -> str:
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>{body}</section>'
+    return document(title, sections, data, plotly, source("dure.report", "page.js"))
 
 
 # Header: what was asked.
@@ -190,7 +130,7 @@ def _settings(run: Run) -> str:
     strategy = _dict(run.config.get("strategy"))
     parts = [str(strategy.get("name", "strategy unknown"))]
     parts += [f"{key.replace('_', ' ')} {_plain(value)}" for key, value in strategy.items() if key != "name"]
-    return " · ".join([*parts, _world(run)])
+    return " · ".join([*parts, world(run)])
 
 
 def _task(run: Run) -> str:
@@ -213,12 +153,6 @@ def _counted(run: Run, key: str) -> str | None:
     return None if value is None else count(value)
 
 
-def _world(run: Run) -> str:
-    world = _dict(run.config.get("world"))
-    name, ranks = str(world.get("name", UNKNOWN)), number(world.get("ranks"))
-    return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
-
-
 def _plain(value: object) -> str | None:
     if value is None:
         return None
@@ -233,204 +167,13 @@ def _dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# The table of runs.
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: what a run shows in it, by what it sorts, and which way is better (0: neither)."""
-
-    title: str
-    html: Callable[[Run], str]
-    value: Callable[[Run], float | str | None]
-    better: int = 0
-    finished_only: bool = True  # a killed run has sent few bytes: that makes it no winner
-
-
-def _table(runs: Runs) -> str:
-    columns = _columns(runs.runs)
-    best = [_best(column, runs.runs) for column in columns]
-    head = "".join(f'<th scope="col"><button type="button">{escape(column.title)}</button></th>' for column in columns)
-    rows = []
-    for index, run in enumerate(runs.runs):
-        cells = [_cell(column, run, winner) for column, winner in zip(columns, best, strict=True)]
-        who = f"<span>{escape(run.label)}<small>{escape(_world(run))}</small></span>"
-        rows.append(f'<tr><th scope="row"><div>{_swatch(index)}{who}</div></th>{"".join(cells)}</tr>')
-    failed = "".join(
-        f'<tr><th scope="row"><span>{escape(name)}</span></th>'
-        f'<td colspan="{len(columns)}">failed: {escape(reason)}</td></tr>'
-        for name, reason in runs.failed.items()
-    )
-    notes = "".join(f"<li>{escape(run.label)}: {escape(note)}.</li>" for run in runs.runs for note in run.notes)
-    table = (
-        '<div class="scroll" role="region" aria-labelledby="runs" tabindex="0"><table id="table"><thead><tr>'
-        f'<th scope="col"><button type="button">run, world</button></th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody>"
-        + (f'<tbody class="failed">{failed}</tbody>' if failed else "")
-        + "</table></div>"
-        + (f'<ul class="notes">{notes}</ul>' if notes else "")
-    )
-    lead = f"{_key(charts.CATEGORIES[:3])}A heading sorts."
-    if any(value is not None for value in best):
-        lead += ' The best of a column is <span class="best">marked</span>; of costs, among the runs that ended.'
-    return _section("runs", "Runs", lead, table)
-
-
-def _columns(runs: Sequence[Run]) -> list[Column]:
-    keys = charts.metrics(runs)
-    columns: list[Column] = []
-    if keys:
-        columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
-    if len(keys) > 1 and "test_loss" in keys:
-        columns.append(_metric_column("", "test_loss"))
-    else:
-        columns.append(_number_column("train loss", lambda r: r.train_loss, lambda x: metric_value("loss", x), -1))
-    columns += [
-        _steps_column(runs),
-        _number_column("epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"),
-        _number_column("time", lambda r: r.seconds, duration, -1),
-        Column("where it went", lambda run: _share_cell(run.result.everyone), _compute_share),
-        _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
-        _number_column("peak memory", lambda r: r.peak_memory, size, -1),
-        *_target_columns(runs),
-        Column("ended by", lambda run: escape(_ended(run)), _ended),
-    ]
-    return columns
-
-
-def _number_column(
-    title: str, pick: Callable[[Result], float | None], write: Callable[[float | None], str], better: int = 0
-) -> Column:
-    return Column(title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better)
-
-
-def _metric_column(which: str, key: str) -> Column:
-    def value(run: Run) -> float | None:
-        return (run.result.best if which == "best" else run.result.final).get(key)
-
-    title = f"{which} {metric_name(key)}".strip()
-    better = 1 if higher_is_better(key) else -1
-    return Column(title, lambda run: metric_value(key, value(run)), value, better, finished_only=False)
-
-
-def _steps_column(runs: Sequence[Run]) -> Column:
-    one = _one_unit(runs)
-    return Column(
-        f"{one}s" if one else "steps or rounds",
-        lambda run: count(run.result.steps) if one else plural(run.result.steps, escape(run.result.unit)),
-        lambda run: run.result.steps,
-    )
-
-
-def _one_unit(runs: Sequence[Run]) -> str | None:
-    """ "step" or "round" where all runs count the same, else None."""
-    units = {run.result.unit for run in runs}
-    return units.pop() if len(units) == 1 else None
-
-
-def _target_columns(runs: Sequence[Run]) -> list[Column]:
-    asked = dict.fromkeys((target.metric, target.value) for run in runs for target in run.result.targets)
-
-    def column(metric: str, goal: float) -> Column:
-        def reached(run: Run) -> float | None:
-            return next((t.reached for t in run.result.targets if (t.metric, t.value) == (metric, goal)), None)
-
-        def cell(run: Run) -> str:
-            if not any((t.metric, t.value) == (metric, goal) for t in run.result.targets):
-                return UNKNOWN
-            steps = reached(run)
-            return "not reached" if steps is None else plural(steps, escape(run.result.unit))
-
-        title = f"to {metric_value(metric, goal).replace('.00', '')} {metric_name(metric)}"
-        return Column(title, cell, reached, -1 if _one_unit(runs) else 0, finished_only=False)
-
-    return [column(metric, goal) for metric, goal in asked]
-
-
-def _best(column: Column, runs: Sequence[Run]) -> str | None:
-    """The best of a column as it is written, where there is something to choose from.
-
-    What reads the same is equally good: runs that compute the same differ in the last bits.
-    """
-    known = [
-        (value, column.html(run))
-        for run in runs
-        if isinstance(value := column.value(run), float) and _competes(column, run)
-    ]
-    if not column.better or len({text for _, text in known}) < 2:
-        return None
-    return (max(known) if column.better > 0 else min(known))[1]
-
-
-def _cell(column: Column, run: Run, best: str | None) -> str:
-    value, body = column.value(run), column.html(run)
-    sort = "" if value is None else f' data-value="{escape(value)}"'
-    kind = ' class="text"' if isinstance(value, str) else ""
-    if best == body and _competes(column, run):
-        body = f'<span class="best">{body}<span class="unseen"> (best)</span></span>'
-    return f"<td{kind}{sort}>{body}</td>"
-
-
-def _competes(column: Column, run: Run) -> bool:
-    return _finished(run) or not column.finished_only
-
-
-def _finished(run: Run) -> bool:
-    return run.result.ended not in (None, "interrupt")
-
-
-def _ended(run: Run) -> str:
-    """What ended the run: a limit, or a kill."""
-    result = run.result
-    if result.ended is None:
-        return "kill" if result.steps is None else f"kill at {result.unit} {count(result.steps)}"
-    return result.ended
-
-
-def _compute_share(run: Run) -> float | None:
-    everyone = run.result.everyone
-    return everyone.compute / everyone.total if everyone else None
-
-
-def _share_cell(worker: Worker | None) -> str:
-    if worker is None:
-        return UNKNOWN
-    return f'<span class="share">{_bar(worker, worker.total)}<small>{_percents(worker)}</small></span>'
-
-
-def _bar(worker: Worker, full: float) -> str:
-    """A stacked bar; `full`: the seconds of the whole width."""
-    parts = {"compute": worker.compute, "communication": worker.communication, "idle": worker.idle}
-    segments = "".join(
-        f'<i class="{name}" style="width:{100 * value / full:.2f}%"></i>' for name, value in parts.items() if value
-    )
-    text = ", ".join(f"{name} {duration(value)}" for name, value in parts.items())
-    return f'<span class="bar" role="img" aria-label="{text}" title="{text}">{segments}</span>'
-
-
-def _percents(worker: Worker) -> str:
-    shares = [worker.compute, worker.communication, worker.idle]
-    return " / ".join(f"{100 * value / worker.total:.0f}" for value in shares) + " %"
-
-
-def _key(categories: Sequence[str]) -> str:
-    """The legend of the categories, which begins a section's lead."""
-    names = "".join(f'<span class="key"><i class="{name}"></i>{name}</span>' for name in categories)
-    return f"{names}<br>"
-
-
-def _swatch(index: int) -> str:
-    """The line and marker of a run; page.js draws it, so that it looks as in the charts."""
-    return f'<svg class="swatch" data-run="{index}" viewBox="0 0 28 12" aria-hidden="true"></svg>'
-
-
 # Charts: the places that page.js draws into.
 
 
 def _curves(runs: Sequence[Run]) -> str:
     chips = "".join(
         f'<button type="button" aria-pressed="true" data-run="{index}">'
-        f"{_swatch(index)}<span>{escape(run.label)}</span></button>"
+        f"{swatch(index)}<span>{escape(run.label)}</span></button>"
         for index, run in enumerate(runs)
     )
     body = (
@@ -447,7 +190,7 @@ def _curves(runs: Sequence[Run]) -> str:
         "The same runs by what they reached and by what it cost. A click on a run below hides or shows it. "
         '<span class="mouse">Drag to zoom, double-click to go back.</span>'
     )
-    return _section("learning", "Curves", lead, body)
+    return section("learning", "Curves", lead, body)
 
 
 def _time_bars(runs: Sequence[Run]) -> str:
@@ -459,17 +202,17 @@ def _time_bars(runs: Sequence[Run]) -> str:
             continue
         longest = max(worker.total for _, worker in workers)
         rows = "".join(
-            f'<li><span class="who">{escape(name)}</span>{_bar(worker, longest)}'
-            f'<span class="much">{duration(worker.total)}<small>{_percents(worker)}</small></span></li>'
+            f'<li><span class="who">{escape(name)}</span>{bar(worker, longest)}'
+            f'<span class="much">{duration(worker.total)}<small>{percents(worker)}</small></span></li>'
             for name, worker in workers
         )
         blocks.append(
-            f'<div class="bars"><h3>{_swatch(index)}<span>{escape(run.label)}</span></h3><ul>{rows}</ul></div>'
+            f'<div class="bars"><h3>{swatch(index)}<span>{escape(run.label)}</span></h3><ul>{rows}</ul></div>'
         )
     if not blocks:
         return ""
-    lead = f"{_key(charts.CATEGORIES[:3])}One bar a worker, to the scale of its run; seconds and shares at its right."
-    return _section("time", "Where the time went", lead, f'<div class="grid">{"".join(blocks)}</div>')
+    lead = f"{legend(charts.CATEGORIES[:3])}One bar a worker, to the scale of its run; seconds and shares at its right."
+    return section("time", "Where the time went", lead, f'<div class="grid">{"".join(blocks)}</div>')
 
 
 def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
@@ -503,8 +246,8 @@ def _timelines(runs: Sequence[Run], timelines: Sequence[dict[str, Any]]) -> str:
         '<div class="chart" id="timeline" role="img" aria-label="Timeline of the chosen run"></div>'
         '<p class="aside" id="timeline-note" aria-live="polite"></p>'
     )
-    lead = f"{_key(charts.CATEGORIES)}One lane a rank, client or server, from the start of the run."
-    return _section("timelines", "Timeline", lead, body)
+    lead = f"{legend(charts.CATEGORIES)}One lane a rank, client or server, from the start of the run."
+    return section("timelines", "Timeline", lead, body)
 
 
 def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
@@ -519,7 +262,7 @@ def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
     if not figures:
         return ""
     lead = "How the training examples lie with the clients: how many each has, and of which classes."
-    return _section("data-clients", "Data per client", lead, f'<div class="grid">{figures}</div>')
+    return section("data-clients", "Data per client", lead, f'<div class="grid">{figures}</div>')
 
 
 def _footer(runs: Sequence[Run]) -> str:

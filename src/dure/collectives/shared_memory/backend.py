@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,10 +25,19 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.across import Across
+from dure.collectives.shared_memory.arguments import (
+    check_like,
+    copy_back,
+    dense_like,
+    offers,
+    reducible,
+    single,
+    split,
+    unequal,
+)
 from dure.collectives.shared_memory.calls import (
     ALL_GATHER,
     ALL_TO_ALL,
-    AVG,
     BARRIER,
     BROADCAST,
     GATHER,
@@ -38,7 +46,6 @@ from dure.collectives.shared_memory.calls import (
     SCATTER,
     SUM,
     Call,
-    check_reducible,
     check_tensor,
     operation_of,
 )
@@ -149,7 +156,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers around it.
         """
-        tensor = _reducible(tensor, op)
+        tensor = reducible(tensor, op)
         self._line.now(self._telling(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op))))
 
     @staticmethod
@@ -169,7 +176,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
-        tensors = [_reducible(tensor, op) for tensor in tensors]
+        tensors = [reducible(tensor, op) for tensor in tensors]
 
         def run() -> None:
             for tensor in tensors:
@@ -179,7 +186,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         op, root = operation_of(opts.reduceOp), opts.rootRank
-        tensor = _reducible(_single(tensors), op)
+        tensor = reducible(single(tensors), op)
 
         def run() -> None:
             dense = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -190,7 +197,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue(run, opts, [tensor])
 
     def _checked_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> tuple[Tensor, list[Tensor]]:
-        output, blocks = _reducible(output, op), [_reducible(block, op) for block in blocks]
+        output, blocks = reducible(output, op), [reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
             raise ValueError(f"reduce_scatter among {self._size} ranks takes as many inputs, not {len(blocks)}")
         own = blocks[self._rank].numel()
@@ -206,14 +213,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """`output` becomes the reduction of all ranks' blocks[rank]."""
         dense = [block.contiguous() for block in blocks]
         sizes = [block.numel() for block in dense]
-        call = Call(REDUCE_SCATTER, NUMBER_OF[output.dtype], op, -1, sum(sizes), _unequal(sizes))
-        out = _dense_like(output)
+        call = Call(REDUCE_SCATTER, NUMBER_OF[output.dtype], op, -1, sum(sizes), unequal(sizes))
+        out = dense_like(output)
         self._ranks.reduce_scatter(dense, out, op, call)
-        _copy_back([out], [output])
+        copy_back([out], [output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
-        output, blocks = _single(outputs), _single(inputs)
+        output, blocks = single(outputs), single(inputs)
         output, blocks = self._checked_blocks(output, blocks, op)
         return self._issue(lambda: self._reduce_blocks(output, blocks, op), opts, [output])
 
@@ -231,13 +238,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     f"{output.numel()}: the input must have exactly {self._size} times as many"
                 )
 
-        pairs = [
-            (_reducible(output, op), _reducible(source, op)) for output, source in zip(outputs, inputs, strict=True)
-        ]
+        pairs = [(reducible(output, op), reducible(source, op)) for output, source in zip(outputs, inputs, strict=True)]
 
         def run() -> None:
             for output, source in pairs:
-                blocks = _split(source.contiguous().view(-1), [output.numel()] * self._size, self._size)
+                blocks = split(source.contiguous().view(-1), [output.numel()] * self._size, self._size)
                 self._reduce_blocks(output, blocks, op)
 
         return self._issue(run, opts, outputs)
@@ -280,7 +285,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _gather_all(self, outputs: Sequence[Tensor], source: Tensor) -> None:
         """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to all."""
         sizes = [output.numel() for output in outputs]
-        extra = _unequal(sizes)
+        extra = unequal(sizes)
         call = Call(ALL_GATHER, NUMBER_OF[source.dtype], 0, -1, sum(sizes) if extra else source.numel(), extra)
         dense = source.contiguous()
         pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
@@ -290,13 +295,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
             own.view(-1).copy_(dense.view(-1))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        source, targets = _single(inputs), _single(outputs)
+        source, targets = single(inputs), single(outputs)
         self._check_gathered(targets, source)
 
         def run() -> None:
-            dense = [_dense_like(target) for target in targets]
+            dense = [dense_like(target) for target in targets]
             self._gather_all(dense, source)
-            _copy_back(dense, targets)
+            copy_back(dense, targets)
 
         return self._issue(run, opts, targets)
 
@@ -308,9 +313,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run() -> None:
             for targets, source in gathers:
-                dense = [_dense_like(target) for target in targets]
+                dense = [dense_like(target) for target in targets]
                 self._gather_all(dense, source)
-                _copy_back(dense, targets)
+                copy_back(dense, targets)
 
         return self._issue(run, opts, [tensor for outputs in output_lists for tensor in outputs])
 
@@ -331,9 +336,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
-                dense = _dense_like(output)
+                dense = dense_like(output)
                 self._gather_all(dense.view(-1).chunk(self._size) if dense.numel() else [source] * self._size, source)
-                _copy_back([dense], [output])
+                copy_back([dense], [output])
 
         return self._issue(run, opts, outputs)
 
@@ -341,15 +346,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        source, root = _single(inputs), opts.rootRank
-        targets = _single(outputs) if outputs else []
+        source, root = single(inputs), opts.rootRank
+        targets = single(outputs) if outputs else []
         for tensor in (source, *targets):
-            _check_like(tensor, source)
+            check_like(tensor, source)
         if root == self._rank and len(targets) != self._size:
             raise ValueError(f"gather among {self._size} ranks takes as many outputs, not {len(targets)}")
 
         def run() -> None:
-            dense = [_dense_like(target) for target in targets]
+            dense = [dense_like(target) for target in targets]
             pulls = {rank: Pull(0, target) for rank, target in enumerate(dense) if rank != self._rank}
             deals = [
                 Deal(0, source.nbytes if rank == root else 0, dense[rank].nbytes if dense else 0)
@@ -358,31 +363,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._exchange(GATHER, root, source.dtype, [source.contiguous()], pulls, deals)
             if dense:
                 dense[self._rank].copy_(source)
-            _copy_back(dense, targets)
+            copy_back(dense, targets)
 
         return self._issue(run, opts, targets)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        output, root = _single(outputs), opts.rootRank
-        sources = _single(inputs) if inputs else []
+        output, root = single(outputs), opts.rootRank
+        sources = single(inputs) if inputs else []
         for tensor in (output, *sources):
-            _check_like(tensor, output)
+            check_like(tensor, output)
         if root == self._rank and len(sources) != self._size:
             raise ValueError(f"scatter among {self._size} ranks takes as many inputs, not {len(sources)}")
 
         def run() -> None:
             parts = [source.contiguous() for source in sources]
-            dense = _dense_like(output)
-            offers = _offers(parts) if parts else [(0, 0)] * self._size
+            dense = dense_like(output)
+            given = offers(parts) if parts else [(0, 0)] * self._size
             deals = [
-                Deal(offset, nbytes, dense.nbytes if rank == root else 0)
-                for rank, (offset, nbytes) in enumerate(offers)
+                Deal(offset, nbytes, dense.nbytes if rank == root else 0) for rank, (offset, nbytes) in enumerate(given)
             ]
             pulls = {} if root == self._rank else {root: Pull(0, dense)}
             self._exchange(SCATTER, root, output.dtype, parts, pulls, deals)
             if parts:
                 dense.copy_(parts[self._rank])
-            _copy_back([dense], [output])
+            copy_back([dense], [output])
 
         return self._issue(run, opts, [output])
 
@@ -393,19 +397,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 f"{len(outputs)}"
             )
         for tensor in (*outputs, *inputs):
-            _check_like(tensor, outputs[0])
+            check_like(tensor, outputs[0])
 
         def run() -> None:
-            dense = [_dense_like(output) for output in outputs]
+            dense = [dense_like(output) for output in outputs]
             self._to_all(dense, [source.contiguous() for source in inputs])
-            _copy_back(dense, outputs)
+            copy_back(dense, outputs)
 
         return self._issue(run, opts, outputs)
 
     def _to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         deals = [
-            Deal(offset, nbytes, output.nbytes)
-            for (offset, nbytes), output in zip(_offers(parts), outputs, strict=True)
+            Deal(offset, nbytes, output.nbytes) for (offset, nbytes), output in zip(offers(parts), outputs, strict=True)
         ]
         pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
         self._exchange(ALL_TO_ALL, -1, outputs[0].dtype, parts, pulls, deals)
@@ -414,8 +417,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work:
-        _check_like(output, output)
-        _check_like(source, output)
+        check_like(output, output)
+        check_like(source, output)
         if self._size > 1 and not (output.dim() and source.dim()):
             raise ValueError("all_to_all splits tensors along their first dimension, and a single number has none")
         for name, tensor, splits in (("output", output, output_splits), ("input", source, input_splits)):
@@ -426,11 +429,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 raise ValueError(f"all_to_all: {rows} rows of the {name} do not divide by {self._size} ranks")
 
         def run() -> None:
-            dense = _dense_like(output)
-            self._to_all(
-                _split(dense, output_splits, self._size), _split(source.contiguous(), input_splits, self._size)
-            )
-            _copy_back([dense], [output])
+            dense = dense_like(output)
+            self._to_all(split(dense, output_splits, self._size), split(source.contiguous(), input_splits, self._size))
+            copy_back([dense], [output])
 
         return self._issue(run, opts, [output])
 
@@ -471,21 +472,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Messages.
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
-        tensor = _single(tensors)
+        tensor = single(tensors)
         check_tensor(tensor)
         if self._across is not None and to not in self._here:
             return self._across.send(tensor, to, tag)
         return self._mailbox.send(tensor, self._here.index(to), tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
-        tensor = _single(tensors)
+        tensor = single(tensors)
         check_tensor(tensor)
         if self._across is not None and source not in self._here:
             return self._across.receive(tensor, source, tag)
         return self._mailbox.receive(tensor, self._here.index(source), tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        tensor = _single(tensors)
+        tensor = single(tensors)
         check_tensor(tensor)
         if self._across is not None:
             raise ValueError(f"recv needs to know its source in a group that spans {len(self.hosts)} hosts: pass src")
@@ -564,54 +565,3 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 def _destroyed(*_: Any) -> None:
     raise RuntimeError("this process group was destroyed: make a new one")
-
-
-def _single(values: list[Any]) -> Any:
-    if len(values) != 1:
-        raise ValueError(f"a rank has one device here and so gives one tensor, not {len(values)}")
-    return values[0]
-
-
-def _check_like(tensor: Tensor, other: Tensor) -> None:
-    check_tensor(tensor)
-    if tensor.dtype != other.dtype:
-        raise ValueError(f"all tensors of a call have one dtype, not {tensor.dtype} and {other.dtype}")
-
-
-def _reducible(tensor: Tensor, op: int) -> Tensor:
-    check_tensor(tensor)
-    if tensor.is_complex() and op in (SUM, AVG):
-        tensor = torch.view_as_real(tensor)
-    check_reducible(tensor.dtype, op)
-    return tensor
-
-
-def _unequal(sizes: Sequence[int]) -> int:
-    """A hash of sizes that are not all the same, which all ranks must agree on; else 0."""
-    return 1 + zlib.crc32(repr(tuple(sizes)).encode()) if len(set(sizes)) > 1 else 0
-
-
-def _dense_like(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous, else room for its values."""
-    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def _copy_back(dense: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(dense, targets, strict=True):
-        if source is not target:
-            target.copy_(source)
-
-
-def _offers(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Where each part lies in the bytes of all of them, one after another."""
-    offers, offset = [], 0
-    for part in parts:
-        offers.append((offset, part.nbytes))
-        offset += part.nbytes
-    return offers
-
-
-def _split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    if splits:
-        return list(torch.split(tensor, splits))
-    return list(tensor.tensor_split(size)) if tensor.dim() else [tensor] * size

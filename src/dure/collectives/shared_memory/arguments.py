@@ -1,0 +1,61 @@
+"""Tensors as the backend's calls take them: what is refused with ValueError or TypeError, and parts laid end to end."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.collectives.shared_memory.calls import AVG, SUM, check_reducible, check_tensor
+
+
+def single(values: list[Any]) -> Any:
+    if len(values) != 1:
+        raise ValueError(f"a rank has one device here and so gives one tensor, not {len(values)}")
+    return values[0]
+
+
+def check_like(tensor: Tensor, other: Tensor) -> None:
+    check_tensor(tensor)
+    if tensor.dtype != other.dtype:
+        raise ValueError(f"all tensors of a call have one dtype, not {tensor.dtype} and {other.dtype}")
+
+
+def reducible(tensor: Tensor, op: int) -> Tensor:
+    check_tensor(tensor)
+    if tensor.is_complex() and op in (SUM, AVG):
+        tensor = torch.view_as_real(tensor)
+    check_reducible(tensor.dtype, op)
+    return tensor
+
+
+def unequal(sizes: Sequence[int]) -> int:
+    """A hash of sizes that are not all the same, which all ranks must agree on; else 0."""
+    return 1 + zlib.crc32(repr(tuple(sizes)).encode()) if len(set(sizes)) > 1 else 0
+
+
+def dense_like(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous, else room for its values."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def copy_back(dense: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(dense, targets, strict=True):
+        if source is not target:
+            target.copy_(source)
+
+
+def offers(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where each part lies in the bytes of all of them, one after another."""
+    ends = accumulate(part.nbytes for part in parts)
+    return [(end - part.nbytes, part.nbytes) for end, part in zip(ends, parts, strict=True)]
+
+
+def split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
+    if splits:
+        return list(torch.split(tensor, splits))
+    return list(tensor.tensor_split(size)) if tensor.dim() else [tensor] * size

@@ -1,0 +1,94 @@
+// What the scripts of all pages share: errors, colours by name, figures, marks of runs, the theme. A page's own script
+// takes from `common` what it needs. Colours come from style.css by name, so a change of theme is one redraw. What went
+// wrong is kept in body[data-errors], and how many charts were drawn in body[data-charts-drawn].
+"use strict";
+const common = (() => {
+  const body = document.body;
+  const errors = [];
+  const fail = (what) => {
+    errors.push(String(what));
+    body.dataset.errors = JSON.stringify(errors);
+  };
+  body.dataset.errors = "[]";
+  addEventListener("error", (event) => fail(event.message));
+  addEventListener("unhandledrejection", (event) => fail(event.reason));
+
+  const $ = (id) => document.getElementById(id);
+  const data = JSON.parse($("data").textContent);
+  const touch = matchMedia("(pointer: coarse)").matches;
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+  // Colours: "var(--name)" anywhere in a figure becomes what the style sheet says now.
+  const colour = (text) => {
+    $("probe").style.color = text;
+    return getComputedStyle($("probe")).color;
+  };
+  const coloured = (value) => {
+    if (typeof value === "string") return value.startsWith("var(--") ? colour(value) : value;
+    if (Array.isArray(value)) return value.some((v) => v && typeof v !== "number") ? value.map(coloured) : value;
+    if (value && typeof value === "object")
+      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, coloured(inner)]));
+    return value;
+  };
+
+  const axis = (more) => ({
+    gridcolor: "var(--line)", linecolor: "var(--line)", tickcolor: "var(--line)", zeroline: false, automargin: true,
+    tickfont: { color: "var(--soft)" }, ...more,
+  });
+  const layout = (more) => ({
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
+    margin: { l: 12, r: 12, t: 12, b: 40 }, dragmode: touch ? false : "zoom",
+    font: { family: "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', sans-serif", size: 13, color: "var(--ink)" },
+    hoverlabel: { bgcolor: "var(--raised)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 13 }, align: "left" },
+    ...more,
+  });
+  const draw = (element, traces, wanted) =>
+    Plotly.react(element, coloured(traces), coloured(layout(wanted)), { responsive: true, displayModeBar: false });
+
+  // Runs as little lines: in the table, the legend and the headings.
+  const shapes = {
+    circle: "M14 2a4 4 0 1 1 0 8a4 4 0 1 1 0-8", square: "M10.4 2.4h7.2v7.2h-7.2z", diamond: "M14 1l5 5-5 5-5-5z",
+    "triangle-up": "M14 1.5l4.8 8.3H9.2z", "triangle-down": "M14 10.5L9.2 2.2h9.6z",
+    x: "M10 3.6L11.6 2 14 4.4 16.4 2 18 3.6 15.6 6 18 8.4 16.4 10 14 7.6 11.6 10 10 8.4 12.4 6z",
+    cross: "M12.8 1.5h2.4v3.3h3.3v2.4h-3.3v3.3h-2.4V7.2H9.5V4.8h3.3z",
+  };
+  const dashes = { solid: "", dash: "5 3", dot: "1.5 2.5", dashdot: "6 2 1.5 2" };
+  const mark = (element, look) => {
+    element.innerHTML =
+      `<path d="M0 6H28" fill="none" stroke="${look.color}" stroke-width="2" stroke-dasharray="${dashes[look.dash]}"/>` +
+      `<path d="${shapes[look.symbol]}" fill="${look.color}"/>`;
+  };
+
+  const drawEach = (charts) => {
+    let drawn = 0;
+    for (const chart of charts) {
+      try {
+        chart();
+        drawn += 1;
+      } catch (error) {
+        fail(error.stack || error);
+      }
+    }
+    body.dataset.chartsDrawn = drawn;
+    body.dataset.width = document.documentElement.scrollWidth;
+  };
+
+  // Theme: the system's until the button is pressed.
+  const root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const remember = (theme) => { try { localStorage.setItem("dure-theme", theme); } catch { /* a file page may have no storage */ } };
+  try {
+    const kept = localStorage.getItem("dure-theme");
+    if (kept === "light" || kept === "dark") root.dataset.theme = kept;
+  } catch { /* the system's theme stands */ }
+  const onTheme = (drawAll) => {
+    $("theme").addEventListener("click", () => {
+      const dark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
+      root.dataset.theme = dark ? "light" : "dark";
+      remember(root.dataset.theme);
+      drawAll();
+    });
+    system.addEventListener("change", drawAll);
+  };
+  return { body, fail, $, data, touch, plain, axis, draw, mark, drawEach, root, onTheme };
+})();

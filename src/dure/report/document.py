@@ -1,0 +1,72 @@
+"""One HTML document that opens without a network: what the report of runs and the page of a benchmark share.
+
+What can be read without drawing is plain HTML (it prints, and a screen reader reads it). The charts' data goes in as
+one JSON element, which a script hands to plotly; common.js is what the scripts share. A Content-Security-Policy in
+the document forbids every request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+
+from dure.report.words import escape
+
+_NO_NETWORK = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def document(title: str, sections: Sequence[str], data: object, plotly: str, script: str, style: str = "") -> str:
+    """The whole document. Empty sections are left out; data: what `script` draws; plotly: the source of plotly.js;
+    script and style: source of its own beside common.js and style.css."""
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{source('dure.report', 'style.css')}{style}</style></head>",
+            '<body><span id="probe" hidden></span><main>',
+            *filter(None, sections),
+            "</main>",
+            f'<script type="application/json" id="data">{_json(data)}</script>',
+            f'<script id="plotly">{_script(plotly)}</script>',
+            f"<script>{_script(source('dure.report', 'common.js'))}</script>",
+            f"<script>{_script(script)}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def section(name: str, heading: str, lead: str, body: str) -> str:
+    """A section with a heading, and a line that says what is in it."""
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>{body}</section>'
+
+
+def plotly_source(what: str) -> str:
+    """The source of plotly.js. Raises ImportError, which says that `what` needs it, where plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError(f"{what} draws with plotly: pip install 'dure[report]'") from error
+    return str(get_plotlyjs())
+
+
+def source(package: str, name: str) -> str:
+    """A file that comes with a package, as text."""
+    return (files(package) / name).read_text(encoding="utf-8")
+
+
+def _json(data: object) -> str:
+    """JSON that may stand inside a script element: nothing in it can close the element or open another."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _script(text: str) -> str:
+    return re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE)

@@ -1,0 +1,43 @@
+"""Pieces of HTML that several sections of the report use: a run's mark, where it ran, and where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dure.report.read import Run, Worker, number
+from dure.report.words import UNKNOWN, count, duration
+
+
+def world(run: Run) -> str:
+    """Where a run ran, in words."""
+    asked = run.config.get("world")
+    written = asked if isinstance(asked, dict) else {}
+    name, ranks = str(written.get("name", UNKNOWN)), number(written.get("ranks"))
+    return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
+
+
+def bar(worker: Worker, full: float) -> str:
+    """A stacked bar; `full`: the seconds of the whole width."""
+    parts = {"compute": worker.compute, "communication": worker.communication, "idle": worker.idle}
+    segments = "".join(
+        f'<i class="{name}" style="width:{100 * value / full:.2f}%"></i>' for name, value in parts.items() if value
+    )
+    text = ", ".join(f"{name} {duration(value)}" for name, value in parts.items())
+    return f'<span class="bar" role="img" aria-label="{text}" title="{text}">{segments}</span>'
+
+
+def percents(worker: Worker) -> str:
+    """The shares of computing, sending and waiting."""
+    shares = [worker.compute, worker.communication, worker.idle]
+    return " / ".join(f"{100 * value / worker.total:.0f}" for value in shares) + " %"
+
+
+def legend(categories: Sequence[str]) -> str:
+    """The legend of the categories, which begins a section's lead."""
+    names = "".join(f'<span class="key"><i class="{name}"></i>{name}</span>' for name in categories)
+    return f"{names}<br>"
+
+
+def swatch(index: int) -> str:
+    """The line and marker of a run; page.js draws it, so that it looks as in the charts."""
+    return f'<svg class="swatch" data-run="{index}" viewBox="0 0 28 12" aria-hidden="true"></svg>'

@@ -1,0 +1,186 @@
+"""The table of runs: a row a run, a column a measurement; the best of each column is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dure.report import charts
+from dure.report.document import section
+from dure.report.parts import bar, legend, percents, swatch, world
+from dure.report.read import Result, Run, Runs, Worker
+from dure.report.words import (
+    UNKNOWN,
+    count,
+    duration,
+    escape,
+    higher_is_better,
+    metric_name,
+    metric_value,
+    plural,
+    size,
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: what a run shows in it, by what it sorts, and which way is better (0: neither)."""
+
+    title: str
+    html: Callable[[Run], str]
+    value: Callable[[Run], float | str | None]
+    better: int = 0
+    finished_only: bool = True  # a killed run has sent few bytes: that makes it no winner
+
+
+def table(runs: Runs) -> str:
+    """The section with a row for each run, and one for each run that failed."""
+    columns = _columns(runs.runs)
+    best = [_best(column, runs.runs) for column in columns]
+    head = "".join(f'<th scope="col"><button type="button">{escape(column.title)}</button></th>' for column in columns)
+    rows = []
+    for index, run in enumerate(runs.runs):
+        cells = [_cell(column, run, winner) for column, winner in zip(columns, best, strict=True)]
+        who = f"<span>{escape(run.label)}<small>{escape(world(run))}</small></span>"
+        rows.append(f'<tr><th scope="row"><div>{swatch(index)}{who}</div></th>{"".join(cells)}</tr>')
+    failed = "".join(
+        f'<tr><th scope="row"><span>{escape(name)}</span></th>'
+        f'<td colspan="{len(columns)}">failed: {escape(reason)}</td></tr>'
+        for name, reason in runs.failed.items()
+    )
+    notes = "".join(f"<li>{escape(run.label)}: {escape(note)}.</li>" for run in runs.runs for note in run.notes)
+    whole = (
+        '<div class="scroll" role="region" aria-labelledby="runs" tabindex="0"><table id="table"><thead><tr>'
+        f'<th scope="col"><button type="button">run, world</button></th>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody>"
+        + (f'<tbody class="failed">{failed}</tbody>' if failed else "")
+        + "</table></div>"
+        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+    )
+    lead = f"{legend(charts.CATEGORIES[:3])}A heading sorts."
+    if any(value is not None for value in best):
+        lead += ' The best of a column is <span class="best">marked</span>; of costs, among the runs that ended.'
+    return section("runs", "Runs", lead, whole)
+
+
+def _columns(runs: Sequence[Run]) -> list[Column]:
+    keys = charts.metrics(runs)
+    columns: list[Column] = []
+    if keys:
+        columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
+    if len(keys) > 1 and "test_loss" in keys:
+        columns.append(_metric_column("", "test_loss"))
+    else:
+        columns.append(_number_column("train loss", lambda r: r.train_loss, lambda x: metric_value("loss", x), -1))
+    columns += [
+        _steps_column(runs),
+        _number_column("epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"),
+        _number_column("time", lambda r: r.seconds, duration, -1),
+        Column("where it went", lambda run: _share_cell(run.result.everyone), _compute_share),
+        _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
+        _number_column("peak memory", lambda r: r.peak_memory, size, -1),
+        *_target_columns(runs),
+        Column("ended by", lambda run: escape(ended(run)), ended),
+    ]
+    return columns
+
+
+def _number_column(
+    title: str, pick: Callable[[Result], float | None], write: Callable[[float | None], str], better: int = 0
+) -> Column:
+    return Column(title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better)
+
+
+def _metric_column(which: str, key: str) -> Column:
+    def value(run: Run) -> float | None:
+        return (run.result.best if which == "best" else run.result.final).get(key)
+
+    title = f"{which} {metric_name(key)}".strip()
+    better = 1 if higher_is_better(key) else -1
+    return Column(title, lambda run: metric_value(key, value(run)), value, better, finished_only=False)
+
+
+def _steps_column(runs: Sequence[Run]) -> Column:
+    one = _one_unit(runs)
+    return Column(
+        f"{one}s" if one else "steps or rounds",
+        lambda run: count(run.result.steps) if one else plural(run.result.steps, escape(run.result.unit)),
+        lambda run: run.result.steps,
+    )
+
+
+def _one_unit(runs: Sequence[Run]) -> str | None:
+    """ "step" or "round" where all runs count the same, else None."""
+    units = {run.result.unit for run in runs}
+    return units.pop() if len(units) == 1 else None
+
+
+def _target_columns(runs: Sequence[Run]) -> list[Column]:
+    asked = dict.fromkeys((target.metric, target.value) for run in runs for target in run.result.targets)
+
+    def column(metric: str, goal: float) -> Column:
+        def reached(run: Run) -> float | None:
+            return next((t.reached for t in run.result.targets if (t.metric, t.value) == (metric, goal)), None)
+
+        def cell(run: Run) -> str:
+            if not any((t.metric, t.value) == (metric, goal) for t in run.result.targets):
+                return UNKNOWN
+            steps = reached(run)
+            return "not reached" if steps is None else plural(steps, escape(run.result.unit))
+
+        title = f"to {metric_value(metric, goal).replace('.00', '')} {metric_name(metric)}"
+        return Column(title, cell, reached, -1 if _one_unit(runs) else 0, finished_only=False)
+
+    return [column(metric, goal) for metric, goal in asked]
+
+
+def _best(column: Column, runs: Sequence[Run]) -> str | None:
+    """The best of a column as it is written, where there is something to choose from.
+
+    What reads the same is equally good: runs that compute the same differ in the last bits.
+    """
+    known = [
+        (value, column.html(run))
+        for run in runs
+        if isinstance(value := column.value(run), float) and _competes(column, run)
+    ]
+    if not column.better or len({text for _, text in known}) < 2:
+        return None
+    return (max(known) if column.better > 0 else min(known))[1]
+
+
+def _cell(column: Column, run: Run, best: str | None) -> str:
+    value, body = column.value(run), column.html(run)
+    sort = "" if value is None else f' data-value="{escape(value)}"'
+    kind = ' class="text"' if isinstance(value, str) else ""
+    if best == body and _competes(column, run):
+        body = f'<span class="best">{body}<span class="unseen"> (best)</span></span>'
+    return f"<td{kind}{sort}>{body}</td>"
+
+
+def _competes(column: Column, run: Run) -> bool:
+    return finished(run) or not column.finished_only
+
+
+def finished(run: Run) -> bool:
+    """Whether a run came to its end."""
+    return run.result.ended not in (None, "interrupt")
+
+
+def ended(run: Run) -> str:
+    """What ended the run: a limit, or a kill."""
+    result = run.result
+    if result.ended is None:
+        return "kill" if result.steps is None else f"kill at {result.unit} {count(result.steps)}"
+    return result.ended
+
+
+def _compute_share(run: Run) -> float | None:
+    everyone = run.result.everyone
+    return everyone.compute / everyone.total if everyone else None
+
+
+def _share_cell(worker: Worker | None) -> str:
+    if worker is None:
+        return UNKNOWN
+    return f'<span class="share">{bar(worker, worker.total)}<small>{percents(worker)}</small></span>'
