@@ -151,19 +151,20 @@ def parse_flags(prog: str, parts: dict[str, Any], arguments: list[str], descript
     """Parses flags into instances of several dataclasses at once; their fields share one level of flags."""
     import tyro
 
-    from dure.data.partition import Partition, parse
+    from dure.strategies import TEXTS
 
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
-    def partition_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-        if info.type is not Partition:
+    def text_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+        kind: Any = info.type
+        if kind not in TEXTS:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
-            metavar="PARTITION",
-            instance_from_str=lambda texts: parse(texts[0]),
-            is_instance=lambda value: isinstance(value, Partition),
+            metavar=kind.__name__.upper(),
+            instance_from_str=lambda texts: TEXTS[kind](texts[0]),
+            is_instance=lambda value: isinstance(value, kind),
             str_from_instance=lambda value: [str(value)],
         )
 

@@ -2,8 +2,8 @@
 
     {"name": "fed-avg", "clients": 100, "fraction": 0.1, …, "partition": "label-shards:2"}
 
-Fields keep their names; a partition is written as its text. What is written is read again by the types of the
-dataclass's fields, so a run folder says exactly what was asked.
+Fields keep their names; what has a text form, a partition or a compression, is written as its text. What is written
+is read again by the types of the dataclass's fields, so a run folder says exactly what was asked.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from dure import catalog
-from dure.data.partition import Partition, parse
+from dure.collectives import compression
+from dure.collectives.compression import Compression
+from dure.data import partition
+from dure.data.partition import Partition
 from dure.strategy import Strategy, World
+
+TEXTS: dict[type[Any], Callable[[str], Any]] = {Partition: partition.parse, Compression: compression.parse}
+"""Types of fields that are written as text, and what reads it."""
 
 
 def strategy_class(name: str) -> type[Strategy]:
@@ -59,7 +65,7 @@ def encode(thing: Strategy | World) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Partition) else msgspec.to_builtins(value)
+    return str(value) if isinstance(value, tuple(TEXTS)) else msgspec.to_builtins(value)
 
 
 def decode_strategy(written: Mapping[str, Any]) -> Strategy:
@@ -90,7 +96,8 @@ def _check_fields(kind: type[Any], names: Iterable[str]) -> None:
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    return parse(msgspec.convert(value, str)) if hint is Partition else msgspec.convert(value, hint)
+    parse = TEXTS.get(hint)
+    return msgspec.convert(value, hint) if parse is None else parse(msgspec.convert(value, str))
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -107,7 +114,7 @@ def parse_strategy(text: str) -> Strategy:
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
         _check_fields(kind, [field])
-        is_text = hints.get(field) is Partition or typing.get_origin(hints.get(field)) is typing.Literal
+        is_text = hints.get(field) in TEXTS or typing.get_origin(hints.get(field)) is typing.Literal
         try:
             written[field] = value if is_text else None if value == "None" else msgspec.json.decode(value.encode())
         except msgspec.DecodeError:

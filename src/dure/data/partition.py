@@ -23,7 +23,6 @@ on Non-IID Data Silos: An Experimental Study", ICDE 2022.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dure.catalog import suggestion
 from dure.randomness import derive, generator
+from dure.written import read, write
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,7 @@ class Partition:
 
     def __str__(self) -> str:
         """The text that `parse` reads: the name and the fields, without those at the end that are default."""
-        fields = dataclasses.fields(self)
-        values = [getattr(self, field.name) for field in fields]
-        while len(values) > 1 and values[-1] == fields[len(values) - 1].default:
-            values.pop()
-        return ":".join([self.name, *map(str, values)])
+        return write(self)
 
 
 @dataclass(frozen=True)
@@ -246,21 +241,7 @@ def parse(text: str) -> Partition:
     Raises ValueError for an unknown name, for too many values, and for values that are not what they should
     be.
     """
-    name, *values = text.strip().split(":")
-    if name not in PARTITIONS:
-        raise ValueError(f"there is no partition {name!r}{suggestion(name, PARTITIONS)}")
-    fields = dataclasses.fields(PARTITIONS[name])
-    form = ":".join([name, *(field.name.upper() for field in fields)])
-    if len(values) > len(fields):
-        raise ValueError(f"the partition {text!r} has too many values: write {form}")
-    arguments: dict[str, Any] = {}
-    for field, value in zip(fields, values, strict=False):
-        try:
-            arguments[field.name] = (int if isinstance(field.default, int) else float)(value)
-        except ValueError as error:
-            kind = "a whole number" if isinstance(field.default, int) else "a number"
-            raise ValueError(f"the partition {text!r}: {value!r} is not {kind}; write {form}") from error
-    return PARTITIONS[name](**arguments)
+    return read(text, PARTITIONS, "partition")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""A bucket: tensors that are compressed together, as one vector of their elements.
+
+Halves are computed with in float32, everything else in its own precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dure.collectives.arguments import check_writable
+from dure.flat import views_of
+
+
+class Bucket:
+    """The shapes, the dtype and the device of tensors that are compressed together.
+
+    shapes: of each tensor. dtype: of all. work: of computations. n: elements of all together.
+
+    Raises ValueError unless the tensors are dense, of one floating-point dtype and on one device.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        if not like:
+            raise ValueError("a bucket needs at least one tensor")
+        self.shapes = [tensor.shape for tensor in like]
+        self.dtype, self.device = like[0].dtype, like[0].device
+        for tensor in like:
+            check_writable(tensor)
+            if not tensor.dtype.is_floating_point:
+                raise ValueError(f"only floating-point numbers are compressed, not {tensor.dtype}")
+            if tensor.dtype != self.dtype or tensor.device != self.device:
+                raise ValueError(
+                    f"a bucket has one dtype and device, not {self.dtype} on {self.device} and {tensor.dtype} on "
+                    f"{tensor.device}: make a compressor for each (dure.flat.by_dtype)"
+                )
+        self.work = torch.float32 if self.dtype.itemsize < 4 else self.dtype
+        self.lengths = [shape.numel() for shape in self.shapes]
+        self.n = sum(self.lengths)
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raises ValueError unless these tensors are like the bucket's."""
+        if [tensor.shape for tensor in tensors] != self.shapes:
+            raise ValueError(
+                f"the compressor was made for shapes {list(map(tuple, self.shapes))}, "
+                f"not {[tuple(tensor.shape) for tensor in tensors]}"
+            )
+        for tensor in tensors:
+            check_writable(tensor)
+            if tensor.dtype != self.dtype or tensor.device != self.device:
+                raise ValueError(
+                    f"the compressor was made for {self.dtype} on {self.device}, not {tensor.dtype} on {tensor.device}"
+                )
+
+    def zeros(self) -> Tensor:
+        """A vector of zeros, of shape (n,) and the work dtype."""
+        return torch.zeros(self.n, dtype=self.work, device=self.device)
+
+    def vector(self, tensors: Sequence[Tensor]) -> Tensor:
+        """All elements, in the work dtype: the tensors' own memory if it is one piece of that dtype, or else a copy."""
+        whole = one_piece(tensors) if self.work == self.dtype else None
+        return (
+            whole if whole is not None else torch.cat([tensor.detach().reshape(-1).to(self.work) for tensor in tensors])
+        )
+
+    def tensors(self, vector: Tensor) -> list[Tensor]:
+        """The vector as tensors of the bucket's shapes and dtype; views of it, where the dtype is the same."""
+        pieces = torch.split(vector, self.lengths)
+        return [piece.to(self.dtype).view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def give_back(self, vector: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the vector's elements into the tensors, unless they are there already."""
+        if vector.data_ptr() == tensors[0].data_ptr() and vector.dtype == self.dtype:
+            return
+        whole = one_piece(tensors)
+        if whole is not None:
+            whole.copy_(vector)
+            return
+        for tensor, piece in zip(tensors, views_of(vector, tensors), strict=True):
+            tensor.detach().copy_(piece)
+
+
+def one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The vector whose consecutive pieces the tensors are, as the gradients of a flat buffer; None if they are not."""
+    first = tensors[0].detach()
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
+            return None
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        offset += tensor.numel()
+    return first.as_strided((offset - first.storage_offset(),), (1,))

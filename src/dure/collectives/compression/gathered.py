@@ -1,0 +1,73 @@
+"""The sum of compressed parts: every rank encodes its part, all parts are all-gathered, and each rank decodes and adds
+them in order of rank.
+
+Parts that are not linear (signs, levels, indices) cannot be added on the way, so a rank sends its payload of L bytes to
+all N-1 others: (N-1)·L bytes in N-1 messages. The sum of N parts is not compressed once more, so nothing but a rank's
+own encoding is approximate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dure.collectives.all_gather import all_gather
+from dure.collectives.all_reduce import Algorithm
+from dure.collectives.compression.error_feedback import ErrorFeedback
+from dure.collectives.group import Group
+
+if TYPE_CHECKING:
+    from dure.collectives.compression.compression import Codec
+
+
+class GatheredCompressor:
+    """A codec at work on one bucket, with error feedback if it `remembers`."""
+
+    def __init__(self, codec: Codec, remembers: bool, seed: int) -> None:
+        self.codec, self.seed = codec, seed
+        self.calls = 0
+        bucket = codec.bucket
+        self.payload = torch.empty(codec.nbytes, dtype=torch.uint8, device=bucket.device)
+        self.feedback = ErrorFeedback(bucket.n, bucket.work, bucket.device) if remembers else None
+
+    @torch.no_grad()
+    def all_reduce(
+        self,
+        tensors: Sequence[Tensor],
+        group: Group | torch.distributed.ProcessGroup,
+        algorithm: Algorithm = "one_shot",
+    ) -> None:
+        bucket, codec = self.codec.bucket, self.codec
+        bucket.check(tensors)
+        group = Group.of(group)
+        vector = bucket.vector(tensors)
+        corrected = vector if self.feedback is None else self.feedback.corrected(vector)
+        codec.encode(corrected, self.payload, self.seed, (self.calls, group.rank))
+        carrier = algorithm if algorithm in ("ring", "native") else "one_shot"
+        payloads = all_gather(self.payload, group, carrier)
+        self.calls += 1
+        if self.feedback is not None and all(map(codec.is_finite, payloads)):
+            codec.add(self.payload, corrected, -1)
+            self.feedback.keep()
+        vector.zero_()
+        for payload in payloads:
+            codec.add(payload, vector, 1)
+        bucket.give_back(vector, tensors)
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"calls": self.calls}
+        if self.feedback is not None:
+            state["error"] = self.feedback.error.clone()
+        return state
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.feedback is not None:
+            error = state.get("error")
+            if error is None or error.shape != self.feedback.error.shape:
+                raise ValueError(f"this state is not that of a compressor of {self.codec.bucket.n} numbers")
+            self.feedback.error.copy_(error)
+        self.calls = int(state["calls"])

@@ -1,0 +1,103 @@
+"""No compression: the tensors are all-reduced as they are.
+
+Cost: that of the all-reduce, n elements of the tensors' own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.collectives.all_reduce import MODULES, Algorithm, all_reduce
+from dure.collectives.compression.bucket import Bucket, one_piece
+from dure.collectives.compression.compression import Codec, Compression, Compressor
+from dure.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class NoCompression(Compression):
+    """Everything travels as it is."""
+
+    name: ClassVar[str] = "none"
+
+    @property
+    def description(self) -> str:
+        return "no compression"
+
+    def codec(self, bucket: Bucket) -> Codec:
+        return PlainCodec(bucket, bucket.dtype)
+
+    def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
+        return PlainCompressor(Bucket(like))
+
+    def bytes_sent(
+        self,
+        like: Sequence[Tensor],
+        size: int,
+        rank: int = 0,
+        algorithm: Algorithm = "one_shot",
+        call: int | None = None,
+    ) -> int:
+        bucket = Bucket(like)
+        return elements_sent(bucket.n, size, rank, algorithm) * bucket.dtype.itemsize
+
+
+def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
+    """Elements that a rank sends in an all-reduce. Raises ValueError for `auto`, which may be any of the others."""
+    if algorithm not in MODULES:
+        raise ValueError(f"what {algorithm!r} sends depends on its choice; name one of {', '.join(MODULES)}")
+    return int(MODULES[algorithm].elements_sent(n, size, rank)) if size > 1 else 0
+
+
+class PlainCodec:
+    """The numbers themselves, in a dtype."""
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        self.bucket, self.dtype = bucket, dtype
+        self.nbytes = bucket.n * dtype.itemsize
+
+    def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
+        payload.view(self.dtype).copy_(vector)
+
+    def _numbers(self, payload: Tensor) -> Tensor:
+        aligned = payload.storage_offset() % self.dtype.itemsize == 0
+        return (payload if aligned else payload.clone()).view(self.dtype)
+
+    def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
+        into.add_(self._numbers(payload), alpha=sign)
+
+    def is_finite(self, payload: Tensor) -> bool:
+        return bool(self._numbers(payload).isfinite().all())
+
+    def check(self, payload: Tensor) -> None:
+        """Any bytes are numbers."""
+
+
+class PlainCompressor:
+    """An all-reduce of the bucket as one message."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+    @torch.no_grad()
+    def all_reduce(
+        self,
+        tensors: Sequence[Tensor],
+        group: Group | torch.distributed.ProcessGroup,
+        algorithm: Algorithm = "one_shot",
+    ) -> None:
+        self.bucket.check(tensors)
+        whole = one_piece(tensors)
+        vector = whole if whole is not None else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        all_reduce(vector, group, algorithm)
+        self.bucket.give_back(vector, tensors)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """It remembers nothing."""
