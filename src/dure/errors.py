@@ -29,14 +29,15 @@ class RunFolderError(DureError):
 class LossNotFiniteError(DureError):
     """The loss became NaN or infinite. The last good checkpoint is kept.
 
-    `loss`: its value; `where`: the worker, as "rank 1" or "client 17"; `when`: as "step 12" or "round 3".
+    `loss`: its value; `where`: the worker, as "rank 1" or "client 17"; `when`: as "step 12" or "round 3". `intact`:
+    whether what was being trained is still as it was before, which is then kept as one more checkpoint.
     """
 
     exit_code = 2
 
-    def __init__(self, loss: float, where: str, when: str) -> None:
-        super().__init__(loss, where, when)
-        self.loss, self.where, self.when = loss, where, when
+    def __init__(self, loss: float, where: str, when: str, intact: bool = True) -> None:
+        super().__init__(loss, where, when, intact)
+        self.loss, self.where, self.when, self.intact = loss, where, when, intact
 
     def __str__(self) -> str:
         return (

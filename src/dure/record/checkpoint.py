@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -64,6 +65,18 @@ def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "$tuple":
         return tuple(unpack_tree(item, tensors) for item in content)
     return {unpack_tree(key, tensors): unpack_tree(value, tensors) for key, value in content}
+
+
+def tree_to_bytes(tree: Any) -> bytes:
+    """A tree as one message to another rank."""
+    packed, tensors = pack_tree(tree)
+    return msgspec.msgpack.encode((json.dumps(packed).encode(), weights_to_bytes(tensors)))
+
+
+def tree_from_bytes(content: bytes) -> Any:
+    """The inverse of `tree_to_bytes`."""
+    packed, tensors = msgspec.msgpack.decode(content, type=tuple[bytes, bytes])
+    return unpack_tree(json.loads(packed), load_tensors(tensors))
 
 
 def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:

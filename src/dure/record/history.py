@@ -13,8 +13,11 @@ from typing import ClassVar
 import msgspec
 
 
-class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False):
-    """After a step or round: cumulative counters of rank 0 (a federation's server)."""
+class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults=True):
+    """After a step or round: cumulative counters of rank 0 (a federation's server).
+
+    numbers: what else the strategy says about the round, by name; None where it says nothing.
+    """
 
     step: int
     epoch: float
@@ -26,6 +29,7 @@ class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False):
     compute_seconds: float
     communication_seconds: float
     idle_seconds: float
+    numbers: dict[str, float | None] | None = None
 
 
 class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation"):
@@ -111,6 +115,11 @@ class History:
         """(x, y) of a metric over the evaluations where it was finite; `against` is any field of `Evaluation`, as
         "bytes_sent"."""
         pairs = [(float(getattr(e, against)), e.metrics.get(metric)) for e in self.evaluations]
+        return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps or rounds, values) of a number that the strategy reports with each of them, as "primal_residual"."""
+        pairs = [(step.step, (step.numbers or {}).get(name)) for step in self.steps]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
     def to_target(self, metric: str, target: float) -> float | None:
