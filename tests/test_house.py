@@ -14,7 +14,7 @@ SOURCE = Path(dure.__file__).parent
 
 FLOORS = [
     {"errors", "randomness", "flat", "catalog", "written", "registration", "__init__"},
-    {"record", "stop", "task", "data", "models", "threads"},
+    {"record", "stop", "task", "data", "models", "threads", "devices"},
     {"collectives", "strategy", "tasks", "evaluation"},
     {"worlds", "parallel", "federated"},
     {"train", "strategies", "drive"},

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dure.train import train as train
     from dure.worlds.processes import Processes as Processes
     from dure.worlds.simulated import Simulated as Simulated
+    from dure.worlds.threads import Threads as Threads
     from dure.worlds.torchrun import Torchrun as Torchrun
 
 _WHERE = {
@@ -62,6 +63,7 @@ _WHERE = {
     "train": "dure.train",
     "Processes": "dure.worlds.processes",
     "Simulated": "dure.worlds.simulated",
+    "Threads": "dure.worlds.threads",
     "Torchrun": "dure.worlds.torchrun",
 }
 

@@ -38,6 +38,7 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
 
 WORLDS: dict[str, tuple[str, str, str]] = {
     "processes": ("dure.worlds.processes", "Processes", "ranks as processes of this machine"),
+    "threads": ("dure.worlds.threads", "Threads", "worker threads of one process, on its cores or its GPUs"),
     "torchrun": ("dure.worlds.torchrun", "Torchrun", "the ranks that torchrun has started, on many machines"),
     "simulated": ("dure.worlds.simulated", "Simulated", "a federation in one process"),
 }

@@ -38,6 +38,9 @@ CHECKPOINT_SECONDS = 10.0
 
 REPORT_SECONDS = 0.1
 
+LEADERS = ("server", "master")
+"""Names of those who come first among the meters and are no workers: a federation's server, the master of threads."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -104,6 +107,7 @@ def drive(job: Job, place: Place) -> Outcome:
         reason = f"{type(error).__name__}: {error}"
         raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error
     finally:
+        place.ending.close()
         restore_generators(before)  # the user's own draws go on as if there had been no run
         if driver is not None and driver.folder is not None:
             driver.folder.close()
@@ -335,9 +339,8 @@ def summarise(
     names: list[str],
     workers: list[Counters],
 ) -> dict[str, Any]:
-    """The content of summary.json. names, workers: all ranks, or the server and its clients."""
-    federated = job.strategy.kind == "clients"
-    senders = workers[1:] if federated else workers
+    """The content of summary.json. names, workers: all ranks, or the server or master and its clients or threads."""
+    senders = workers[1:] if names[0] in LEADERS else workers
     total = {
         key: sum(getattr(counters, key) for counters in workers)
         for key in (

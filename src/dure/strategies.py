@@ -49,10 +49,13 @@ def default_world(strategy: Strategy) -> World:
     from dure.worlds.here import under_torchrun
     from dure.worlds.processes import Processes
     from dure.worlds.simulated import Simulated
+    from dure.worlds.threads import Threads
     from dure.worlds.torchrun import Torchrun
 
     if strategy.kind == "clients":
         return Simulated()
+    if strategy.kind == "threads":
+        return Threads()
     if under_torchrun():
         return Torchrun()
     return Processes(1) if strategy.name == "single-worker" else Processes()

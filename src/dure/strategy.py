@@ -11,6 +11,7 @@ meet in `dure.train`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
@@ -25,8 +26,9 @@ from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.task import Task
 
-Kind = Literal["ranks", "clients"]
-"""Two families: SPMD ranks over a group; a server with clients."""
+Kind = Literal["ranks", "threads", "clients"]
+"""Three families: SPMD ranks over a group; one program with worker threads, on one device or several; a server with
+clients."""
 
 STOP = 1
 CHECKPOINT = 2
@@ -92,6 +94,8 @@ class Place:
     group: the ranks, and this one among them. trace: this process's timeline. report: sends an event to whoever
     watches the run (rank 0 only). interrupted: whether the user asked to stop (rank 0 only). visit: how clients'
     work is done, results in any order. clock_offset: seconds to add to this machine's clock to get rank 0's.
+    devices: where this program computes, one for each of its workers; the first is its own. ending: what has to end
+    with the run, as threads.
     """
 
     group: Group
@@ -100,6 +104,8 @@ class Place:
     interrupted: Callable[[], bool] = lambda: False
     visit: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]] = visit_in_order
     clock_offset: float = 0.0
+    devices: tuple[torch.device, ...] = (torch.device("cpu"),)
+    ending: ExitStack = field(default_factory=ExitStack)
 
 
 class World(Protocol):
@@ -114,7 +120,7 @@ class World(Protocol):
 
     @property
     def workers(self) -> int | None:
-        """How many ranks there are; None where the strategy says how many clients."""
+        """How many ranks or threads there are; None where the strategy says how many clients."""
 
     def describe(self) -> str:
         """For tables: "2 processes"."""
@@ -125,7 +131,11 @@ class World(Protocol):
 
 
 class Strategy(Protocol):
-    """How the learning is divided: a frozen dataclass, made by the user."""
+    """How the learning is divided: a frozen dataclass, made by the user.
+
+    It lives in worlds of its `kind`. One that lives in others as well has a class variable `also`, of the kind to its
+    label there (`dwellings`). One whose runs do not repeat themselves to the last bit has `deterministic = False`.
+    """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
@@ -143,6 +153,16 @@ class Strategy(Protocol):
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         """The strategy at work: the model made under `seed`, ready for its first step."""
+
+
+def dwellings(strategy: Strategy | type[Strategy]) -> tuple[Kind, ...]:
+    """The kinds of worlds in which a strategy lives; its home is the first."""
+    return strategy.kind, *getattr(strategy, "also", {})
+
+
+def label_in(strategy: Strategy, kind: Kind) -> str:
+    """What tables call a strategy in a world of `kind`."""
+    return str(getattr(strategy, "also", {}).get(kind, strategy.label))
 
 
 def seeded_model(task: Task, seed: int) -> nn.Module:

@@ -18,11 +18,18 @@ from dure.errors import RunFolderError
 from dure.record.run import Run, RunFolder
 from dure.stop import Stop
 from dure.strategies import decode_strategy, decode_world, default_world, encode
-from dure.strategy import Strategy, World, load_passing_buffers, seeded_model
+from dure.strategy import Kind, Strategy, World, dwellings, label_in, load_passing_buffers, seeded_model
 from dure.task import Task
 from dure.tasks import load_task
 
 Progress = Callable[[dict[str, Any]], None]
+
+HOMES: Mapping[Kind, str] = {
+    "ranks": "ranks: Processes(n) or Torchrun()",
+    "threads": "threads: Threads(n)",
+    "clients": "clients: Simulated()",
+}
+"""The worlds of each kind, for errors."""
 
 
 def _ignore(event: dict[str, Any]) -> None:
@@ -155,8 +162,8 @@ def prepare(
     label: str | None = None,
 ) -> tuple[Job, dict[str, Any]]:
     """The job and the content of config.json. Raises ValueError if anything asked does not fit together."""
-    if world.kind != strategy.kind:
-        lives = "ranks: Processes(n) or Torchrun()" if strategy.kind == "ranks" else "clients: Simulated()"
+    if world.kind not in dwellings(strategy):
+        lives = ", or of ".join(HOMES[kind] for kind in dwellings(strategy))
         raise ValueError(
             f"{type(strategy).__name__} does not live in {type(world).__name__}; it needs a world of {lives}"
         )
@@ -172,11 +179,8 @@ def prepare(
                 raise ValueError(
                     f"the target {name!r} is not measured; there is {', '.join(sorted(measured)) or 'no test data'}"
                 )
-    label = (
-        label or f"{strategy.label} ×{world.workers}"
-        if world.workers and world.workers > 1
-        else label or strategy.label
-    )
+    name = label_in(strategy, world.kind)
+    label = label or (f"{name} ×{world.workers}" if world.workers and world.workers > 1 else name)
     model = seeded_model(task, seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -205,6 +209,7 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
         "task": {"name": reference["name"], "options": dict(reference["options"]), "title": task.name},
         "strategy": encode(job.strategy),
         "world": encode(world),
+        **({} if getattr(job.strategy, "deterministic", True) else {"deterministic": False}),
         "stop": msgspec.to_builtins(job.stop),
         "seed": job.seed,
         "evaluate_every": job.evaluate_every,

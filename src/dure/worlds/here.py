@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from dure.collectives.group import Group
 from dure.record.meter import Meter
 from dure.record.trace import Trace
@@ -26,11 +28,16 @@ def refuse_under_torchrun(world: str) -> None:
         raise ValueError(f"torchrun has started {os.environ['WORLD_SIZE']} ranks, and {world} is one: start it without")
 
 
-def run_here(program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None], name: str) -> Value:
+def run_here(
+    program: Callable[[Place], Value],
+    report: Callable[[dict[str, Any]], None],
+    name: str,
+    devices: tuple[torch.device, ...] = (torch.device("cpu"),),
+) -> Value:
     """Runs `program` in this process; `name` is its lane, as "rank 0". Ctrl-C asks it to end after its step."""
     trace = Trace()
     asked: list[bool] = []
     group = Group(None, Meter(name, trace))
-    place = Place(group, trace, report, interrupted=lambda: bool(asked))
+    place = Place(group, trace, report, interrupted=lambda: bool(asked), devices=devices)
     with on_interrupt(lambda: asked.append(True)):
         return program(place)

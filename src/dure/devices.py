@@ -1,0 +1,35 @@
+"""Where a program computes: the CPU, or GPUs.
+
+Names are torch's: "cpu", "cuda", "cuda:1". What a user names is looked for before any work begins.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `name`. Raises ValueError if there is none here, or dure does not compute on its kind."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"{name!r} is no device: write cpu, cuda, or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"dure computes on cpu and cuda, not on {name}")
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and not there:
+        raise ValueError(f"there is no CUDA device here, so nothing can be computed on {name}: take cpu")
+    if device.type == "cuda" and (device.index or 0) >= there:
+        raise ValueError(f"there is no {name} here: the CUDA devices are cuda:0 to cuda:{there - 1}")
+    return device
+
+
+def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:
+    """A device for each worker: the CUDA devices in turn where there are, else the CPU for all.
+
+    workers: how many; None is one a CUDA device, or one a core and at least two.
+    """
+    there = torch.cuda.device_count()
+    if not there:
+        return ("cpu",) * (workers if workers is not None else max(2, cores))
+    return tuple(f"cuda:{worker % there}" for worker in range(workers if workers is not None else there))
