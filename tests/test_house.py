@@ -16,12 +16,12 @@ FLOORS = [
     {"errors", "randomness", "flat", "catalog", "written", "registration", "__init__"},
     {"record", "stop", "task", "data", "models", "threads", "devices"},
     {"collectives", "strategy", "tasks", "evaluation"},
-    {"worlds", "parallel", "federated"},
+    {"worlds", "parallel", "averaging", "federated"},
     {"train", "strategies", "drive"},
     {"compare", "report", "bench"},
     {"cli", "flags", "show", "__main__"},
 ]
-APART = ({"worlds"}, {"parallel", "federated"})
+APART = ({"worlds"}, {"parallel", "averaging", "federated"})
 
 
 def floor(room: str) -> int:

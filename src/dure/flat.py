@@ -34,12 +34,13 @@ class FlatParameters:
     """A model's parameters moved into one buffer a dtype; the model goes on using them as views.
 
     Setting the weights, taking them, or taking a difference is then one operation on `buffers`. A parameter that
-    the model uses twice is there once.
+    the model uses twice is there once. only_trained: leaves parameters without gradients where they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, only_trained: bool = False) -> None:
         self.buffers: list[Tensor] = []
-        for group in by_dtype(model.parameters()).values():
+        moved = (parameter for parameter in model.parameters() if parameter.requires_grad or not only_trained)
+        for group in by_dtype(moved).values():
             buffer = torch.cat([parameter.detach().reshape(-1) for parameter in group])
             for parameter, view in zip(group, views_of(buffer, group), strict=True):
                 parameter.data = view

@@ -1,0 +1,1 @@
+"""Train apart, then combine weights: parallel SGD, local SGD, DiLoCo, consensus ADMM."""

@@ -1,0 +1,116 @@
+"""DiLoCo: local SGD whose mean difference is a gradient for an outer optimizer.
+
+    x_i <- H steps of the task's optimizer (AdamW in the paper) from x, on rank i's part of the joint batches
+    D   <- sum over i of w_i·(x - x_i)                          the outer gradient
+    v   <- m·v + D
+    x   <- x - lr·(D + m·v)       Nesterov;      x <- x - lr·v       without
+
+w_i is rank i's share of the round's examples: 1/N where the parts are equal. The inner optimizers' states stay with
+their ranks, as in the paper, which found no gain in exchanging them. lr = 1 and m = 0 is local SGD.
+
+What travels: as in local SGD, one message a round; v is the same on every rank and never travels.
+
+Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; there lr is 0.7,
+m is 0.9, and H = 500.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
+from dure.averaging.meeting import Momentum
+from dure.collectives.all_reduce import Algorithm
+from dure.collectives.compression import Compression, NoCompression
+from dure.data.partition import Description
+from dure.strategy import Kind, Learner, Place
+from dure.task import Task
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """Ranks train apart for many steps; an outer optimizer moves the common weights along the mean of their ways.
+
+    Args:
+        batch_size: examples of a step over all workers together; None is all the data.
+        period: H, the steps of a round.
+        outer_lr: learning rate of the outer optimizer; 1 without momentum is plain averaging.
+        outer_momentum: of the outer optimizer, in [0, 1).
+        nesterov: whether that momentum is Nesterov's.
+        momentum: what a synchronisation does to the inner optimizer's state: keep, average, or reset.
+        all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling, hierarchical, native
+            or auto.
+        compression: of the differences that are exchanged: none, cast:bfloat16, …
+    """
+
+    batch_size: int | None = 64
+    period: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    momentum: Momentum = "keep"
+    all_reduce: Algorithm = "ring"
+    compression: Compression = field(default_factory=NoCompression)
+
+    name: ClassVar[str] = "diloco"
+    kind: ClassVar[Kind] = "ranks"
+    unit: ClassVar[str] = "round"
+
+    @property
+    def label(self) -> str:
+        default = DiLoCo()
+        shown = {"outer lr": "outer_lr", "m": "outer_momentum", "momentum": "momentum", "compression": "compression"}
+        parts = [
+            f"{word}={getattr(self, name)}"
+            for word, name in shown.items()
+            if getattr(self, name) != getattr(default, name)
+        ]
+        return " ".join([f"DiLoCo H={self.period}", *parts])
+
+    def check(self, task: Task, workers: int | None) -> None:
+        self.rounds().check(task, workers)
+        if not (math.isfinite(self.outer_lr) and self.outer_lr >= 0):
+            raise ValueError(f"outer_lr is {self.outer_lr}, but a learning rate is a number from 0 on")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum is {self.outer_momentum}, but a momentum lies in [0, 1)")
+
+    def rounds(self) -> LocalSGD:
+        """The rounds without the outer optimizer."""
+        return LocalSGD(self.batch_size, self.period, 0, self.momentum, self.all_reduce, compression=self.compression)
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return DiLoCoLearner(task, place, seed, self)
+
+
+class DiLoCoLearner(LocalSGDLearner):
+    """Local SGD with an outer optimizer, the same on every rank."""
+
+    def __init__(self, task: Task, place: Place, seed: int, strategy: DiLoCo) -> None:
+        super().__init__(task, place, seed, strategy.rounds())
+        self.outer = strategy
+        self.velocity = [torch.zeros_like(common) for common in self.common]
+
+    def move(self, differences: Sequence[Tensor]) -> None:
+        lr, momentum = self.outer.outer_lr, self.outer.outer_momentum
+        for common, velocity, difference in zip(self.common, self.velocity, differences, strict=True):
+            velocity.mul_(momentum).sub_(difference)  # the outer gradient is the way back
+            if self.outer.nesterov:
+                common.add_(difference, alpha=lr).sub_(velocity, alpha=lr * momentum)
+            else:
+                common.sub_(velocity, alpha=lr)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "velocity": self.velocity}
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        super().restore(weights, state)
+        self.velocity = list(state["velocity"])

@@ -1,0 +1,155 @@
+"""Local SGD: every rank makes H steps alone, then all go on from the mean of their weights.
+
+    x_i <- x_i - step_i(gradient over rank i's part of the joint batch)        H times
+    x_i <- x + sum over j of w_j·(x_j - x)                                     x: where the round began
+
+w_j is rank j's share of the round's examples: 1/N where the parts are equal. H = 1 without momentum is data parallel.
+*Post-local* SGD begins with H = 1 and takes longer rounds only from step `local_from` on, as after the first decay of
+the learning rate. Batch norm's statistics are averaged as the weights are; dropout is drawn from (seed, step, rank).
+
+What travels: one message a round (`dure.averaging.meeting`), through an all-reduce of choice: 1/H of data parallel's.
+The optimizer's state stays with its rank, is averaged as well, or starts anew: `momentum`.
+
+Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2020, "Don't Use Large Mini-Batches,
+Use Local SGD".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.averaging.meeting import Meeting, Momentum, check_exchange
+from dure.averaging.replica import Replica, check_division
+from dure.collectives.all_reduce import Algorithm
+from dure.collectives.compression import Compression, NoCompression
+from dure.data.batches import Batches
+from dure.data.partition import Description
+from dure.evaluation import evaluate
+from dure.record.meter import Meter
+from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers
+from dure.task import Task
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """Ranks train apart for some steps, then average their weights.
+
+    Args:
+        batch_size: examples of a step over all workers together; None is all the data.
+        period: H, the steps of a round.
+        local_from: the step from which rounds have `period` steps; before it they have one (post-local SGD).
+        momentum: what a synchronisation does to the optimizer's state: keep, average, or reset.
+        all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling, hierarchical, native
+            or auto.
+        compression: of the differences that are exchanged: none, cast:bfloat16, …
+    """
+
+    batch_size: int | None = 64
+    period: int = 16
+    local_from: int = 0
+    momentum: Momentum = "keep"
+    all_reduce: Algorithm = "ring"
+    compression: Compression = field(default_factory=NoCompression)
+
+    name: ClassVar[str] = "local-sgd"
+    kind: ClassVar[Kind] = "ranks"
+    unit: ClassVar[str] = "round"
+
+    @property
+    def label(self) -> str:
+        parts = [f"{'post-' if self.local_from else ''}local SGD H={self.period}"]
+        parts += [f"momentum {self.momentum}"] if self.momentum != "keep" else []
+        parts += [str(self.compression)] if not isinstance(self.compression, NoCompression) else []
+        return " ".join(parts)
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_division(self.batch_size, task, workers)
+        check_exchange(self.all_reduce, self.momentum)
+        if self.period < 1:
+            raise ValueError(f"period is {self.period}, but a round has at least one step")
+        if self.local_from < 0:
+            raise ValueError(f"local_from is {self.local_from}, but steps count from 0")
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return LocalSGDLearner(task, place, seed, self)
+
+    def steps_of_round_at(self, step: int) -> int:
+        """How many steps the round has that begins at `step`."""
+        return self.period if step >= self.local_from else 1
+
+
+class LocalSGDLearner:
+    """Local SGD at work on one rank. What is done with the mean difference, `move`, is replaced by DiLoCo."""
+
+    unit = "round"
+
+    def __init__(self, task: Task, place: Place, seed: int, strategy: LocalSGD) -> None:
+        self.task, self.group, self.strategy = task, place.group, strategy
+        self.replica = Replica(task, place, seed)
+        self.model = self.replica.model
+        self.batches = Batches(len(self.replica.train_examples), strategy.batch_size, seed)
+        self.meeting = Meeting(self.replica, place, strategy.all_reduce, strategy.momentum, strategy.compression)
+        self.common = self.replica.flat.copy()
+        self.units_per_epoch = max(1, self.batches.steps_per_epoch // strategy.period)
+        self.where = f"rank {self.group.rank}"
+        self.step = self.round = 0
+
+    def flops_per_step(self) -> float:
+        return self.replica.flops_per_step(-(-self.batches.batch_size // self.group.size))
+
+    def advance(self, wish: int) -> Progress:
+        """One round: steps alone, then the mean."""
+        steps = range(self.step, self.step + self.strategy.steps_of_round_at(self.step))
+        trained = self.replica.train(self._parts(steps))
+        examples = sum(len(self.batches.at(step)) for step in steps)
+        weight = trained.examples / examples
+        for body, mine, common in zip(self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True):
+            torch.sub(mine, common, out=body).mul_(weight)
+        met = self.meeting.meet(weight, weight * trained.loss, wish, self.round + 1)
+        self.move(self.meeting.bodies)
+        self.replica.flat.load(self.common)
+        self.step, self.round = steps.stop, self.round + 1
+        return Progress(met.loss, examples, met.wish)
+
+    def _parts(self, steps: range) -> Iterator[tuple[int, Tensor]]:
+        """This rank's part of each step's joint batch."""
+        for step in steps:
+            yield step, self.batches.at(step).tensor_split(self.group.size)[self.group.rank]
+
+    def move(self, differences: Sequence[Tensor]) -> None:
+        """The common weights after a round; differences: the weighted means of the ranks' ways."""
+        for common, difference in zip(self.common, differences, strict=True):
+            common.add_(difference)
+
+    def evaluate(self) -> dict[str, float]:
+        return evaluate(self.task, self.model, self.replica.test_examples, self.group, self.round)
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.step, "round": self.round, "buffers": passing_buffers(self.model)}
+
+    def part(self) -> dict[str, Any]:
+        """This rank's optimizer, and what its compressors remember."""
+        return {"optimizer": self.replica.optimizer.state_dict(), "compressors": self.meeting.state()}
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(weights)
+        load_passing_buffers(self.model, state["buffers"])
+        self.common = self.replica.flat.copy()
+        self.step, self.round = state["step"], state["round"]
+        part = state["parts"][self.group.rank % len(state["parts"])]
+        self.replica.optimizer.load_state_dict(dict(part["optimizer"]))
+        self.meeting.restore(part["compressors"])
+
+    def meters(self) -> Sequence[Meter]:
+        return [self.group.meter]

@@ -1,0 +1,134 @@
+"""A rank's own model and optimizer, and the steps that it makes alone between two synchronisations.
+
+Two ways to divide the data. *Joint batches*: step t of all ranks together has one batch, a function of (seed, t) alone,
+of which every rank takes its part, as in data parallel; so the ranks walk over the same examples as one worker.
+*Shards*: the data are divided once, and every rank makes passes over its own part, in an order of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.data.batches import Batches, check_batch_size
+from dure.flat import FlatParameters
+from dure.randomness import seed_generators
+from dure.strategy import Place, examples_for, seeded_model
+from dure.task import Task
+from dure.threads import flops_per_step
+
+
+class Trained(NamedTuple):
+    """What a rank did alone. loss: the mean over its examples, not finite if something went wrong."""
+
+    loss: float
+    examples: int
+
+
+class Replica:
+    """A rank's model, in one flat buffer a dtype, and its optimizer; at first the same on every rank."""
+
+    def __init__(self, task: Task, place: Place, seed: int) -> None:
+        self.task, self.group, self.seed = task, place.group, seed
+        self.model = seeded_model(task, seed).train()
+        self.flat = FlatParameters(self.model, only_trained=True)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = task.optimizer(self.model.parameters())
+        # for models whose first weights do not follow from the seed alone, such as those read from a file
+        self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
+        self.train_examples, self.test_examples = examples_for(self.model, task)
+
+    def flops_per_step(self, batch: float) -> float:
+        return flops_per_step(self.model, self.train_examples, batch)
+
+    def train(
+        self,
+        batches: Iterable[tuple[int, Tensor]],
+        share: float = 1.0,
+        adjust: Callable[[list[nn.Parameter]], None] | None = None,
+    ) -> Trained:
+        """One step of the optimizer on each of (number of the step, indices); empty batches make no step.
+
+        share: what the loss's gradient is multiplied with. adjust: changes the gradients before the optimizer sees
+        them. Ends early at a loss that is not finite.
+        """
+        total, examples = 0.0, 0
+        for step, indices in batches:
+            if len(indices) == 0:
+                continue
+            loss = self._step(step, indices, share, adjust)
+            examples += len(indices)
+            if not math.isfinite(loss):
+                return Trained(loss, examples)
+            total += loss * len(indices)
+        if examples == 0:
+            return Trained(0.0, 0)
+        return Trained(total / examples if self._is_finite() else math.nan, examples)
+
+    def _step(
+        self, step: int, indices: Tensor, share: float, adjust: Callable[[list[nn.Parameter]], None] | None
+    ) -> float:
+        """Forward, backward, update; returns the mean loss before the update."""
+        seed_generators(self.seed, "step", step, self.group.rank, everything=self.train_examples.draws)
+        started = time.perf_counter()
+        inputs, targets = self.train_examples.batch(indices)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.task.loss(self.model(inputs), targets)
+        value = float(loss.item())
+        forwarded = time.perf_counter()
+        (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+        backwarded = time.perf_counter()
+        if adjust is not None:
+            adjust(self.trained)
+        self.optimizer.step()
+        meter = self.group.meter
+        meter.compute("forward", started, forwarded, step + 1)
+        meter.compute("backward", forwarded, backwarded, step + 1)
+        meter.compute("update", backwarded, time.perf_counter(), step + 1)
+        return value
+
+    def _is_finite(self) -> bool:
+        """Whether the weights are: the last step's loss does not tell."""
+        return all(math.isfinite(buffer.sum()) or bool(buffer.isfinite().all()) for buffer in self.flat.buffers)
+
+
+class Shard:
+    """A rank's own examples. batch_size: of one of its steps; None is all of them."""
+
+    def __init__(self, indices: Tensor, batch_size: int | None, seed: int, rank: int) -> None:
+        self.indices = indices
+        self.batches = Batches(len(indices), batch_size, seed, rank)
+        self.steps_per_pass = self.batches.steps_per_epoch
+
+    def steps(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """(number, examples) of `count` steps from number `first` on; after the last batch of a pass comes the next."""
+        for step in range(first, first + count):
+            yield step, self.indices[self.batches.at(step)]
+
+
+def batch_of_a_rank(batch_size: int | None, ranks: int) -> int | None:
+    """Examples of a rank's step, where all ranks together have `batch_size`: the N-th part, rounded up."""
+    return None if batch_size is None else -(-batch_size // ranks)
+
+
+def check_division(batch_size: int | None, task: Task, workers: int | None) -> None:
+    """Raises ValueError if a batch, or the training data, cannot be divided over the workers."""
+    check_batch_size(batch_size)
+    examples = len(task.train)
+    if workers is not None and workers > examples:
+        raise ValueError(f"{workers} workers are more than the {examples} training examples")
+    if workers is not None and batch_size is not None and workers > batch_size:
+        raise ValueError(f"a joint batch of {batch_size} cannot be divided over {workers} workers")
+
+
+@torch.no_grad()
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    """The source's buffers into the target's."""
+    for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
+        if not torch.equal(mine, theirs):  # an expanded tensor cannot be written, and never changes
+            mine.copy_(theirs)
