@@ -1,17 +1,30 @@
 """Compression: sums over ranks, and messages, in fewer bytes. One algorithm a file.
 
-    Cast        as bfloat16 or float16                                             2 bytes a number
+    NoCompression   as it is
+    Cast            as bfloat16 or float16
+    TopK            the largest numbers and their places, error feedback        Alistarh, Stich
+    QSGD            rounded at random to few levels, without bias               Alistarh
+    OneBit          signs and two means a column, error feedback                Seide
+    Sign            signs and one mean magnitude a tensor, error feedback       Karimireddy
+    PowerSGD        a matrix of low rank, error feedback                        Vogels
 
-What they have in common is in `compression.py`; `compression.parse` reads their text forms.
+What they have in common is in `compression.py`. As text, `top-k:0.01`, `power-sgd:2`: `parse` reads what `str` writes.
 """
 
 from dure.collectives.compression.cast import Cast
 from dure.collectives.compression.compression import Codec, Compression, Compressor
 from dure.collectives.compression.error_feedback import ErrorFeedback
 from dure.collectives.compression.none import NoCompression
+from dure.collectives.compression.one_bit import OneBit
+from dure.collectives.compression.power_sgd import PowerSGD
+from dure.collectives.compression.qsgd import QSGD
+from dure.collectives.compression.sign import Sign
+from dure.collectives.compression.top_k import TopK
 from dure.written import read
 
-COMPRESSIONS: dict[str, type[Compression]] = {kind.name: kind for kind in (NoCompression, Cast)}
+COMPRESSIONS: dict[str, type[Compression]] = {
+    compression.name: compression for compression in (NoCompression, Cast, TopK, QSGD, OneBit, Sign, PowerSGD)
+}
 """Every compression by the name its text form begins with."""
 
 
@@ -25,11 +38,16 @@ def parse(text: str) -> Compression:
 
 __all__ = [
     "COMPRESSIONS",
+    "QSGD",
     "Cast",
     "Codec",
     "Compression",
     "Compressor",
     "ErrorFeedback",
     "NoCompression",
+    "OneBit",
+    "PowerSGD",
+    "Sign",
+    "TopK",
     "parse",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from dure.collectives.all_reduce import MODULES, Algorithm, all_reduce
 from dure.collectives.compression.bucket import Bucket, one_piece
 from dure.collectives.compression.compression import Codec, Compression, Compressor
+from dure.collectives.compression.packing import numbers
 from dure.collectives.group import Group
 
 
@@ -63,15 +64,11 @@ class PlainCodec:
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
         payload.view(self.dtype).copy_(vector)
 
-    def _numbers(self, payload: Tensor) -> Tensor:
-        aligned = payload.storage_offset() % self.dtype.itemsize == 0
-        return (payload if aligned else payload.clone()).view(self.dtype)
-
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
-        into.add_(self._numbers(payload), alpha=sign)
+        into.add_(numbers(payload, self.dtype), alpha=sign)
 
     def is_finite(self, payload: Tensor) -> bool:
-        return bool(self._numbers(payload).isfinite().all())
+        return bool(numbers(payload, self.dtype).isfinite().all())
 
     def check(self, payload: Tensor) -> None:
         """Any bytes are numbers."""

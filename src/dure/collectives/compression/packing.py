@@ -1,0 +1,159 @@
+"""Bits side by side: signs as 8 a byte, and whole numbers of b bits as 8 in b bytes.
+
+Everything is done for many numbers at once: signs by numpy, whose SIMD is the fastest there is on a CPU, numbers by
+shifting the bytes of 64-bit words together. The first of 8 is in the lowest bits, and words are little-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 1 << 17
+"""Elements that are worked on at once, so that what one pass leaves is in the cache for the next."""
+
+_GATHER_BITS = 0x0102040810204080  # brings the lowest bits of a word's bytes into its highest byte
+
+
+def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns; on a GPU, in one piece."""
+    block = BLOCK if device.type == "cpu" else max(rows * length, 1)
+    height, width = max(1, block // max(length, 1)), min(length, block)
+    for top in range(0, rows, height):
+        for left in range(0, length, max(width, 1)):
+            yield slice(top, min(top + height, rows)), slice(left, min(left + width, length))
+
+
+def in_columns(
+    columns: Sequence[tuple[int, int]], vector: Tensor, signs: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """A vector of n numbers that stands for columns, and their signs, each column's in whole bytes; in pieces.
+
+    columns: (how many, length of each), as they lie behind each other in the vector. Yields which columns, their
+    numbers (columns, length) and their signs (columns, ⌈length/8⌉), both as views.
+    """
+    start, at, first = 0, 0, 0
+    for count, length in columns:
+        width = (length + 7) // 8
+        matrix = vector[start : start + count * length].view(count, length)
+        bits = signs[at : at + count * width].view(count, width)
+        for rows, part in in_blocks(count, length, vector.device):
+            which = slice(first + rows.start, first + rows.stop)
+            yield which, matrix[rows, part], bits[rows, part.start // 8 : (part.stop + 7) // 8]
+        start, at, first = start + count * length, at + count * width, first + count
+
+
+def sign_bytes(columns: Sequence[tuple[int, int]]) -> int:
+    """Bytes of the signs of columns: (how many, length of each)."""
+    return sum(count * ((length + 7) // 8) for count, length in columns)
+
+
+def numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers, copied where their address does not suit the dtype."""
+    aligned = payload.storage_offset() % dtype.itemsize == 0
+    return (payload if aligned else payload.clone()).view(dtype)
+
+
+def pack_signs(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Which numbers of a matrix (rows, L) are at least 0: uint8 (rows, ⌈L/8⌉); and how many of a row, int64 (rows,)."""
+    if matrix.device.type == "cpu":
+        at_least_0 = np.greater_equal(matrix.numpy(), 0)
+        counts = np.count_nonzero(at_least_0, axis=1)
+        return torch.from_numpy(np.packbits(at_least_0, axis=1, bitorder="little")), torch.from_numpy(counts)
+    signs = matrix >= 0
+    padded = pad(signs.view(torch.uint8), (0, -matrix.shape[1] % 8)).contiguous()
+    return (padded.view(torch.int64) * _GATHER_BITS >> 56).to(torch.uint8), signs.sum(1)
+
+
+@lru_cache
+def bits_table(zero: float, one: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers that the 8 bits of each byte stand for: (256, 8)."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.where(bits == 1, one, zero).to(dtype)
+
+
+def unpack_signs(bits: Tensor, length: int, table: Tensor) -> Tensor:
+    """The numbers of `table` for bits (rows, ⌈L/8⌉): (rows, L)."""
+    rows = table.index_select(0, bits.reshape(-1).to(torch.int32))
+    return rows.view(len(bits), -1)[:, :length]
+
+
+def packed_bytes(n: int, bits: int) -> int:
+    """Length of n numbers of so many bits."""
+    return (n * bits + 7) // 8
+
+
+def pack(codes: Tensor, bits: int, out: Tensor) -> None:
+    """Numbers below 2^bits, side by side.
+
+    codes: uint8 (n,), or int32 for 9 to 16 bits, of which the lowest 8 lie apart from the rest. out: uint8
+    (packed_bytes(n, bits),).
+    """
+    if not len(codes):
+        return
+    if bits > 8:
+        low = len(codes)
+        out[:low].copy_(codes & 255)
+        pack((codes >> 8).to(torch.uint8), bits - 8, out[low:])
+    elif bits == 8:
+        out.copy_(codes)
+    else:
+        words = pad(codes, (0, -len(codes) % 8)).view(torch.int64)
+        for lane in (16, 32, 64):  # lanes of b, 2b, 4b bits become half as many of twice as many bits
+            words = _swift(_closer, words, bits * lane // 16, lane)
+        out.copy_(words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: len(out)])
+
+
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """The inverse of `pack`: uint8 (n,), int32 for more than 8 bits."""
+    if bits > 8:
+        return packed[:n].to(torch.int32) | unpack(packed[n:], bits - 8, n).to(torch.int32) << 8
+    if bits == 8 or n == 0:
+        return packed
+    count = (n + 7) // 8
+    rows = pad(packed, (0, count * bits - len(packed))).view(count, bits)
+    words = pad(rows, (0, 8 - bits)).view(torch.int64).view(-1)
+    for lane in (64, 32, 16):
+        words = _swift(_apart, words, bits * lane // 16, lane)
+    return words.view(torch.uint8)[:n]
+
+
+Words = TypeVar("Words", "np.ndarray[Any, Any]", Tensor)
+
+
+def _closer(words: Words, used: int, lane: int) -> Words:
+    """In every lane, the upper half's `used` bits are brought down onto those of the lower half."""
+    half = lane // 2
+    upper = words & _mask(half, lane, half)
+    upper >>= half - used
+    upper |= words & _mask(half, lane, 0)
+    return upper
+
+
+def _apart(words: Words, used: int, lane: int) -> Words:
+    """The inverse of `_closer`."""
+    half = lane // 2
+    upper = words & _mask(used, lane, used)
+    upper <<= half - used
+    upper |= words & _mask(used, lane, 0)
+    return upper
+
+
+def _swift(rule: Callable[[Any, int, int], Any], words: Tensor, used: int, lane: int) -> Tensor:
+    """numpy begins sooner than torch, which matters for as few words as are in a block."""
+    if words.device.type != "cpu":
+        return cast("Tensor", rule(words, used, lane))
+    return torch.from_numpy(rule(words.numpy(), used, lane))
+
+
+@lru_cache
+def _mask(bits: int, lane: int, shift: int) -> int:
+    """The `bits` bits above `shift` in every lane of a word, as a signed number of 64 bits."""
+    mask = sum(((1 << bits) - 1) << (start + shift) for start in range(0, 64, lane)) & (2**64 - 1)
+    return mask - 2**64 if mask >> 63 else mask

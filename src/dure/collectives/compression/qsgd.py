@@ -1,0 +1,152 @@
+"""QSGD: numbers are rounded at random to one of 2s+1 levels, so that the mean of what arrives is what was sent.
+
+For a bucket v of numbers, with a random choice of its own for each number:
+
+    Q(v)_i = ‖v‖ · sign(v_i) · l_i / s      l_i = ⌊x⌋ + 1 with probability x - ⌊x⌋, else ⌊x⌋;  x = s |v_i| / ‖v‖
+
+E[Q(v)] = v, E‖Q(v) - v‖² ≤ min(n/s², √n/s) ‖v‖² and at most s(s + √n) numbers of a bucket of n are expected to be other
+than 0. A bucket of zeros is sent as zeros, one with a number that is not finite as NaN. Nothing is remembered.
+
+Cost: b = ⌈log2(2s+1)⌉ bits a number side by side, and the norm of each bucket, 4 bytes (8 in float64): ⌈n·b/8⌉ +
+4⌈n/bucket⌉ bytes to each of N-1 others. (The paper's Elias code is shorter where most levels are 0, and varies.)
+Random numbers are a function of (seed, call, rank).
+
+Source: D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.compression import Codec, Compression
+from dure.collectives.compression.packing import BLOCK, numbers, pack, packed_bytes, unpack
+from dure.randomness import derive
+
+
+@dataclass(frozen=True)
+class QSGD(Compression):
+    """Random rounding to `levels` on each side of 0, relative to the norm of every `bucket` numbers.
+
+    levels: 1 are 2 bits a number, 7 are 4 bits, 127 are 8 bits; at most 32767. bucket: a multiple of 8; short ones are
+    more exact. Raises ValueError for others.
+    """
+
+    name: ClassVar[str] = "qsgd"
+    levels: int = 7
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= 32767:
+            raise ValueError(f"qsgd: there are 1 to 32767 levels, not {self.levels}")
+        if self.bucket < 8 or self.bucket % 8:
+            raise ValueError(f"qsgd: the bucket is a positive multiple of 8, not {self.bucket}")
+
+    @property
+    def bits(self) -> int:
+        """Bits a number: ⌈log2(2 · levels + 1)⌉."""
+        return (2 * self.levels).bit_length()
+
+    @property
+    def description(self) -> str:
+        return f"{self.bits} bits, rounded at random in buckets of {self.bucket}"
+
+    def codec(self, bucket: Bucket) -> Codec:
+        return QSGDCodec(bucket, self)
+
+
+class QSGDCodec:
+    """Payload: the norm of each bucket in the work dtype; then levels plus s, of b bits."""
+
+    def __init__(self, bucket: Bucket, settings: QSGD) -> None:
+        self.bucket, self.levels, self.bits, self.length = bucket, settings.levels, settings.bits, settings.bucket
+        self.code = torch.uint8 if self.bits <= 8 else torch.int32
+        self.split = -(-bucket.n // self.length) * bucket.work.itemsize
+        self.nbytes = self.split + packed_bytes(bucket.n, self.bits)
+
+    def _blocks(self) -> Iterator[tuple[int, int, slice]]:
+        """Where pieces begin and end, of whole buckets but for the last one; and which buckets they are."""
+        step = max(BLOCK // self.length, 1) * self.length if self.bucket.device.type == "cpu" else self.bucket.n
+        for start in range(0, self.bucket.n, max(step, 1)):
+            end = min(start + step, self.bucket.n)
+            yield start, end, slice(start // self.length, -(-end // self.length))
+
+    def _rows(self, piece: Tensor) -> Tensor:
+        """A piece with one bucket a row, the last one filled up with zeros."""
+        rest = -len(piece) % self.length
+        return (pad(piece, (0, rest)) if rest else piece).view(-1, self.length)
+
+    def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
+        norms, levels = numbers(payload[: self.split], vector.dtype), payload[self.split :]
+        noise = Noise(derive(seed, "qsgd", *position), vector.dtype, vector.device)
+        for start, end, buckets in self._blocks():
+            rows = self._rows(vector[start:end])
+            norm = norms_of(rows)
+            norms[buckets] = norm
+            scaled = (rows / torch.where(norm > 0, norm, 1)[:, None]).view(-1)[: end - start]
+            scaled.mul_(self.levels).add_(noise.from_1_to_2(end - start)).floor_().add_(self.levels - 1)
+            codes = scaled.to(self.code).clamp_(0, 2 * self.levels)
+            pack(codes, self.bits, levels[start * self.bits // 8 : packed_bytes(end, self.bits)])
+
+    def _codes(self, payload: Tensor, start: int, end: int) -> Tensor:
+        levels = payload[self.split :]
+        return unpack(levels[start * self.bits // 8 : packed_bytes(end, self.bits)], self.bits, end - start)
+
+    def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
+        units = numbers(payload[: self.split], into.dtype) / self.levels
+        for start, end, buckets in self._blocks():
+            rows = self._rows(self._codes(payload, start, end).to(into.dtype).sub_(self.levels))
+            into[start:end].add_(rows.mul_(units[buckets, None]).view(-1)[: end - start], alpha=sign)
+
+    def is_finite(self, payload: Tensor) -> bool:
+        return bool(numbers(payload[: self.split], self.bucket.work).isfinite().all())
+
+    def check(self, payload: Tensor) -> None:
+        if bool((numbers(payload[: self.split], self.bucket.work) < 0).any()):
+            raise ValueError("qsgd: a norm is negative")
+        for start, end, _ in self._blocks():
+            if int(self._codes(payload, start, end).max()) > 2 * self.levels:
+                raise ValueError(f"qsgd: a level is above {self.levels}")
+
+
+def norms_of(rows: Tensor) -> Tensor:
+    """The 2-norm of each row; NaN where it is not finite. Squares neither overflow nor vanish."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    safe = torch.finfo(rows.dtype).tiny ** 0.25
+    unsafe = ~((norms > safe) & (norms < 1 / safe))
+    if bool(unsafe.any()):
+        largest = rows[unsafe].abs().amax(1)
+        divisors = torch.where(largest > 0, largest, 1)
+        norms[unsafe] = largest * torch.linalg.vector_norm(rows[unsafe] / divisors[:, None], dim=1)
+    return norms.masked_fill_(~norms.isfinite(), torch.nan)
+
+
+class Noise:
+    """Random numbers, uniform in [1, 2), that depend on the seed alone: the bits of the mantissa are drawn."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        mantissa, one = (23, 0x3F800000) if dtype == torch.float32 else (52, 0x3FF0000000000000)
+        self.mask, self.one = (1 << mantissa) - 1, one
+        self.bits = torch.int32 if dtype == torch.float32 else torch.int64
+        if device.type == "cpu":
+            self.words = np.random.SFC64(seed)
+        else:
+            self.generator = torch.Generator(device).manual_seed(seed)
+
+    def from_1_to_2(self, count: int) -> Tensor:
+        """The next `count` of them."""
+        if self.device.type != "cpu":
+            bits = torch.empty(count, dtype=self.bits, device=self.device).random_(generator=self.generator)
+            return bits.bitwise_and_(self.mask).bitwise_or_(self.one).view(self.dtype)
+        drawn = self.words.random_raw(-(-count * self.dtype.itemsize // 8)).view(f"i{self.dtype.itemsize}")[:count]
+        drawn &= self.mask
+        drawn |= self.one
+        return torch.from_numpy(drawn).view(self.dtype)
