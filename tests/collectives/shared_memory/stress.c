@@ -137,6 +137,8 @@ static void *run(void *argument) {
     int32_t *own = malloc(4 * (MOST + 1) * RANKS), *out = malloc(4 * MOST * RANKS);
     struct core *core = core_open(segment, rank, size, SLOT, STAGED, CHANNEL, spin, spin, patient, NULL);
     for (int peer = 0; peer < size; peer++) core_set_pool(core, peer, pools[peer], 4096 * 64);
+    core->help_from = (seed + (uint64_t)rank) % 3 ? 0 : UINT64_MAX; /* ranks need not agree */
+    core->share_bytes = 2 * LINE;
     for (int call = 0; call < calls; call++) {
         uint64_t kind = next(&shared) % 8, n = next(&shared) % 3 ? next(&shared) % 60 : next(&shared) % MOST;
         int root = (int)(next(&shared) % (uint64_t)size), pooling = (int)(next(&shared) % 3);

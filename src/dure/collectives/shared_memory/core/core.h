@@ -32,6 +32,10 @@
  *    copies them out, then stores tail (release), which the producer loads (acquire) before it writes there again.
  *    Sleeping uses seat.bell and seat.waiting as in 2.
  *
+ * 4. seat.taken deals out a rank's part of a sum over pools. Its owner sets it to 0 before the first sync of a call;
+ *    between that and the second, fetch_add gives every range to one rank, which is then the only one to read or
+ *    write it; after the second sync nobody adds. Hence its owner may set it again at its next call.
+ *
  * No standalone fences are used, so that ThreadSanitizer sees all of it.
  */
 #ifndef DURE_CORE_H
@@ -82,6 +86,7 @@ struct seat {
     _Atomic uint64_t begun;       /* the number of the last call that it has begun */
     _Atomic uint32_t left;        /* 1 when the rank has left the group */
     _Alignas(LINE) struct call calls[2];
+    _Alignas(LINE) _Atomic uint64_t taken; /* elements of the rank's part of a sum that somebody has taken on */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung when a channel from or to this rank has moved */
     _Atomic uint32_t waiting;
 };
@@ -123,6 +128,8 @@ struct core {
     uint64_t pool_bytes;           /* of this rank's own */
     int rank, size;
     uint64_t slot_bytes, stage_bytes, channel_bytes;
+    uint64_t help_from;   /* bytes of all tensors of a sum over pools from which on ranks help each other */
+    uint64_t share_bytes; /* of a tensor that are taken on at once then */
     uint64_t syncs, number, windows;
     uint64_t spin_ns, yield_ns;
     tick_function tick;

@@ -3,7 +3,10 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#define WORTH_HELPING (32u << 20) /* bytes: milliseconds, as long as a time slice */
+#define SHARE (256u << 10)          /* bytes: long enough for a sum, short enough to share what is left */
 #define MAGIC 0x3165727564u /* "dure1" */
 
 static uint64_t rounded(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
@@ -51,6 +54,8 @@ struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, u
     core->slot_bytes = slot_bytes;
     core->stage_bytes = stage_bytes;
     core->channel_bytes = channel_bytes;
+    core->help_from = size > sysconf(_SC_NPROCESSORS_ONLN) ? WORTH_HELPING : UINT64_MAX;
+    core->share_bytes = SHARE;
     core->spin_ns = spin_ns;
     core->yield_ns = yield_ns;
     core->tick = tick;

@@ -1,7 +1,8 @@
 /* All-reduce, reduce and reduce-scatter of the ranks of a host. Sums are formed in the order of ranks.
  *
  * A tensor of one slot or less: every rank copies it to its slot; one sync; every rank that wants the sum reads all
- * slots. Tensors in pools: one sync; rank r reads its N-th part of all tensors and writes the sum to all; one sync.
+ * slots. Tensors in pools: one sync; rank r reads its N-th part of all tensors and writes the sum to all, then helps
+ * those that are behind; one sync.
  * Other tensors go through windows in the stages, small enough to stay in the cache: a rank copies in what others
  * sum, sums its own part, copies out what others have summed. The three steps of neighbouring windows run between
  * the same two syncs:
@@ -15,6 +16,7 @@
 struct range {
     uint64_t from, to;
 };
+
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -49,18 +51,33 @@ static char *in_pool(struct core *core, int rank) {
     return core->pools[rank] + core->seats[rank].calls[core->number & 1].pool;
 }
 
-static int reduce_pools(struct core *core, const struct call *call) {
+static void sum_pools(struct core *core, const struct call *call, struct range range) {
     const char *srcs[core->size];
     char *dsts[core->size];
     uint64_t width = core_width(call->dtype);
-    struct range mine = part_of(call->count, width, core->rank, core->size);
     int nd = 0;
     for (int rank = 0; rank < core->size; rank++) {
-        char *tensor = in_pool(core, rank) + mine.from * width;
+        char *tensor = in_pool(core, rank) + range.from * width;
         srcs[rank] = tensor;
         if (call->root < 0 || call->root == rank) dsts[nd++] = tensor;
     }
-    core_reduce(dsts, nd, srcs, core->size, mine.to - mine.from, call->dtype, call->op);
+    core_reduce(dsts, nd, srcs, core->size, range.to - range.from, call->dtype, call->op);
+}
+
+/* A rank takes on its own part, and then, in calls that take milliseconds, what is left of the parts of ranks that do
+ * not run. Who forms a sum does not change it. */
+static int reduce_pools(struct core *core, const struct call *call) {
+    uint64_t width = core_width(call->dtype);
+    int help = call->bytes * (uint64_t)core->size >= core->help_from;
+    for (int step = 0; step < (help ? core->size : 1); step++) {
+        int owner = (core->rank + step) % core->size;
+        struct range part = part_of(call->count, width, owner, core->size);
+        uint64_t length = part.to - part.from, share = help ? core->share_bytes / width : length, at;
+        while ((at = atomic_fetch_add(&core->seats[owner].taken, share)) < length) {
+            struct range range = {part.from + at, part.from + least(length, at + share)};
+            sum_pools(core, call, range);
+        }
+    }
     return core_sync(core);
 }
 
@@ -132,6 +149,7 @@ static int pools(struct core *core) {
 
 static int reduce_large(struct core *core, struct call *call, char *tensor) {
     if (call->place == STAGE) copy_in(core, call, window_at(core, call, 0), tensor);
+    if (call->place == POOL) atomic_store(&core->seats[core->rank].taken, 0);
     int status = core_sync(core);
     if (status != DONE) return status;
     if (!agreed(core)) return MISMATCH;
