@@ -18,6 +18,7 @@ from dure.cli import main
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         status = main(["bench", "all-reduce", "--fit", *sys.argv[1:], "--out", folder])
-        if status != 0:
+        result = Path(folder) / "all-reduce.json"
+        if status != 0 or not result.exists():  # after --help there is none
             sys.exit(status)
-        json.dump(json.loads((Path(folder) / "all-reduce.json").read_text()), sys.stdout)
+        json.dump(json.loads(result.read_text()), sys.stdout)
