@@ -25,9 +25,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dure.averaging.replica import Replica
+from dure.averaging.replica import Replica, write
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm, all_reduce
 from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
 from dure.errors import LossNotFiniteError
 from dure.flat import by_dtype, views_of
@@ -101,7 +102,7 @@ class Meeting:
         bodies = self.replica.flat.buffers
         carried = [*([] if self.compressors else bodies), *self.means, *states]
         tail = 1 + 3 * self.group.size + len(self.others) + self.numbers
-        self.message, views, self.tail = packed(carried, tail, self.group.backend(torch.device("cpu")) == "dure")
+        self.message, views, self.tail = packed(carried, tail, self.group)
         self.bodies = [torch.empty_like(body) for body in bodies] if self.compressors else views[: len(bodies)]
         self.extras = views[len(carried) - len(self.means) - len(states) :]
 
@@ -170,8 +171,8 @@ class Meeting:
     def _take(self, owners: Sequence[Tensor | None]) -> None:
         """The means into those that they are of; or the optimizer as it was at first."""
         for owner, mean in zip(owners, self.extras, strict=True):
-            if owner is not None and not torch.equal(owner, mean):  # an expanded tensor cannot be written
-                owner.copy_(mean)
+            if owner is not None:
+                write(owner, mean)
         if self.momentum == "reset":
             optimizer = self.replica.optimizer
             groups = optimizer.state_dict()["param_groups"]
@@ -194,10 +195,10 @@ class Meeting:
         self._seen = [buffer.clone() for buffer in self.others]
 
 
-def packed(like: Sequence[Tensor], tail: int, shared: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def packed(like: Sequence[Tensor], tail: int, group: Group) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """(buffers, views into them shaped as `like`, the tail): one buffer a dtype, the tail behind one in float32 or 64.
 
-    shared: in memory that the dure backend reduces in place.
+    For the dure backend they lie in shared memory, where it reduces in place.
     """
     lengths: dict[torch.dtype, int] = {}
     places: list[tuple[torch.dtype, int]] = []
@@ -207,7 +208,7 @@ def packed(like: Sequence[Tensor], tail: int, shared: bool) -> tuple[list[Tensor
         lengths[tensor.dtype] = start + tensor.numel()
     carrier = next((dtype for dtype in lengths if dtype in (torch.float32, torch.float64)), torch.float32)
     lengths[carrier] = lengths.get(carrier, 0) + tail
-    make = empty_shared if shared else torch.empty
+    make = empty_shared if group.backend(torch.device("cpu")) == "dure" else torch.empty
     buffers = {dtype: make(length, dtype=dtype) for dtype, length in lengths.items()}
     views = [
         buffers[dtype][start : start + tensor.numel()].view(tensor.shape)

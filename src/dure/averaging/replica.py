@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dure.data.batches import Batches, check_batch_size
-from dure.flat import FlatParameters
+from dure.data.partition import Partition
+from dure.flat import FlatParameters, by_dtype, views_of
 from dure.randomness import seed_generators
 from dure.strategy import Place, examples_for, seeded_model
 from dure.task import Task
@@ -37,11 +38,17 @@ class Replica:
         self.task, self.group, self.seed = task, place.group, seed
         self.model = seeded_model(task, seed).train()
         self.flat = FlatParameters(self.model, only_trained=True)
-        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = by_dtype(parameter for parameter in self.model.parameters() if parameter.requires_grad).values()
+        self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         # for models whose first weights do not follow from the seed alone, such as those read from a file
         self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
         self.train_examples, self.test_examples = examples_for(self.model, task)
+
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Pieces of vectors like `flat.buffers`, one for each of `trained` and of its shape."""
+        groups = by_dtype(self.trained).values()
+        return [view for buffer, group in zip(buffers, groups, strict=True) for view in views_of(buffer, group)]
 
     def flops_per_step(self, batch: float) -> float:
         return flops_per_step(self.model, self.train_examples, batch)
@@ -50,7 +57,7 @@ class Replica:
         self,
         batches: Iterable[tuple[int, Tensor]],
         share: float = 1.0,
-        adjust: Callable[[list[nn.Parameter]], None] | None = None,
+        adjust: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> Trained:
         """One step of the optimizer on each of (number of the step, indices); empty batches make no step.
 
@@ -71,7 +78,7 @@ class Replica:
         return Trained(total / examples if self._is_finite() else math.nan, examples)
 
     def _step(
-        self, step: int, indices: Tensor, share: float, adjust: Callable[[list[nn.Parameter]], None] | None
+        self, step: int, indices: Tensor, share: float, adjust: Callable[[Sequence[Tensor]], None] | None
     ) -> float:
         """Forward, backward, update; returns the mean loss before the update."""
         seed_generators(self.seed, "step", step, self.group.rank, everything=self.train_examples.draws)
@@ -92,6 +99,23 @@ class Replica:
         meter.compute("update", backwarded, time.perf_counter(), step + 1)
         return value
 
+    def state(self) -> dict[str, Any]:
+        """Its weights, buffers and optimizer, where they are not those of all ranks."""
+        return {
+            "weights": self.flat.buffers,
+            "buffers": list(self.model.buffers()),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def restore(self, common: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Goes on from `state`. common: a state_dict with the parameters that are not trained."""
+        self.model.load_state_dict(common)
+        self.flat.load(state["weights"])
+        for buffer, value in zip(self.model.buffers(), state["buffers"], strict=True):
+            write(buffer, value)
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+
     def _is_finite(self) -> bool:
         """Whether the weights are: the last step's loss does not tell."""
         return all(math.isfinite(buffer.sum()) or bool(buffer.isfinite().all()) for buffer in self.flat.buffers)
@@ -101,7 +125,7 @@ class Shard:
     """A rank's own examples. batch_size: of one of its steps; None is all of them."""
 
     def __init__(self, indices: Tensor, batch_size: int | None, seed: int, rank: int) -> None:
-        self.indices = indices
+        self.indices, self.n = indices, len(indices)
         self.batches = Batches(len(indices), batch_size, seed, rank)
         self.steps_per_pass = self.batches.steps_per_epoch
 
@@ -110,10 +134,21 @@ class Shard:
         for step in range(first, first + count):
             yield step, self.indices[self.batches.at(step)]
 
+    def examples(self, first: int, count: int) -> int:
+        """How many examples those steps have."""
+        return self._until(first + count) - self._until(first)
 
-def batch_of_a_rank(batch_size: int | None, ranks: int) -> int | None:
-    """Examples of a rank's step, where all ranks together have `batch_size`: the N-th part, rounded up."""
-    return None if batch_size is None else -(-batch_size // ranks)
+    def _until(self, step: int) -> int:
+        passes, steps = divmod(step, self.steps_per_pass)
+        return passes * self.n + min(steps * self.batches.batch_size, self.n)
+
+
+def shards_of(replica: Replica, partition: Partition, batch_size: int | None) -> list[Shard]:
+    """The shards of all ranks. batch_size: of all ranks together, of which each has the N-th part, rounded up."""
+    train, seed, ranks = replica.train_examples, replica.seed, replica.group.size
+    own = None if batch_size is None else -(-batch_size // ranks)
+    parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed)
+    return [Shard(part, own, seed, rank) for rank, part in enumerate(parts)]
 
 
 def check_division(batch_size: int | None, task: Task, workers: int | None) -> None:
@@ -126,9 +161,28 @@ def check_division(batch_size: int | None, task: Task, workers: int | None) -> N
         raise ValueError(f"a joint batch of {batch_size} cannot be divided over {workers} workers")
 
 
+def check_partition(partition: Partition, task: Task, workers: int | None) -> None:
+    """Raises ValueError if the training data cannot be divided over the workers in this way."""
+    if workers is not None:
+        partition.divide(workers, len(task.train), task.train.labels(), task.train.keys)
+
+
+def write(target: Tensor, value: Tensor) -> None:
+    """The value into the target, where it differs: an expanded tensor cannot be written, and never changes."""
+    if not torch.equal(target, value):
+        target.copy_(value)
+
+
+@torch.no_grad()
+def copy_model(source: nn.Module, target: nn.Module) -> None:
+    """The source's parameters and buffers into the target's."""
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        mine.copy_(theirs)
+    copy_buffers(source, target)
+
+
 @torch.no_grad()
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:
     """The source's buffers into the target's."""
     for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
-        if not torch.equal(mine, theirs):  # an expanded tensor cannot be written, and never changes
-            mine.copy_(theirs)
+        write(mine, theirs)

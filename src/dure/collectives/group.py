@@ -104,6 +104,12 @@ class Group:
         part._global = [self._global[rank] for rank in ranks]
         return part
 
+    def unmetered(self) -> Group:
+        """The same ranks with a meter of their own, for what only a measurement exchanges."""
+        part = copy.copy(self)
+        part.meter = Meter(self.meter.name)
+        return part
+
     def hosts(self) -> Hosts:
         """Who shares a host. All ranks call it together; found out once a process group (`dure.collectives.hosts`)."""
         if self._shared.hosts is None:
@@ -263,18 +269,18 @@ class Group:
         return [part.tolist() for part in gathered]
 
     @torch.no_grad()
-    def broadcast_values(self, tensors: Sequence[Tensor], counted: bool = True) -> None:
-        """Rank 0's tensors into every rank's, in place, as one message of their bytes: any dtype and stride.
+    def broadcast_values(self, tensors: Sequence[Tensor], counted: bool = True, root: int = 0) -> None:
+        """The root's tensors into every rank's, in place, as one message of their bytes: any dtype and stride.
 
-        counted: whether the meter counts it, as N-1 messages of rank 0.
+        counted: whether the meter counts it, as N-1 messages of the root.
         """
         if self.size == 1 or not tensors:
             return
         self.settle()
         message = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
         with self.during("broadcast of buffers"):
-            dist.broadcast(message, self._global[0], group=self.process_group)
-        if self.rank == 0:
+            dist.broadcast(message, self._global[root], group=self.process_group)
+        if self.rank == root:
             for _ in range(self.size - 1 if counted else 0):
                 self.meter.sent(message.nbytes)
             return

@@ -1,0 +1,192 @@
+"""Parallel SGD: shuffle, divide, train apart to the end, combine the models once.
+
+    the examples are divided over the ranks once, at random: rank i has n_i of n
+    x_i <- passes over its own examples, by the task's optimizer                 all from the same x, no message
+    x   <- sum over i of (n_i/n)·x_i                          combine="average"
+    x   <- the x_i with the least loss on all training data   combine="best"
+
+For convex losses the average has about 1/N of the variance of a single x_i. The loss of a deep network is not convex:
+from common first weights the average is often better than its parts, from different ones it is worse than any.
+
+A round is one pass of every rank over its own examples, in steps of `batch_size`/N examples, rounded up. The ranks
+combine when the run ends. If the model is evaluated or written down on the way, it is combined for that as well, which
+changes nothing in the training.
+
+What travels: d elements once: through an all-reduce for the average, for the best one loss a rank and a broadcast by
+its rank. A combination on the way belongs to the measurement, so only the first one is counted. That ranks end and
+write checkpoints together, and know one another's losses, takes a few numbers a round, which are not counted either.
+
+Source: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent" (SimuParallelSGD).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dure.averaging.meeting import check_exchange, packed
+from dure.averaging.replica import Replica, check_division, check_partition, copy_model, shards_of, write
+from dure.collectives.all_gather import all_gather
+from dure.collectives.all_reduce import Algorithm, all_reduce
+from dure.collectives.group import Group
+from dure.data.partition import IID, Description, Partition
+from dure.errors import LossNotFiniteError
+from dure.evaluation import BATCH, evaluate
+from dure.flat import FlatParameters
+from dure.record.meter import Meter
+from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers, seeded_model
+from dure.task import Task
+
+Combination = Literal["average", "best"]
+
+
+@dataclass(frozen=True)
+class ParallelSGD:
+    """Ranks train apart, each on its own part of the data, and combine their models once.
+
+    Args:
+        batch_size: examples of a step over all workers together; None is all of a worker's data.
+        combine: average of the weights, or best: the model with the least loss on all training data.
+        partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5 or quantity-skew:1.
+        all_reduce: how the average is summed: ring, master, one_shot, tree, halving_doubling, hierarchical, native
+            or auto.
+    """
+
+    batch_size: int | None = 64
+    combine: Combination = "average"
+    partition: Partition = field(default_factory=IID)
+    all_reduce: Algorithm = "ring"
+
+    name: ClassVar[str] = "parallel-sgd"
+    kind: ClassVar[Kind] = "ranks"
+    unit: ClassVar[str] = "round"
+
+    @property
+    def label(self) -> str:
+        return " ".join(["parallel SGD", self.combine, *([] if self.partition == IID() else [str(self.partition)])])
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_division(self.batch_size, task, workers)
+        check_exchange(self.all_reduce, "keep")
+        check_partition(self.partition, task, workers)
+        if self.combine not in get_args(Combination):
+            raise ValueError(f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}")
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return ParallelSGDLearner(task, place, seed, self)
+
+
+class ParallelSGDLearner:
+    """Parallel SGD at work on one rank. `combined` is the model that is evaluated and returned."""
+
+    unit = "round"
+    units_per_epoch = 1
+
+    def __init__(self, task: Task, place: Place, seed: int, strategy: ParallelSGD) -> None:
+        self.task, self.group, self.strategy = task, place.group, strategy
+        self.replica = Replica(task, place, seed)
+        self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
+        self.shard = self.shards[self.group.rank]
+        self.combined = seeded_model(task, seed)
+        self.flat = FlatParameters(self.combined, only_trained=True)
+        copy_model(self.replica.model, self.combined)
+        self.clock_offset = place.clock_offset
+        self.where = f"rank {self.group.rank}"
+        self.round = self.combined_at = 0
+        self.counted = False
+
+    def flops_per_step(self) -> float:
+        return self.replica.flops_per_step(self.shard.batches.batch_size)
+
+    def advance(self, wish: int) -> Progress:
+        """One pass of every rank over its own examples."""
+        passes = self.shard.steps_per_pass
+        trained = self.replica.train(self.shard.steps(self.round * passes, passes))
+        entered = time.perf_counter()
+        told = [trained.loss, float(wish), entered + self.clock_offset]
+        rows = self.group.all_gather_values(told, "the end of a pass")
+        arrival = max(arrived for _, _, arrived in rows) - self.clock_offset
+        self.group.meter.communication("end of a pass", entered, time.perf_counter(), self.round + 1, arrival)
+        for rank, (loss, _, _) in enumerate(rows):
+            if not math.isfinite(loss):
+                raise LossNotFiniteError(loss, f"rank {rank}", f"round {self.round + 1}", intact=False)
+        self.round += 1
+        n = len(self.replica.train_examples)
+        mean = sum(shard.n / n * loss for shard, (loss, _, _) in zip(self.shards, rows, strict=True))
+        return Progress(mean, n, int(rows[0][1]))
+
+    @torch.no_grad()
+    def combine(self) -> nn.Module:
+        """The combined model as it is now. All ranks call it together; the first combination is the one that counts."""
+        if self.combined_at == self.round:
+            return self.combined
+        group = self.group.unmetered() if self.counted else self.group
+        started = time.perf_counter()
+        copy_model(self.replica.model, self.combined)
+        (self._average if self.strategy.combine == "average" else self._best)(group)
+        if not self.counted:
+            self.group.meter.communication("combination", started, time.perf_counter(), self.round)
+        self.counted, self.combined_at = True, self.round
+        return self.combined
+
+    def _average(self, group: Group) -> None:
+        """The weighted mean of weights and floating-point buffers; other buffers are rank 0's."""
+        buffers = list(self.combined.buffers())
+        means = [*self.flat.buffers, *(buffer for buffer in buffers if buffer.is_floating_point())]
+        message, views, _ = packed(means, 0, group)
+        for view, mean in zip(views, means, strict=True):
+            torch.mul(mean, self.shard.n / len(self.replica.train_examples), out=view)
+        for buffer in message:
+            all_reduce(buffer, group, self.strategy.all_reduce)
+        for view, mean in zip(views, means, strict=True):
+            write(mean, view)
+        group.broadcast_values([buffer for buffer in buffers if not buffer.is_floating_point()])
+
+    def _best(self, group: Group) -> None:
+        """The model of the rank with the least loss on all training data; of several, the first."""
+        losses = all_gather(torch.tensor([self._loss()], dtype=torch.float64), group).flatten().tolist()
+        best = min(range(group.size), key=lambda rank: (math.isnan(losses[rank]), losses[rank]))
+        group.broadcast_values([*self.flat.buffers, *self.combined.buffers()], root=best)
+
+    def _loss(self) -> float:
+        """This rank's model on all training data."""
+        total, examples = 0.0, self.replica.train_examples
+        self.combined.eval()
+        for indices in torch.split(torch.arange(len(examples)), BATCH):
+            inputs, targets = examples.batch(indices)
+            total += float(self.task.loss(self.combined(inputs), targets)) * len(indices)
+        self.combined.train()
+        return total / len(examples)
+
+    def evaluate(self) -> dict[str, float]:
+        return evaluate(self.task, self.combine(), self.replica.test_examples, self.group, self.round)
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.combine().state_dict())
+
+    def state(self) -> dict[str, Any]:
+        buffers = passing_buffers(self.combine())
+        return {"round": self.round, "counted": self.counted, "buffers": buffers}
+
+    def part(self) -> dict[str, Any]:
+        """This rank's own model and optimizer."""
+        return self.replica.state()
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        self.combined.load_state_dict(weights)
+        load_passing_buffers(self.combined, state["buffers"])
+        self.replica.restore(weights, state["parts"][self.group.rank])
+        self.round = self.combined_at = state["round"]
+        self.counted = state["counted"]
+
+    def meters(self) -> Sequence[Meter]:
+        return [self.group.meter]
