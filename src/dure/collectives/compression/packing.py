@@ -66,6 +66,11 @@ def pack_signs(matrix: Tensor) -> tuple[Tensor, Tensor]:
         at_least_0 = np.greater_equal(matrix.numpy(), 0)
         counts = np.count_nonzero(at_least_0, axis=1)
         return torch.from_numpy(np.packbits(at_least_0, axis=1, bitorder="little")), torch.from_numpy(counts)
+    return pack_signs_in_torch(matrix)
+
+
+def pack_signs_in_torch(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`pack_signs` where numpy is not, on a GPU."""
     signs = matrix >= 0
     padded = pad(signs.view(torch.uint8), (0, -matrix.shape[1] % 8)).contiguous()
     return (padded.view(torch.int64) * _GATHER_BITS >> 56).to(torch.uint8), signs.sum(1)
