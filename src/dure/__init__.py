@@ -15,6 +15,10 @@ from dure.registration import register_when_imported
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from dure.averaging.admm import ADMM as ADMM
+    from dure.averaging.diloco import DiLoCo as DiLoCo
+    from dure.averaging.local_sgd import LocalSGD as LocalSGD
+    from dure.averaging.parallel_sgd import ParallelSGD as ParallelSGD
     from dure.compare import Comparison as Comparison
     from dure.compare import compare as compare
     from dure.data.examples import Examples as Examples
@@ -49,6 +53,10 @@ _WHERE = {
     "LabelShards": "dure.data.partition",
     "NaturalKey": "dure.data.partition",
     "QuantitySkew": "dure.data.partition",
+    "ParallelSGD": "dure.averaging.parallel_sgd",
+    "LocalSGD": "dure.averaging.local_sgd",
+    "DiLoCo": "dure.averaging.diloco",
+    "ADMM": "dure.averaging.admm",
     "FedAvg": "dure.federated.fed_avg",
     "DataParallel": "dure.parallel.data",
     "SingleWorker": "dure.parallel.single",
@@ -67,7 +75,7 @@ _WHERE = {
     "Torchrun": "dure.worlds.torchrun",
 }
 
-_SUBMODULES = ("collectives", "models", "errors", "parallel", "federated", "data", "record")
+_SUBMODULES = ("collectives", "models", "errors", "parallel", "averaging", "federated", "data", "record")
 
 __all__ = sorted([*_WHERE, *_SUBMODULES])
 

@@ -32,6 +32,10 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
         "one worker: SGD; gradient descent with a full batch",
     ),
     "data-parallel": ("dure.parallel.data", "DataParallel", "ranks divide each batch, gradients are summed"),
+    "parallel-sgd": ("dure.averaging.parallel_sgd", "ParallelSGD", "ranks train apart, models are combined once"),
+    "local-sgd": ("dure.averaging.local_sgd", "LocalSGD", "ranks train apart, weights are averaged every few steps"),
+    "diloco": ("dure.averaging.diloco", "DiLoCo", "local SGD with long rounds and an outer optimizer"),
+    "admm": ("dure.averaging.admm", "ADMM", "ranks minimise apart, duals draw them to a consensus"),
     "fed-avg": ("dure.federated.fed_avg", "FedAvg", "clients train locally, a server averages their updates"),
 }
 """Strategies: name to (module, class, summary)."""
