@@ -167,6 +167,8 @@ def _train(given: list[str]) -> int:
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
     world = _world(strategy, how.workers, how.deadline, how.backend)
+    if how.out is None and getattr(world, "elastic", False):
+        raise ValueError("torchrun may start this job again: say with --out which folder it goes on with")
     out = how.out if how.out is not None else _new_folder(f"{_file_name(task)}-{system}")
     return _show_run(
         lambda on_progress: _call_train(task, strategy, world, asked["limits"].stop(), how, out, on_progress),

@@ -18,23 +18,29 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
+from dure.errors import DureError, LossNotFiniteError, RunFolderError, WorkerFailedError
 from dure.randomness import generators_state, restore_generators, seed_generators
 from dure.record.checkpoint import (
     pack_checkpoint,
+    tree_from_bytes,
+    tree_to_bytes,
     unpack_checkpoint,
 )
 from dure.record.history import Evaluation, History, Step, finite
-from dure.record.meter import Counters, peak_memory, reset_peak_memory
+from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_counters
 from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
 from dure.stop import Stop
-from dure.strategy import CHECKPOINT, STOP, Learner, Place, Progress, Strategy
+from dure.strategy import CHECKPOINT, INTERRUPT, STOP, Learner, Parted, Place, Progress, Strategy
 from dure.task import Task
 from dure.threads import threads, threads_for
 
 CHECKPOINT_SECONDS = 10.0
-"""Without `checkpoint_every`, a checkpoint is written at the first evaluation after so many seconds."""
+"""Without `checkpoint_every`, a checkpoint is written at the first evaluation after so many seconds; in an elastic job,
+where all that came after the checkpoint is lost together with a rank, after the first step."""
+
+CHECKPOINT_SHARE = 0.05
+"""Of the time that may go into such checkpoints; where writing one takes long, they are rarer."""
 
 REPORT_SECONDS = 0.1
 
@@ -47,6 +53,7 @@ class Job:
     """What is to be done, the same on every rank.
 
     folder: where rank 0 writes; None writes nothing. resume: go on from the folder's checkpoint, if it has one.
+    elastic: the ranks may be ended and started again at any time, more or fewer of them.
     """
 
     task: Task
@@ -60,6 +67,7 @@ class Job:
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    elastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class Position(msgspec.Struct):
     loss: float | None = None
     metrics: dict[str, float] = {}
     last_evaluation: int = -1
+    numbers: dict[str, float | None] = {}
 
 
 def drive(job: Job, place: Place) -> Outcome:
@@ -96,8 +105,8 @@ def drive(job: Job, place: Place) -> Outcome:
         driver = Driver(job, place, learner)
         with threads(threads_for(learner.flops_per_step())):
             return driver.run()
-    except LossNotFiniteError:
-        if driver is not None:
+    except LossNotFiniteError as error:
+        if driver is not None and error.intact:
             driver.keep_last_good()
         raise
     except DureError:
@@ -126,6 +135,7 @@ class Driver:
         self.position = Position()
         self.history = History()
         self._checkpointed = time.monotonic()
+        self._checkpoint_seconds = 0.0
         self._reported = 0.0
 
     def run(self) -> Outcome:
@@ -136,7 +146,8 @@ class Driver:
         ended = self._limit(0)
         while ended is None:
             ended = self._advance()
-        if self.position.last_evaluation != self.position.step:
+        makes_way = ended == "interrupt" and self.job.elastic  # at once: torchrun waits half a minute at most
+        if self.position.last_evaluation != self.position.step and not makes_way:
             self._evaluate()
         if self.job.folder is not None and self.position.step > 0:
             self._checkpoint()
@@ -152,6 +163,7 @@ class Driver:
         position.step += 1
         position.samples += progress.samples
         position.loss = progress.loss
+        position.numbers = finite(progress.numbers or {})
         self._record(progress)
         if position.step % self.evaluate_every == 0:
             self._evaluate()
@@ -164,15 +176,18 @@ class Driver:
         """What rank 0 wants all ranks to do after the next step; decided by its clock and its user alone."""
         wish = 0
         seconds = self.job.stop.seconds
-        if self.place.interrupted() or (seconds is not None and self.position.seconds >= seconds):
+        if self.place.interrupted():
+            wish |= STOP | INTERRUPT
+        elif seconds is not None and self.position.seconds >= seconds:
             wish |= STOP
         if self.job.folder is not None:
             following, every = self.position.step + 1, self.job.checkpoint_every
             if every is not None:
                 due = following % every == 0
             else:
-                late = time.monotonic() - self._checkpointed > CHECKPOINT_SECONDS
-                due = late and following % self.evaluate_every == 0
+                pause = max(CHECKPOINT_SECONDS, self._checkpoint_seconds / CHECKPOINT_SHARE)
+                late = time.monotonic() - self._checkpointed > pause
+                due = late and (self.job.elastic or following % self.evaluate_every == 0)
             wish |= CHECKPOINT if due else 0
         return wish
 
@@ -184,7 +199,7 @@ class Driver:
             wish |= self._wish()
         if reached is not None or not wish & STOP:
             return reached
-        return "interrupt" if self.leads and self.place.interrupted() else "seconds"
+        return "interrupt" if wish & INTERRUPT else "seconds"
 
     def _record(self, progress: Progress) -> None:
         counters, position = self.group.meter.counters, self.position
@@ -199,6 +214,7 @@ class Driver:
             counters.compute_seconds,
             counters.communication_seconds,
             counters.idle_seconds,
+            position.numbers or None,
         )
         self.history.append(record)
         if self.folder is not None:
@@ -269,6 +285,7 @@ class Driver:
         started = time.perf_counter()
         self._save(self._all_counters())
         self._checkpointed = time.monotonic()
+        self._checkpoint_seconds = time.perf_counter() - started
         self.group.meter.mark("checkpoint", "checkpoint", started, time.perf_counter(), self.position.step)
 
     def keep_last_good(self) -> None:
@@ -280,11 +297,16 @@ class Driver:
 
     def _save(self, workers: list[Counters]) -> None:
         """Writes the state as a checkpoint, on rank 0. Every rank calls it, for a model may lie on all of them."""
+        learner = self.learner.state()
+        if isinstance(self.learner, Parted):
+            parts = self.group.gather_bytes(tree_to_bytes(self.learner.part()))
+            learner = {**learner, "parts": [tree_from_bytes(part) for part in parts]}
         state = {
             "position": msgspec.to_builtins(self.position),
             "workers": [counters.as_list() for counters in workers],
-            "learner": self.learner.state(),
+            "learner": learner,
             "generators": generators_state(),
+            "ranks": self.group.size,
         }
         weights = self.learner.weights()
         if self.folder is not None:
@@ -300,16 +322,31 @@ class Driver:
                 self.folder.rewrite_history(History())
             return
         weights, state = unpack_checkpoint(received)
+        self._check_ranks(state.get("ranks", self.group.size))
         self.learner.restore(weights, state["learner"])
         self.position = msgspec.convert(state["position"], Position)
-        meters = self.learner.meters()
-        first = self.group.rank if self.group.size > 1 else 0
-        for meter, row in zip(meters, state["workers"][first : first + len(meters)], strict=False):
-            meter.counters = Counters.from_list(row)
+        for meter, counters in zip(self.learner.meters(), self._counters_from(state["workers"]), strict=True):
+            meter.counters = counters
         restore_generators(state["generators"])
         if self.folder is not None:
             self.history = self.folder.history().until(self.position.step)
             self.folder.rewrite_history(self.history)
+
+    def _check_ranks(self, before: int) -> None:
+        """Raises RunFolderError if the checkpoint is of another number of ranks, each of which held its own part."""
+        name, now = self.job.strategy.name, self.group.size
+        if before != now and isinstance(self.learner, Parted):
+            raise RunFolderError(
+                f"{self.job.folder} was written by {before} ranks, and {name} cannot go on with {now}, for each rank "
+                f"keeps a state of its own: start {before} again"
+            )
+
+    def _counters_from(self, rows: list[list[float]]) -> list[Counters]:
+        """What the meters of this place take over from a checkpoint's. Ranks that are gone leave theirs to those that
+        are there, so that sums over all workers go on; new ranks begin at zero."""
+        here = len(self.learner.meters())
+        first, there = (self.group.rank, self.group.size) if self.group.size > 1 else (0, here)
+        return [sum_of_counters(rows[index::there]) for index in range(first, first + here)]
 
     def _finish(self, ended: str) -> Outcome:
         names = [meter.name for meter in self.learner.meters()]
@@ -372,6 +409,7 @@ def summarise(
         **finite(position.metrics),
         "best": history.best(),
         "train_loss": position.loss,
+        "numbers": position.numbers,
         "parameters": job.parameters,
         "workers": len(senders),
         **total,

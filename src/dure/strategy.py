@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ clients."""
 
 STOP = 1
 CHECKPOINT = 2
-"""Wishes of rank 0. They are bits that travel with a step's message, so that all ranks do the same after it."""
+INTERRUPT = 4
+"""Wishes of rank 0: to end, to write a checkpoint; to end because the user, or the launcher, asked for it. They are bits
+that travel with a step's message, so that all ranks do the same after it."""
 
 
 class Progress(NamedTuple):
@@ -44,6 +46,8 @@ class Progress(NamedTuple):
     """Training examples processed, by all workers together."""
     wish: int = 0
     """The wish that rank 0 gave to this step."""
+    numbers: Mapping[str, float] | None = None
+    """What else the strategy says about the step, by name, as residuals; for the history and the summary."""
 
 
 class Learner(Protocol):
@@ -76,6 +80,14 @@ class Learner(Protocol):
 
     def meters(self) -> Sequence[Meter]:
         """The meters of the workers that live here: this rank's, or the server's and its clients'."""
+
+
+@runtime_checkable
+class Parted(Protocol):
+    """A learner whose ranks hold different things, as optimizers that are not kept equal. The driver gathers them."""
+
+    def part(self) -> Any:
+        """What only this rank holds, as a tree for checkpoints: `restore` finds all ranks' in state["parts"]."""
 
 
 Item = TypeVar("Item")

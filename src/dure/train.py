@@ -21,6 +21,7 @@ from dure.strategies import decode_strategy, decode_world, default_world, encode
 from dure.strategy import Kind, Strategy, World, dwellings, label_in, load_passing_buffers, seeded_model
 from dure.task import Task
 from dure.tasks import load_task
+from dure.worlds.torchrun import Torchrun
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -55,7 +56,8 @@ def train(
         `SingleWorker`; simulated clients for federated strategies.
     stop: by default ten epochs.
     seed: of the initial weights, the order of examples, sampling and dropout. Same seed and world, same bits.
-    out: the run folder (docs/run-folder.md), which must be new or empty; None keeps everything in memory.
+    out: the run folder (docs/run-folder.md), which must be new or empty; None keeps everything in memory. In a
+        torchrun job that is elastic (docs/elastic.md), a folder in which this very run was begun is gone on with.
     evaluate_every: steps or rounds between evaluations on the test data; by default an epoch, or a round.
     checkpoint_every: steps or rounds between checkpoints; by default at an evaluation every ten seconds or more.
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples, seconds, loss, metrics,
@@ -69,9 +71,10 @@ def train(
     stop = stop if stop is not None else Stop(epochs=10)
     job, config = prepare(task, strategy, world, stop, seed, evaluate_every, checkpoint_every, label)
     folder = Path(out) if out is not None else None
+    elastic = isinstance(world, Torchrun) and bool(world.elastic) and folder is not None
     if folder is not None and world.leads:
-        RunFolder.create(folder, config)
-    return run_job(dataclasses.replace(job, folder=folder), world, on_progress)
+        (RunFolder.enter if elastic else RunFolder.create)(folder, config)
+    return run_job(dataclasses.replace(job, folder=folder, resume=elastic, elastic=elastic), world, on_progress)
 
 
 def resume(
@@ -110,7 +113,8 @@ def resume(
     if world.leads:
         RunFolder(path).write_json("config.json", new_config)
         (path / "summary.json").unlink(missing_ok=True)
-    return run_job(dataclasses.replace(job, folder=path, resume=True), world, on_progress)
+    elastic = isinstance(world, Torchrun) and bool(world.elastic)
+    return run_job(dataclasses.replace(job, folder=path, resume=True, elastic=elastic), world, on_progress)
 
 
 class AskedTask(msgspec.Struct):

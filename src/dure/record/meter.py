@@ -7,6 +7,7 @@ to arrive; see `dure.parallel.data`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,16 @@ class Counters(msgspec.Struct):
     def from_list(cls, values: list[float]) -> Counters:
         kinds = (int, int, int, float, float, float, int)
         return cls(*(kind(value) for kind, value in zip(kinds, values, strict=True)))
+
+
+def sum_of_counters(rows: Iterable[list[float]]) -> Counters:
+    """The counters of several workers as one worker's; each row is `Counters.as_list`."""
+    total = Counters()
+    for counters in map(Counters.from_list, rows):
+        peak = max(total.peak_memory, counters.peak_memory)
+        total = Counters.from_list([a + b for a, b in zip(total.as_list(), counters.as_list(), strict=True)])
+        total.peak_memory = peak
+    return total
 
 
 class Meter:
@@ -61,10 +72,14 @@ class Meter:
         """A transfer from `start` to `end`; until `arrival`, when the last peer came, the worker was idle."""
         ready = start if arrival is None else min(max(arrival, start), end)
         if ready > start:
-            self.counters.idle_seconds += ready - start
-            self.mark("wait", "idle", start, ready, step)
+            self.idle("wait", start, ready, step)
         self.counters.communication_seconds += end - ready
         self.mark(name, "communication", ready, end, step)
+
+    def idle(self, name: str, start: float, end: float, step: int) -> None:
+        """The worker had nothing to do from `start` to `end`: it waited for others."""
+        self.counters.idle_seconds += end - start
+        self.mark(name, "idle", start, end, step)
 
     def mark(self, name: str, category: str, start: float, end: float, step: int) -> None:
         """A span on the timeline that no counter adds up: an evaluation, a checkpoint."""

@@ -18,6 +18,9 @@ from dure.record.checkpoint import read_checkpoint, save_checkpoint, weights_to_
 from dure.record.history import History, Record
 from dure.record.trace import Lane, write_trace
 
+_MAY_CHANGE = ("world", "label", "versions")
+"""What config.json may say otherwise when a run goes on: how many ranks there are follows from who is left."""
+
 
 class RunFolder:
     """The folder of one run. `flush_seconds`: how long a line of the history may wait in memory."""
@@ -50,6 +53,25 @@ class RunFolder:
         if not (path / "config.json").is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.json")
         return cls(path)
+
+    @classmethod
+    def enter(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
+        """The folder of this very run: a new one, or one in which it was begun, perhaps by another number of ranks.
+
+        Raises RunFolderError if something else is in it.
+        """
+        if not (path / "config.json").is_file():
+            return cls.create(path, config)
+        folder = cls(path)
+        begun, asked = folder.read_json("config.json"), json.loads(json.dumps(config))
+        other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
+        if other:
+            raise RunFolderError(
+                f"{path} holds another run, which differs in {', '.join(other)}: choose another folder with --out"
+            )
+        folder.write_json("config.json", config)
+        (path / "summary.json").unlink(missing_ok=True)
+        return folder
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())

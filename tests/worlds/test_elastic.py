@@ -1,0 +1,181 @@
+"""torchrun's agents lose workers and each other by SIGKILL; the run goes on, and every example counts once an epoch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+import dure
+from dure.record.run import RunFolder
+from process_tree import descendants
+from small import largest_difference
+
+TASK_FILE = '''
+import os, signal, time
+from pathlib import Path
+import torch
+from torch import nn
+import dure
+
+EXAMPLES, BATCH = 40, 8
+HERE = Path(__file__).parent
+RANK, SIZE, LIFE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+
+class Net(nn.Module):
+    """A network, and a weight an example that grows by one whenever a step's batch holds the example."""
+
+    def __init__(self):
+        super().__init__()
+        self.uses = nn.Parameter(torch.zeros(EXAMPLES, dtype=torch.float64))
+        self.first = nn.Parameter(torch.randn(4, 8, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(8, 3, dtype=torch.float64))
+        self.steps = 0
+
+    def forward(self, inputs):
+        if not self.training:
+            raise RuntimeError("nobody evaluates this, nor counts its operations, which takes a second's import")
+        if "RANK" in os.environ:
+            self.steps += 1
+            happens(self.steps)
+        return (inputs[:, 1:] @ self.first).tanh() @ self.second, self.uses[inputs[:, 0].long()]
+
+def happens(step):
+    if step == 1:
+        with open(HERE / "lives", "a") as lives:
+            lives.write(f"{os.getpid()} {RANK} {SIZE}\\n")
+    who, rank = os.environ["KILLED"].split()
+    if who == "worker" and LIFE == 0 and RANK == int(rank) and step == 18:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if who == "agent" and SIZE == 1 and LIFE == 0:
+        time.sleep(0.05)
+    if who == "agent" and SIZE == 2 and RANK == int(rank) and step == 18:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def loss(outputs, targets):
+    logits, uses = outputs
+    return nn.functional.cross_entropy(logits, targets) - uses.mean()
+
+class Momentum:
+    """SGD with momentum on the network, and without on the uses. torch's own take a second to import."""
+
+    def __init__(self, parameters):
+        self.uses, *self.body = parameters
+        self.buffers = [torch.zeros_like(weight) for weight in self.body]
+
+    def zero_grad(self, set_to_none):
+        for weight in (self.uses, *self.body):
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        self.uses -= BATCH * self.uses.grad
+        for weight, buffer in zip(self.body, self.buffers):
+            buffer.mul_(0.9).add_(weight.grad)
+            weight -= 0.1 * buffer
+
+    def state_dict(self):
+        return {"buffers": self.buffers}
+
+    def load_state_dict(self, state):
+        self.buffers = list(state["buffers"])
+
+def task() -> dure.Task:
+    inputs = torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = torch.cat([torch.arange(EXAMPLES).double()[:, None], inputs], dim=1), inputs[:, :3].argmax(dim=1)
+    return dure.Task(model=Net, loss=loss, train=data, optimizer=Momentum)
+'''
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from torch.distributed.run import main
+
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+main(sys.argv[2:])
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    path = tmp_path / "counting.py"
+    path.write_text(TASK_FILE)
+    return path
+
+
+@contextmanager
+def agent(
+    task_file: Path, epochs: int, killed: str, flags: list[str], begins_with: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun with the command, once the file `begins_with` is there; at the end of the block all of it is gone."""
+    here = task_file.parent
+    asked = ["--batch-size", "8", "--epochs", str(epochs), "--checkpoint-every", "7", "--deadline", "20"]
+    command = [sys.executable, "-c", LAUNCHER, str(here / begins_with), *flags, "--max-restarts", "2", "-m"]
+    command += ["dure", "train", f"{task_file}:task", "data-parallel", *asked, "--out", str(here / "run")]
+    with open(here / "said", "ab") as said:
+        surroundings = {**os.environ, "KILLED": killed, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=surroundings)
+    try:
+        yield process
+    finally:
+        family = descendants(process.pid)
+        process.kill()
+        process.wait()
+        for pid in family:
+            os.kill(pid, signal.SIGKILL)
+
+
+def lives(folder: Path) -> list[tuple[int, int, int]]:
+    """(process, rank, world size) of every rank that has trained, in the order of their first steps."""
+    path = folder / "lives"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [tuple(map(int, line.split())) for line in lines]  # type: ignore[misc]
+
+
+def check(task_file: Path, epochs: int) -> None:
+    """The run is the one that nothing disturbed."""
+    out, task = task_file.with_name("run"), dure.load_task(f"{task_file}:task")
+    whole = dure.train(task, dure.SingleWorker(batch_size=8), stop=dure.Stop(epochs=epochs))
+    broken = dure.load_run(out, task.model)
+    assert broken.model.state_dict()["uses"].tolist() == [epochs] * 40, "every example once an epoch"
+    assert largest_difference(whole, broken) < 1e-10
+    mine, expected = RunFolder(out).history().steps, whole.history.steps
+    assert [(s.step, s.samples) for s in mine] == [(s.step, s.samples) for s in expected]
+    assert [s.loss for s in mine] == pytest.approx([s.loss for s in expected], abs=1e-10)
+    left = [pid for pid, _, _ in lives(task_file.parent) if Path(f"/proc/{pid}").exists()]
+    assert left == [], "no rank outlives the job"
+
+
+def test_a_killed_worker_is_started_again_and_the_run_goes_on(task_file: Path, tmp_path: Path) -> None:
+    with agent(task_file, 6, "worker 1", ["--standalone", "--nproc-per-node", "2"]) as process:
+        assert process.wait(timeout=100) == 0, (tmp_path / "said").read_text()
+    assert sorted((rank, size) for _, rank, size in lives(tmp_path)) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    check(task_file, 6)
+
+
+def test_a_machine_joins_and_the_one_with_rank_0_is_killed(
+    task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # without it torch 2.13 hangs when a machine joins
+    store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    conf = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,join_timeout=60"
+    flags = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
+    flags += ["--rdzv-id", "elastic", "--rdzv-conf", conf, "--local-addr", "127.0.0.1"]
+    with (
+        agent(task_file, 100, "agent 0", flags) as first,
+        agent(task_file, 100, "agent 0", flags, begins_with="lives") as second,
+    ):
+        assert first.wait(timeout=100) == -signal.SIGKILL, (tmp_path / "said").read_text()
+        assert second.wait(timeout=100) == 0, (tmp_path / "said").read_text()
+    assert [size for _, _, size in lives(tmp_path)] == [1, 2, 2, 1], (tmp_path / "said").read_text()
+    check(task_file, 100)
