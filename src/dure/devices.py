@@ -5,7 +5,11 @@ Names are torch's: "cpu", "cuda", "cuda:1". What a user names is looked for befo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 def device_of(name: str) -> torch.device:
@@ -21,7 +25,19 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"there is no CUDA device here, so nothing can be computed on {name}: take cpu")
     if device.type == "cuda" and (device.index or 0) >= there:
         raise ValueError(f"there is no {name} here: the CUDA devices are cuda:0 to cuda:{there - 1}")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Inputs or targets, tensors in any structure, on `device`; the same where they are there already."""
+    if device.type == "cpu":
+        return tree
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def to_cpu(tree: Any) -> Any:
+    """The inverse of `to_device`, as for what is written to a disk."""
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.data.examples import Examples
+from dure.devices import to_device
 from dure.task import Task
 
 BATCH = 1_000
@@ -30,12 +31,13 @@ def evaluate(task: Task, model: nn.Module, examples: Examples | None, group: Gro
     names = ["loss", *task.measures]
     totals, counts = [0.0] * len(names), [0.0] * len(names)
     share = torch.arange(len(examples)).tensor_split(group.size)[group.rank]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.eval()
     for indices in torch.split(share, BATCH):
         if len(indices) == 0:
             continue
-        inputs, targets = examples.batch(indices)
+        inputs, targets = to_device(examples.batch(indices), device)
         outputs = model(inputs)
         values = [
             task.loss(outputs, targets),

@@ -84,7 +84,10 @@ class Learner(Protocol):
 
 @runtime_checkable
 class Parted(Protocol):
-    """A learner whose ranks hold different things, as optimizers that are not kept equal. The driver gathers them."""
+    """A learner whose ranks hold different things, as optimizers that are not kept equal. The driver gathers them.
+
+    `resizes = True` on it says that `restore` makes sense of the parts of another number of ranks as well.
+    """
 
     def part(self) -> Any:
         """What only this rank holds, as a tree for checkpoints: `restore` finds all ranks' in state["parts"]."""
@@ -106,8 +109,8 @@ class Place:
     group: the ranks, and this one among them. trace: this process's timeline. report: sends an event to whoever
     watches the run (rank 0 only). interrupted: whether the user asked to stop (rank 0 only). visit: how clients'
     work is done, results in any order. clock_offset: seconds to add to this machine's clock to get rank 0's.
-    devices: where this program computes, one for each of its workers; the first is its own. ending: what has to end
-    with the run, as threads.
+    kind: of the world. devices: where this program computes, one for each of its workers; the first is its own.
+    ending: what has to end with the run, as threads.
     """
 
     group: Group
@@ -116,6 +119,7 @@ class Place:
     interrupted: Callable[[], bool] = lambda: False
     visit: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]] = visit_in_order
     clock_offset: float = 0.0
+    kind: Kind = "ranks"
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)
     ending: ExitStack = field(default_factory=ExitStack)
 

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure.data.examples import Examples
+from dure.devices import to_device
 
 SMALL_STEP = 100e6
 
@@ -32,7 +33,7 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
     Counted are the matrix products and convolutions of one example, in evaluation mode; the backward pass has twice
     as many as the forward pass.
     """
-    inputs, _ = examples.batch(torch.tensor([0]))
+    inputs, _ = to_device(examples.batch(torch.tensor([0])), next(model.parameters()).device)
     was_training = model.training
     model.eval()
     try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +30,7 @@ from dure.data.batches import check_batch_size
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.flat import by_dtype, views_of
+from dure.parallel.replicas import ReplicasLearner
 from dure.parallel.single import SingleLearner
 from dure.strategy import Kind, Learner, Place, Progress
 from dure.task import Task
@@ -41,7 +43,8 @@ class DataParallel:
     Args:
         batch_size: examples of a step over all workers together; None is all the data.
         all_reduce: how gradients are summed: ring, master (through rank 0), one_shot, tree, halving_doubling,
-            hierarchical, native (the backend's own), or auto, which chooses by size, ranks and hosts.
+            hierarchical, native (the backend's own), or auto, which chooses by size, ranks and hosts. In a world of
+            threads the master adds them (`dure.parallel.replicas`).
     """
 
     batch_size: int | None = 64
@@ -49,6 +52,7 @@ class DataParallel:
 
     name: ClassVar[str] = "data-parallel"
     kind: ClassVar[Kind] = "ranks"
+    also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
 
     @property
@@ -69,6 +73,8 @@ class DataParallel:
         return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        if place.kind == "threads":
+            return ReplicasLearner(task, place, seed, self.batch_size)
         return DataParallelLearner(task, place, seed, self)
 
 

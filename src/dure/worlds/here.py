@@ -11,7 +11,7 @@ import torch
 from dure.collectives.group import Group
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.strategy import Place
+from dure.strategy import Kind, Place
 from dure.worlds.interrupts import on_interrupt
 
 Value = TypeVar("Value")
@@ -32,12 +32,13 @@ def run_here(
     program: Callable[[Place], Value],
     report: Callable[[dict[str, Any]], None],
     name: str,
+    kind: Kind = "ranks",
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
 ) -> Value:
     """Runs `program` in this process; `name` is its lane, as "rank 0". Ctrl-C asks it to end after its step."""
     trace = Trace()
     asked: list[bool] = []
     group = Group(None, Meter(name, trace))
-    place = Place(group, trace, report, interrupted=lambda: bool(asked), devices=devices)
+    place = Place(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
     with on_interrupt(lambda: asked.append(True)):
         return program(place)

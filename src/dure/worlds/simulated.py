@@ -34,4 +34,4 @@ class Simulated:
         return "simulated clients"
 
     def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
-        return run_here(program, report, "server")
+        return run_here(program, report, "server", self.kind)

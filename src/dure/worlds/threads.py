@@ -64,4 +64,4 @@ class Threads:
 
     def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
         assert self.devices is not None
-        return run_here(program, report, "master", tuple(map(device_of, self.devices)))
+        return run_here(program, report, "master", self.kind, tuple(map(device_of, self.devices)))

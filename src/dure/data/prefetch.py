@@ -1,0 +1,205 @@
+"""Batches that are read ahead: while a model computes on one, others read the next ones.
+
+Who reads depends on what reading is. Tensors are indexed by threads, for indexing lets go of Python's lock. A dataset
+whose transforms are Python code is read by processes, which are torch's `DataLoader`'s: they compute beside each other,
+and transforms that draw random numbers draw from generators of their own. These are seeded for every batch as they
+would be here, and their states come back with the batch, so that the model draws on where the transforms ended: reading
+ahead changes no bit.
+
+On the way to a GPU a batch is copied into pinned memory, and from there beside the computation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from dure.data.examples import Examples
+from dure.devices import to_device
+from dure.errors import WorkerFailedError
+from dure.randomness import generators_state, restore_generators
+
+AHEAD = 2
+"""Batches that each loader has ready or at work."""
+
+Indices = Callable[[int], Tensor]
+"""The examples of a step's batch: a function of the step alone."""
+
+
+class Loaded(NamedTuple):
+    """A batch; which loader read it, and when (seconds of `time.perf_counter`, which processes share)."""
+
+    batch: tuple[Any, Any]
+    loader: int
+    start: float
+    end: float
+
+
+class Prefetch(Protocol):
+    """Reads batches before they are asked for."""
+
+    def at(self, step: int) -> Loaded:
+        """The batch of `step`; from then on the batches of the following steps are read."""
+
+    def close(self) -> None:
+        """Ends the loaders."""
+
+
+def prefetch(
+    examples: Examples, indices: Indices, loaders: int, device: torch.device, seed: Callable[[int], None]
+) -> Prefetch:
+    """Loaders of `examples`: processes if reading may draw random numbers, otherwise threads.
+
+    seed: seeds the global generators for a step, where reading draws.
+    """
+    if examples.draws:
+        return ProcessLoaders(examples, indices, loaders, device, seed)
+    return ThreadLoaders(examples, indices, loaders, device)
+
+
+class ThreadLoaders:
+    """Threads that read."""
+
+    def __init__(self, examples: Examples, indices: Indices, loaders: int, device: torch.device) -> None:
+        self.examples, self.indices, self.device = examples, indices, device
+        self.ahead = AHEAD * loaders
+        self._pool = ThreadPoolExecutor(loaders, "dure loader", torch.set_num_threads, (1,))
+        mine, together = torch.get_num_threads(), threading.Barrier(loaders)
+        wait([self._pool.submit(together.wait) for _ in range(loaders)])
+        torch.set_num_threads(mine)  # and for threads that are yet to come
+        self._free = list(range(loaders))
+        self._coming: dict[int, Future[tuple[Loaded, torch.cuda.Event | None]]] = {}
+
+    def at(self, step: int) -> Loaded:
+        for coming in range(step, step + self.ahead + 1):
+            if coming not in self._coming:  # `indices` remembers its epoch, so it is asked here and not in a thread
+                self._coming[coming] = self._pool.submit(self._read, self.indices(coming))
+        for past in [known for known in self._coming if known < step]:
+            self._coming.pop(past).cancel()
+        loaded, copied = self._coming.pop(step).result()
+        if copied is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_event(copied)
+            for leaf in tree_leaves(loaded.batch):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(here)
+        return loaded
+
+    def _read(self, indices: Tensor) -> tuple[Loaded, torch.cuda.Event | None]:
+        loader = self._free.pop()
+        start = time.perf_counter()
+        try:
+            batch = self.examples.batch(indices)
+            copied = None
+            if self.device.type == "cuda":
+                with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+                    batch = to_device(_pinned(batch), self.device)
+                    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    copied.record()
+            return Loaded(batch, loader, start, time.perf_counter()), copied
+        finally:
+            self._free.append(loader)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _pinned(batch: tuple[Any, Any]) -> Any:
+    return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+class ProcessLoaders:
+    """Processes that read."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        indices: Indices,
+        loaders: int,
+        device: torch.device,
+        seed: Callable[[int], None],
+    ) -> None:
+        self.loaders, self.device = loaders, device
+        self.steps = _Steps(examples, indices, seed)
+        self._next = -1
+        self._stream: Iterator[Any] = iter(())
+
+    def at(self, step: int) -> Loaded:
+        if step != self._next:
+            self._stream = self._begin(step)
+        self._next = step + 1
+        answer = next(self._stream)
+        if isinstance(answer, WorkerFailedError):
+            raise answer
+        batch, generators, loader, start, end = answer
+        restore_generators(generators)
+        return Loaded(to_device(batch, self.device), loader, start, end)
+
+    def _begin(self, step: int) -> Iterator[Any]:
+        # Forked, so that datasets of a script need not be pickled; torch gives such a process a single thread, for
+        # OpenMP's do not survive a fork.
+        return iter(
+            DataLoader(
+                self.steps,
+                batch_size=None,
+                sampler=_From(step),
+                num_workers=self.loaders,
+                prefetch_factor=AHEAD,
+                collate_fn=_as_it_is,
+                worker_init_fn=_ignore_interrupts,
+                multiprocessing_context="fork",
+                pin_memory=self.device.type == "cuda",
+            )
+        )
+
+    def close(self) -> None:
+        self._stream = iter(())  # torch's iterator ends its processes when it is given up
+
+
+class _From:
+    """The steps from `first` on, without an end."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self.first)
+
+
+class _Steps(Dataset[Any]):
+    """The batch of each step, with the generators' states behind it, as a loader's process reads it."""
+
+    def __init__(self, examples: Examples, indices: Indices, seed: Callable[[int], None]) -> None:
+        self.examples, self.indices, self.seed = examples, indices, seed
+
+    def __getitem__(self, step: int) -> Any:
+        info = get_worker_info()
+        loader = info.id if info is not None else 0
+        start = time.perf_counter()
+        try:
+            self.seed(step)
+            batch = self.examples.batch(self.indices(step))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return WorkerFailedError(f"loader {loader}", f"step {step + 1}", reason, traceback.format_exc())
+        return batch, generators_state(), loader, start, time.perf_counter()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _ignore_interrupts(loader: int) -> None:
+    """Ctrl-C is for the process that trains; it ends the loaders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
