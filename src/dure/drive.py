@@ -335,7 +335,7 @@ class Driver:
     def _check_ranks(self, before: int) -> None:
         """Raises RunFolderError if the checkpoint is of another number of ranks, each of which held its own part."""
         name, now = self.job.strategy.name, self.group.size
-        if before != now and isinstance(self.learner, Parted):
+        if before != now and isinstance(self.learner, Parted) and not getattr(self.learner, "resizes", False):
             raise RunFolderError(
                 f"{self.job.folder} was written by {before} ranks, and {name} cannot go on with {now}, for each rank "
                 f"keeps a state of its own: start {before} again"

@@ -51,6 +51,20 @@ def test_a_file_in_the_way_is_refused(tmp_path):
             RunFolder.create(path, {})
 
 
+def test_a_run_enters_its_own_folder_again_whatever_its_ranks(tmp_path):
+    asked = {"task": {"name": "digits"}, "seed": 3, "world": {"ranks": 2}, "label": "data parallel ×2"}
+    RunFolder.enter(tmp_path / "run", asked)
+    RunFolder(tmp_path / "run").write_json("summary.json", {})
+    again = RunFolder.enter(tmp_path / "run", {**asked, "world": {"ranks": 1}, "label": "data parallel"})
+    assert again.read_json("config.json")["world"] == {"ranks": 1}
+    assert [path.name for path in again.path.iterdir()] == ["config.json"], "it has not ended yet"
+    with pytest.raises(RunFolderError, match="holds another run, which differs in task, seed: choose another folder"):
+        RunFolder.enter(tmp_path / "run", {**asked, "seed": 4, "task": {"name": "mnist"}})
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunFolderError, match="is not empty"):
+        RunFolder.enter(tmp_path, asked)
+
+
 def test_a_folder_without_config_is_no_run(tmp_path):
     with pytest.raises(RunFolderError, match=r"is not a run folder: it has no config\.json"):
         RunFolder.open(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -15,9 +17,14 @@ import pytest
 from torch.distributed import TCPStore
 
 import dure
+from dure.cli import main
+from dure.drive import Job, drive
+from dure.errors import RunFolderError
 from dure.record.run import RunFolder
+from dure.strategy import Place, Strategy
+from dure.train import prepare
 from process_tree import descendants
-from small import largest_difference
+from small import largest_difference, small_task
 
 TASK_FILE = '''
 import os, signal, time
@@ -179,3 +186,57 @@ def test_a_machine_joins_and_the_one_with_rank_0_is_killed(
         assert second.wait(timeout=100) == 0, (tmp_path / "said").read_text()
     assert [size for _, _, size in lives(tmp_path)] == [1, 2, 2, 1], (tmp_path / "said").read_text()
     check(task_file, 100)
+
+
+def begun(out: Path, strategy: Strategy, ranks: int) -> None:
+    """Begins a run with two ranks, and writes into its folder that it has `ranks`."""
+    dure.train(small_task(), strategy, dure.Processes(2), dure.Stop(epochs=2), out=out)
+    config = RunFolder(out).read_json("config.json")
+    config["world"]["ranks"] = ranks
+    RunFolder(out).write_json("config.json", config)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_goes_on_with_fewer_ranks_or_more(ranks: int, tmp_path: Path) -> None:
+    begun(tmp_path / "run", dure.DataParallel(batch_size=8), ranks)
+    changed = dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(epochs=4))
+    whole = dure.train(small_task(), dure.SingleWorker(batch_size=8), stop=dure.Stop(epochs=4))
+    assert largest_difference(changed, whole) < 1e-10
+    two, four = (changed.history.evaluations[i] for i in (2, 4))
+    assert four.bytes_sent > two.bytes_sent > 0 if ranks > 1 else four.bytes_sent == two.bytes_sent > 0
+    assert changed.summary["bytes_sent"] == four.bytes_sent, "what ranks that are gone have sent still counts"
+
+
+def test_ranks_with_a_state_of_their_own_are_not_divided_anew(tmp_path: Path) -> None:
+    begun(tmp_path / "run", dure.ADMM(batch_size=8), 3)
+    with pytest.raises(RunFolderError, match="was written by 2 ranks, and admm cannot go on with 3"):
+        dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(epochs=4))
+
+
+def ended_on_every_rank(place: Place, job: Job) -> list[float]:
+    """Whether each rank knows that rank 0 was interrupted, and evaluated no more."""
+    outcome = drive(job, dataclasses.replace(place, interrupted=lambda: True))
+    steps, evaluations = len(outcome.history.steps), len(outcome.history.evaluations)
+    told = (outcome.summary["ended"] == "interrupt") and (steps, evaluations) == (1, 1)
+    return [value for (value,) in place.group.all_gather_values([float(told)])]
+
+
+def test_every_rank_of_an_elastic_job_knows_that_it_makes_way(tmp_path: Path) -> None:
+    world = dure.Processes(2)
+    job, config = prepare(small_task(), dure.DataParallel(batch_size=8), world, dure.Stop(epochs=5), seed=0)
+    RunFolder.create(tmp_path / "run", config)
+    job = dataclasses.replace(job, folder=tmp_path / "run", elastic=True)
+    assert world.run(functools.partial(ended_on_every_rank, job=job), print) == [1.0, 1.0]
+    assert (tmp_path / "run" / "checkpoint" / "00000001").is_dir()
+
+
+def test_a_job_that_torchrun_may_start_again_is_elastic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert not dure.Torchrun().elastic
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert dure.Torchrun().elastic
+    assert not dure.Torchrun(elastic=False).elastic
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "digits", "data-parallel"]) == 2, "without --out a restarted rank would not find the run"
+    assert list(tmp_path.iterdir()) == []

@@ -90,6 +90,7 @@ class LocalSGDLearner:
     """Local SGD at work on one rank. What is done with the mean difference, `move`, is replaced by DiLoCo."""
 
     unit = "round"
+    resizes = True  # a rank beyond those of the checkpoint begins with the optimizer of one of them
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: LocalSGD) -> None:
         self.task, self.group, self.strategy = task, place.group, strategy
