@@ -139,6 +139,8 @@ class Driver:
         self._reported = 0.0
 
     def run(self) -> Outcome:
+        if self.job.elastic:
+            self._check_folder()
         if self.job.resume:
             self._resume()
         if self.position.last_evaluation < 0:
@@ -331,6 +333,17 @@ class Driver:
         if self.folder is not None:
             self.history = self.folder.history().until(self.position.step)
             self.folder.rewrite_history(self.history)
+
+    def _check_folder(self) -> None:
+        """Raises RunFolderError if a rank does not see the folder: it could not go on if it became rank 0."""
+        path = self.job.folder
+        sees = [seen for (seen,) in self.group.all_gather_values([float(path is not None and path.is_dir())])]
+        blind = ", ".join(f"rank {rank}" for rank, seen in enumerate(sees) if not seen)
+        if blind:
+            raise RunFolderError(
+                f"{blind} does not see the run folder {path}: an elastic job needs one on a disk that all its machines "
+                "share, for any of them may become rank 0"
+            )
 
     def _check_ranks(self, before: int) -> None:
         """Raises RunFolderError if the checkpoint is of another number of ranks, each of which held its own part."""

@@ -230,6 +230,19 @@ def test_every_rank_of_an_elastic_job_knows_that_it_makes_way(tmp_path: Path) ->
     assert (tmp_path / "run" / "checkpoint" / "00000001").is_dir()
 
 
+def does_not_see_it(place: Place, job: Job) -> None:
+    drive(job if place.group.rank == 0 else dataclasses.replace(job, folder=Path("elsewhere")), place)
+
+
+def test_a_folder_that_not_all_machines_see_is_refused(tmp_path: Path) -> None:
+    world = dure.Processes(2)
+    job, config = prepare(small_task(), dure.DataParallel(batch_size=8), world, dure.Stop(epochs=5), seed=0)
+    RunFolder.create(tmp_path / "run", config)
+    job = dataclasses.replace(job, folder=tmp_path / "run", elastic=True)
+    with pytest.raises(RunFolderError, match="rank 1 does not see the run folder"):
+        world.run(functools.partial(does_not_see_it, job=job), print)
+
+
 def test_a_job_that_torchrun_may_start_again_is_elastic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
