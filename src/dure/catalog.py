@@ -40,6 +40,9 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
 }
 """Strategies: name to (module, class, summary)."""
 
+ONE_PROCESS = ("single-worker", "layers-per-core", "hogwild")
+"""Those that are at home in the calling process: nothing is forked for them."""
+
 WORLDS: dict[str, tuple[str, str, str]] = {
     "processes": ("dure.worlds.processes", "Processes", "ranks as processes of this machine"),
     "threads": ("dure.worlds.threads", "Threads", "worker threads of one process, on its cores or its GPUs"),

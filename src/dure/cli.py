@@ -24,6 +24,7 @@ from dure.flags import (
     ReportOptions,
     ResumeOptions,
     TrainOptions,
+    WorldName,
     given_options,
     options_of_task,
     parse_flags,
@@ -55,6 +56,7 @@ Systems
 Examples
   dure compare digits
   dure train digits data-parallel --workers 2 --all-reduce ring --epochs 5
+  dure train digits data-parallel --world threads --workers 2
   dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --partition label-shards:2 --rounds 50
   torchrun --nproc-per-node 2 -m dure train digits data-parallel
   dure bench all-reduce --quick --out runs/bench
@@ -155,7 +157,8 @@ def _train(given: list[str]) -> int:
         raise ValueError("dure train TASK SYSTEM [options]: name a task and a system (dure --help lists them)")
     reference, system = names
     _check_names(reference, [system])
-    if system != "single-worker" and catalog.SYSTEMS[system][0].startswith("dure.parallel"):
+    in_threads = "threads" in flags or "--world=threads" in flags
+    if system not in catalog.ONE_PROCESS and catalog.SYSTEMS[system][0].startswith("dure.parallel") and not in_threads:
         _start_fork_server()
     from dure.strategies import strategy_class
     from dure.tasks import load_task
@@ -166,7 +169,7 @@ def _train(given: list[str]) -> int:
     how: TrainOptions = asked["how"]
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
-    world = _world(strategy, how.workers, how.deadline, how.backend)
+    world = _world(strategy, how.workers, how.deadline, how.backend, how.world, how.devices)
     if how.out is None and getattr(world, "elastic", False):
         raise ValueError("torchrun may start this job again: say with --out which folder it goes on with")
     out = how.out if how.out is not None else _new_folder(f"{_file_name(task)}-{system}")
@@ -253,9 +256,10 @@ def _compare(given: list[str]) -> int:
     task = load_task(reference, **given_options(asked["task"]))
     entries = []
     for system in systems:
-        strategy = parse_strategy(system)
-        workers = how.workers if strategy.kind == "ranks" and strategy.name != "single-worker" else None
-        entries.append((strategy, _world(strategy, workers)))
+        text, world = _world_in(system)
+        strategy = parse_strategy(text)
+        workers = how.workers if strategy.kind != "clients" and strategy.name != "single-worker" else None
+        entries.append((strategy, _world(strategy, workers, world=world)))
     out = how.out if how.out is not None else _new_folder(f"compare-{_file_name(task)}")
     from dure.compare import compare
     from dure.show import Display, error_console, table
@@ -346,17 +350,45 @@ def _start_fork_server() -> None:
         server.start()
 
 
-def _world(strategy: Strategy, workers: int | None, deadline: float = 60.0, backend: Backend = "dure") -> World:
-    """The world for a strategy and the flags --workers, --deadline and --backend."""
+def _world_in(system: str) -> tuple[str, WorldName | None]:
+    """What `dure compare` was given for a system, without the setting world=threads or world=processes; and that."""
+    kept: list[str] = []
+    world: WorldName | None = None
+    for setting in system.split(","):
+        if setting in ("world=threads", "world=processes"):
+            world = "threads" if setting == "world=threads" else "processes"
+        elif setting.startswith("world="):
+            raise ValueError(f"{system!r}: the world is threads or processes")
+        else:
+            kept.append(setting)
+    return ",".join(kept), world
+
+
+def _world(
+    strategy: Strategy,
+    workers: int | None,
+    deadline: float = 60.0,
+    backend: Backend = "dure",
+    world: WorldName | None = None,
+    devices: tuple[str, ...] = (),
+) -> World:
+    """The world for a strategy and the flags --workers, --deadline, --backend, --world and --devices."""
+    from dure.strategies import default_world
     from dure.worlds.here import under_torchrun
     from dure.worlds.processes import Processes
-    from dure.worlds.simulated import Simulated
+    from dure.worlds.threads import Threads
     from dure.worlds.torchrun import Torchrun
 
+    if world is None:
+        world = "threads" if default_world(strategy).kind == "threads" else "processes"
+    if world == "threads":
+        return Threads(workers, devices or None)
+    if devices:
+        raise ValueError("--devices says where threads compute: add --world threads")
     if strategy.kind == "clients":
         if workers is not None:
             raise ValueError(f"{strategy.name} counts clients, not workers: use --clients {workers}")
-        return Simulated()
+        return default_world(strategy)
     if under_torchrun():
         return Torchrun(deadline, backend)
     if strategy.name == "single-worker":

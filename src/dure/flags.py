@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 if TYPE_CHECKING:
     from dure.stop import Stop
 
+WorldName = Literal["processes", "threads"]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -56,7 +58,9 @@ class TrainOptions:
     """How to run it.
 
     Args:
-        workers: ranks, for systems that divide the work; one a core by default.
+        workers: ranks or threads, for systems that divide the work; one a core by default.
+        world: whether the workers are processes or threads, for systems that live in both.
+        devices: where threads compute, as cpu or cuda:0 cuda:1; GPUs by default where there are.
         deadline: seconds that a rank waits for a silent peer.
         backend: what carries the bytes between ranks: dure through shared memory, gloo through sockets.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
@@ -68,6 +72,8 @@ class TrainOptions:
     """
 
     workers: int | None = None
+    world: WorldName | None = None
+    devices: tuple[str, ...] = ()
     deadline: float = 60.0
     backend: Literal["dure", "gloo"] = "dure"
     seed: int = 0
@@ -96,7 +102,7 @@ class CompareOptions:
     """How to compare.
 
     Args:
-        workers: ranks, for systems that divide the work; one a core by default.
+        workers: ranks or threads, for systems that divide the work; one a core by default.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
         out: the folder of the comparison; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.

@@ -21,7 +21,7 @@ from dure.collectives import compression
 from dure.collectives.compression import Compression
 from dure.data import partition
 from dure.data.partition import Partition
-from dure.strategy import Strategy, World
+from dure.strategy import Strategy, World, dwellings
 
 TEXTS: dict[type[Any], Callable[[str], Any]] = {Partition: partition.parse, Compression: compression.parse}
 """Types of fields that are written as text, and what reads it."""
@@ -54,10 +54,10 @@ def default_world(strategy: Strategy) -> World:
 
     if strategy.kind == "clients":
         return Simulated()
+    if under_torchrun() and "ranks" in dwellings(strategy):
+        return Torchrun()
     if strategy.kind == "threads":
         return Threads()
-    if under_torchrun():
-        return Torchrun()
     return Processes(1) if strategy.name == "single-worker" else Processes()
 
 

@@ -109,11 +109,16 @@ def command(run: Run) -> str | None:
         return given
     task, strategy, world, stop = (_dict(run.config.get(key)) for key in ("task", "strategy", "world", "stop"))
     names = [task.get("name"), strategy.get("name")]
-    workers = world.get("ranks") if world.get("name") == "processes" else None
+    workers = {"processes": world.get("ranks"), "threads": world.get("threads")}.get(str(world.get("name")))
     if not all(isinstance(name, str) for name in names) or (workers is None and world.get("name") != "simulated"):
         return None
     flags = {key: value for key, value in strategy.items() if key != "name"} | _dict(task.get("options"))
-    asked = {**stop, "workers": workers, **{key: run.config.get(key) for key in ("seed", "evaluate_every")}}
+    asked = {
+        **stop,
+        "workers": workers,
+        **_of_threads(world),
+        **{key: run.config.get(key) for key in ("seed", "evaluate_every")},
+    }
     asked["target"] = [f"{metric}={goal}" for metric, goal in _dict(stop.get("target")).items()] or None
     flags |= {key: value for key, value in asked.items() if value is not None}
     words = ["dure", "train", *map(str, names)]
@@ -124,6 +129,14 @@ def command(run: Run) -> str | None:
             return None
         words += [f"--{key.replace('_', '-')}", *(_plain(one) or "None" for one in values)]
     return shlex.join(words)
+
+
+def _of_threads(world: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a world of threads; systems at home there take the first without harm."""
+    if world.get("name") != "threads":
+        return {}
+    devices = world.get("devices")
+    return {"world": "threads", "devices": devices if isinstance(devices, list) and set(devices) != {"cpu"} else None}
 
 
 def _settings(run: Run) -> str:

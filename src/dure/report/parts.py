@@ -12,7 +12,7 @@ def world(run: Run) -> str:
     """Where a run ran, in words."""
     asked = run.config.get("world")
     written = asked if isinstance(asked, dict) else {}
-    name, ranks = str(written.get("name", UNKNOWN)), number(written.get("ranks"))
+    name, ranks = str(written.get("name", UNKNOWN)), number(written.get("ranks", written.get("threads")))
     return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
 
 
