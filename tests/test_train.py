@@ -33,13 +33,13 @@ STEP = {
 EVALUATION = STEP | {"metrics", "peak_memory"}
 SUMMARY = {
     *("label", "strategy", "world", "unit", "ended", "steps", "epochs", "samples", "seconds", "test_loss"),
-    *("test_accuracy", "best", "train_loss", "parameters", "workers", "bytes_sent", "bytes_received"),
+    *("test_accuracy", "best", "train_loss", "numbers", "parameters", "workers", "bytes_sent", "bytes_received"),
     *("bytes_sent_per_worker", "compute_seconds", "communication_seconds", "idle_seconds", "peak_memory"),
-    *("per_worker", "to_target"),
+    *("per_worker", "to_target", "hidden_seconds"),
 }
 WORKER = {
     *("name", "compute_seconds", "communication_seconds", "idle_seconds", "bytes_sent", "bytes_received"),
-    "peak_memory",
+    *("peak_memory", "hidden_seconds"),
 }
 
 

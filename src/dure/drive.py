@@ -399,6 +399,7 @@ def summarise(
             "compute_seconds",
             "communication_seconds",
             "idle_seconds",
+            "hidden_seconds",
         )
     }
     per_worker = [

@@ -11,7 +11,7 @@ from dure.record.meter import Counters, Meter, peak_memory, reset_peak_memory
 from dure.record.trace import Trace
 
 COUNTS, SECONDS = st.integers(0, 2**53), st.floats(0, 1e9)
-COUNTERS = st.builds(Counters, COUNTS, COUNTS, COUNTS, SECONDS, SECONDS, SECONDS, COUNTS)
+COUNTERS = st.builds(Counters, COUNTS, COUNTS, COUNTS, SECONDS, SECONDS, SECONDS, COUNTS, SECONDS)
 
 
 @given(COUNTERS)
@@ -44,6 +44,20 @@ def test_a_transfer_is_idle_until_the_last_peer_came_and_communication_after(sta
         assert moving == 0
     else:
         assert idle == pytest.approx(arrival - start)
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.none() | st.floats(-5, 25), st.floats(-5, 25))
+def test_what_ran_beside_computing_is_hidden_and_makes_nobody_idle(start, length, arrival, computed):
+    meter, end = Meter("rank 0"), start + length
+    meter.communication("ring all-reduce", start, end, 1, arrival, computed)
+    counters = meter.counters
+    waited = counters.communication_seconds + counters.idle_seconds
+    assert waited == pytest.approx(end - min(max(computed, start), end)), "what was waited for is what was not beside"
+    began = start if arrival is None else min(max(arrival, start), end)
+    assert counters.hidden_seconds == pytest.approx(max(0.0, min(computed, end) - began))
+    assert counters.hidden_seconds + counters.communication_seconds == pytest.approx(end - began)
+    if end > start and arrival is None:
+        assert counters.hidden_share == pytest.approx(counters.hidden_seconds / (end - start))
 
 
 def test_spans_lie_in_the_meter_s_lane_and_do_not_overlap():

@@ -1,8 +1,9 @@
 """The meter: what one worker sent, received, and spent its time on.
 
 Bytes are payload: what a tensor or a message holds, without the framing of the transport. Seconds are wall time
-in three kinds: compute (forward, backward, update), communication (transfers), idle (waiting for the slowest peer
-to arrive; see `dure.parallel.data`).
+in three kinds: compute (forward, backward, update), communication (transfers that the worker waited for), idle (waiting
+for the slowest peer to arrive; see `dure.parallel.data`). Transfers that ran while the worker computed are counted
+beside them, as hidden: the share hidden / (hidden + communication) says how well a system overlaps the two.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ class Counters(msgspec.Struct):
     communication_seconds: float = 0.0
     idle_seconds: float = 0.0
     peak_memory: int = 0
+    hidden_seconds: float = 0.0
 
     def as_list(self) -> list[float]:
         return [float(value) for value in msgspec.structs.astuple(self)]
 
     @classmethod
     def from_list(cls, values: list[float]) -> Counters:
-        kinds = (int, int, int, float, float, float, int)
-        return cls(*(kind(value) for kind, value in zip(kinds, values, strict=True)))
+        kinds = (int, int, int, float, float, float, int, float)
+        return cls(*(kind(value) for kind, value in zip(kinds, values, strict=False)))
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Which part of the time of transfers was hidden; None if nothing was transferred."""
+        total = self.hidden_seconds + self.communication_seconds
+        return self.hidden_seconds / total if total > 0 else None
 
 
 def sum_of_counters(rows: Iterable[list[float]]) -> Counters:
@@ -68,23 +76,38 @@ class Meter:
         self.counters.compute_seconds += end - start
         self.mark(name, "compute", start, end, step)
 
-    def communication(self, name: str, start: float, end: float, step: int, arrival: float | None = None) -> None:
-        """A transfer from `start` to `end`; until `arrival`, when the last peer came, the worker was idle."""
+    def communication(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        step: int,
+        arrival: float | None = None,
+        computed: float | None = None,
+    ) -> None:
+        """A transfer from `start` to `end`, for which the last peer came at `arrival`.
+
+        computed: until then the worker computed meanwhile, so that what was transferred is hidden, and nobody waited.
+        """
         ready = start if arrival is None else min(max(arrival, start), end)
-        if ready > start:
-            self.idle("wait", start, ready, step)
-        self.counters.communication_seconds += end - ready
-        self.mark(name, "communication", ready, end, step)
+        free = start if computed is None else min(max(computed, start), end)
+        if ready > free:
+            self.idle("wait", free, ready, step)
+        if free > ready:
+            self.counters.hidden_seconds += free - ready
+            self.mark(name, "communication", ready, free, step, f"{self.name}, beside")
+        self.counters.communication_seconds += end - max(ready, free)
+        self.mark(name, "communication", max(ready, free), end, step)
 
     def idle(self, name: str, start: float, end: float, step: int) -> None:
         """The worker had nothing to do from `start` to `end`: it waited for others."""
         self.counters.idle_seconds += end - start
         self.mark(name, "idle", start, end, step)
 
-    def mark(self, name: str, category: str, start: float, end: float, step: int) -> None:
-        """A span on the timeline that no counter adds up: an evaluation, a checkpoint."""
+    def mark(self, name: str, category: str, start: float, end: float, step: int, lane: str | None = None) -> None:
+        """A span on the timeline that no counter adds up: an evaluation, a checkpoint. lane: None is the worker's."""
         if self.trace is not None:
-            self.trace.add(self.name, name, category, start, end, step)
+            self.trace.add(lane or self.name, name, category, start, end, step)
 
 
 def reset_peak_memory() -> None:
