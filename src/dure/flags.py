@@ -64,7 +64,7 @@ class TrainOptions:
         deadline: seconds that a rank waits for a silent peer.
         backend: what carries the bytes between ranks: dure through shared memory, gloo through sockets.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
-        out: the run folder; by default a new one in runs/.
+        out: the run folder; by default a new one in runs/. Under torchrun with restarts it is gone on with.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
         checkpoint_every: steps or rounds between checkpoints; by default an evaluation every 10 s or more.
         label: how tables call the run.

@@ -24,7 +24,7 @@ from dure.record.run import RunFolder
 from dure.strategy import Place, Strategy
 from dure.train import prepare
 from process_tree import descendants
-from small import largest_difference, small_task
+from small import largest_difference, same_bits, small_task
 
 TASK_FILE = '''
 import os, signal, time
@@ -196,9 +196,16 @@ def begun(out: Path, strategy: Strategy, ranks: int) -> None:
     RunFolder(out).write_json("config.json", config)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_goes_on_with_fewer_ranks_or_more(ranks: int, tmp_path: Path) -> None:
-    begun(tmp_path / "run", dure.DataParallel(batch_size=8), ranks)
+LIKE_ONE_WORKER = [
+    dure.DataParallel(batch_size=8),
+    dure.LocalSGD(batch_size=8, period=1),
+    dure.DiLoCo(batch_size=8, period=1, outer_lr=1.0, outer_momentum=0.0),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(LIKE_ONE_WORKER[0], 1), *((one, 3) for one in LIKE_ONE_WORKER)])
+def test_a_run_goes_on_with_fewer_ranks_or_more(strategy: Strategy, ranks: int, tmp_path: Path) -> None:
+    begun(tmp_path / "run", strategy, ranks)
     changed = dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(epochs=4))
     whole = dure.train(small_task(), dure.SingleWorker(batch_size=8), stop=dure.Stop(epochs=4))
     assert largest_difference(changed, whole) < 1e-10
@@ -211,6 +218,25 @@ def test_ranks_with_a_state_of_their_own_are_not_divided_anew(tmp_path: Path) ->
     begun(tmp_path / "run", dure.ADMM(batch_size=8), 3)
     with pytest.raises(RunFolderError, match="was written by 2 ranks, and admm cannot go on with 3"):
         dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(epochs=4))
+
+
+def test_the_command_of_a_run_that_has_ended_trains_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in {**job, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+
+    def command(seed: int = 0, elastic: bool = True) -> dure.Run:
+        world, stop = dure.Torchrun(elastic=elastic), dure.Stop(epochs=1)
+        return dure.train(small_task(), dure.DataParallel(8), world, stop, seed=seed, out=tmp_path / "run")
+
+    first, second = command(), command()
+    assert same_bits(first, second)
+    assert [s.step for s in second.history.steps] == [s.step for s in first.history.steps]
+    with pytest.raises(RunFolderError, match="holds another run, which differs in seed"):
+        command(seed=1)
+    with pytest.raises(RunFolderError, match="is not empty"):
+        command(elastic=False)
 
 
 def ended_on_every_rank(place: Place, job: Job) -> list[float]:

@@ -84,7 +84,7 @@ class Torchrun:
         return int(os.environ["WORLD_SIZE"])
 
     def describe(self) -> str:
-        return f"torchrun, {self.workers} ranks"
+        return f"torchrun, {self.workers} rank{'s' if self.workers > 1 else ''}"
 
     def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
         torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
