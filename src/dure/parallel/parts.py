@@ -77,5 +77,9 @@ def backward(tree: Any, gradients: Sequence[Tensor | None]) -> None:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the tensors in `tree`."""
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    """Bytes of the tensors in `tree`; of sparse ones those of their indices and values."""
+    return sum(_nbytes(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes

@@ -17,8 +17,8 @@ of worker 0, which works on the model itself, are those that stay; the others be
 drawn from (seed, step, worker), as by ranks.
 
 What is handed over is counted as if memory were not shared, for each worker: its inputs, and the gradients of its
-outputs, from the master; its outputs, and d gradients, to the master (`handed_over`). Weights and buffers are counted
-where they are copied.
+outputs, from the master; its outputs, and d gradients, to the master (`handed_over`). So are the buffers, for all but
+worker 0, and the weights, for workers on other devices.
 
 Source: the data-parallel scheme of torch.nn.DataParallel; Krizhevsky 2014, "One weird trick for parallelizing
 convolutional neural networks" (its section on data parallelism).
@@ -175,7 +175,7 @@ class ReplicasLearner(SingleLearner):
         """Adds the replicas' gradients to those of the model, in order of worker."""
         started = time.perf_counter()
         for worker in busy:
-            self._from(worker, sum(p.grad.nbytes for p in worker.model.parameters() if p.grad is not None))
+            self._from(worker, parts.nbytes([weight.grad for weight in worker.model.parameters()]))
         for worker in busy[1:]:
             for weight, mine in zip(self.model.parameters(), worker.model.parameters(), strict=True):
                 if mine.grad is not None:
@@ -211,23 +211,25 @@ def replica(model: nn.Module, fresh: nn.Module, device: torch.device) -> nn.Modu
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> int:
-    """Gives a replica the weights and buffers of its model, and no gradients; returns how many bytes were copied.
+    """Gives a replica the weights and buffers of its model, and no gradients; returns how many bytes it was given.
 
     On the model's device the replica uses the weights where they are, also those that an optimizer has put elsewhere.
     """
-    copied = 0
+    given = 0
     for mine, weight in zip(replica.parameters(), model.parameters(), strict=True):
         mine.grad = None
         if mine.device != weight.device:
             mine.copy_(weight, non_blocking=True)
-            copied += weight.nbytes
+            given += weight.nbytes
         elif mine.data_ptr() != weight.data_ptr():
             mine.data = weight.data
     for own, buffer in zip(replica.buffers(), model.buffers(), strict=True):
+        if own is buffer:
+            continue
+        given += buffer.nbytes
         if own.device != buffer.device or not torch.equal(own, buffer):  # an expanded one is equal, and not written
             own.copy_(buffer, non_blocking=True)
-            copied += buffer.nbytes
-    return copied
+    return given
 
 
 def add_gradient(weight: Tensor, gradient: Tensor) -> None:
