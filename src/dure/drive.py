@@ -44,8 +44,8 @@ CHECKPOINT_SHARE = 0.05
 
 REPORT_SECONDS = 0.1
 
-LEADERS = ("server", "master")
-"""Names of those who come first among the meters and are no workers: a federation's server, the master of threads."""
+NO_WORKERS = ("server", "master", "loader")
+"""Names of meters whose owners are no workers: a federation's server, the master of threads, readers of batches."""
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ def summarise(
     workers: list[Counters],
 ) -> dict[str, Any]:
     """The content of summary.json. names, workers: all ranks, or the server or master and its clients or threads."""
-    senders = workers[1:] if names[0] in LEADERS else workers
+    senders = [one for name, one in zip(names, workers, strict=True) if name.split()[0] not in NO_WORKERS]
     total = {
         key: sum(getattr(counters, key) for counters in workers)
         for key in (

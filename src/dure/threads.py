@@ -69,6 +69,17 @@ def threads_for(flops: float) -> int:
     return 1 if flops < SMALL_STEP else torch.get_num_threads()
 
 
+def set_own_threads(count: int) -> None:
+    """How many threads the operators of the calling thread use.
+
+    OpenMP and MKL keep that number for every thread. torch also remembers it for threads that have not computed yet,
+    which take it over at their first operation; so this one has its first operation before, and whoever starts threads
+    says its own number once more after they have called this.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """So many threads inside the block."""

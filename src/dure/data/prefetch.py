@@ -29,6 +29,7 @@ from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import WorkerFailedError
 from dure.randomness import generators_state, restore_generators
+from dure.threads import set_own_threads
 
 AHEAD = 2
 """Batches that each loader has ready or at work."""
@@ -74,7 +75,7 @@ class ThreadLoaders:
     def __init__(self, examples: Examples, indices: Indices, loaders: int, device: torch.device) -> None:
         self.examples, self.indices, self.device = examples, indices, device
         self.ahead = AHEAD * loaders
-        self._pool = ThreadPoolExecutor(loaders, "dure loader", torch.set_num_threads, (1,))
+        self._pool = ThreadPoolExecutor(loaders, "dure loader", set_own_threads, (1,))
         mine, together = torch.get_num_threads(), threading.Barrier(loaders)
         wait([self._pool.submit(together.wait) for _ in range(loaders)])
         torch.set_num_threads(mine)  # and for threads that are yet to come

@@ -3,9 +3,8 @@
 `each` has all of them do their part of a work at the same time and waits for the last. torch lets go of Python's lock
 inside its operators, so the workers compute in parallel; Python code of theirs runs one at a time.
 
-How many threads an operator uses is a property of the thread that calls it: OpenMP and MKL keep it for every thread,
-and `torch.set_num_threads` sets it for the calling one, and for those that have not computed yet. So every worker says
-it for itself, once, and the caller's number stays what it was.
+How many threads an operator uses is a property of the thread that calls it (`dure.threads.set_own_threads`), so every
+worker says it for itself, once, and the caller's number stays what it was.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from dure.errors import DureError, WorkerFailedError
+from dure.threads import set_own_threads
 
 Value = TypeVar("Value")
 
@@ -70,7 +70,7 @@ class Team:
     def set_threads(self, threads: int) -> None:
         """How many threads an operator of a worker uses from now on."""
         mine = torch.get_num_threads()
-        self.each(lambda worker: torch.set_num_threads(threads), "the start")
+        self.each(lambda worker: set_own_threads(threads), "the start")
         torch.set_num_threads(mine)  # and for threads that are yet to come
 
     def each(self, work: Callable[[int], Value], step: str, workers: Iterable[int] | None = None) -> list[Done[Value]]:

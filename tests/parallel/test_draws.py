@@ -1,0 +1,68 @@
+"""A thread's own random numbers are those that the global generator would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dure.parallel.draws import Draws, own_draws
+
+CPU = torch.device("cpu")
+X = torch.ones(6, 8, requires_grad=True)
+
+OPERATORS: dict[str, Callable[[], Tensor]] = {
+    "dropout": lambda: F.dropout(X, 0.5),
+    "dropout of channels": lambda: nn.Dropout2d(0.4)(torch.ones(2, 3, 4, 4)),
+    "rand": lambda: torch.rand(5),
+    "rand_like": lambda: torch.rand_like(X),
+    "randperm": lambda: torch.randperm(9),
+    "in place": lambda: torch.empty(4).normal_(),
+    "multinomial": lambda: torch.multinomial(torch.ones(9), 5),
+    "rrelu": lambda: F.rrelu(-X, training=True),
+    "attention": lambda: F.scaled_dot_product_attention(X[None], X[None], X[None], dropout_p=0.3),
+    "lstm": lambda: nn.LSTM(8, 4, 2, dropout=0.5)(torch.ones(3, 2, 8))[0],
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_numbers_are_those_of_the_seed_and_the_global_generator_stays(name: str) -> None:
+    torch.manual_seed(12)
+    expected = [OPERATORS[name]() for _ in range(2)]
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    with own_draws(12, [CPU]):
+        drawn = [OPERATORS[name]() for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_that_the_user_gives_is_the_users() -> None:
+    with own_draws(1, [CPU]):
+        drawn = torch.rand(3, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
+def test_a_pass_is_repeated_once_when_it_is_found_to_draw_and_leaves_no_trace() -> None:
+    buffer = torch.zeros(1)
+    draws = Draws([CPU], [buffer])
+    passes: list[float] = []
+
+    def work(own: Callable[[int], object], random: bool) -> None:
+        buffer.add_(1)
+        passes.append(float(buffer))
+        with own(3):  # type: ignore[attr-defined]
+            if random:
+                torch.rand(1)
+
+    before = torch.get_rng_state()
+    draws.run(lambda own: work(own, False))
+    assert (passes, draws.found) == ([1], False)
+    draws.run(lambda own: work(own, True))
+    assert (passes, draws.found) == ([1, 2, 2], True)
+    draws.run(lambda own: work(own, True))
+    assert passes == [1, 2, 2, 3]
+    assert torch.equal(torch.get_rng_state(), before)
