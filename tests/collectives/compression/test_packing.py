@@ -10,15 +10,15 @@ from torch import Tensor
 
 from dure.collectives.compression.packing import (
     BLOCK,
-    _apart,
-    _closer,
     bits_table,
     in_blocks,
     pack,
+    pack_in_torch,
     pack_signs,
     pack_signs_in_torch,
     packed_bytes,
     unpack,
+    unpack_in_torch,
     unpack_signs,
 )
 
@@ -44,11 +44,14 @@ def test_number_i_is_in_the_bits_from_b_i_upwards(n: int, bits: int) -> None:
     assert whole == sum(code << (bits * place) for place, code in enumerate(codes.tolist()))
 
 
-@pytest.mark.parametrize("rule", [_closer, _apart])
-@pytest.mark.parametrize("lane", [16, 32, 64])
-def test_torch_shifts_words_as_numpy_does(rule, lane: int) -> None:  # type: ignore[no-untyped-def]
-    words = codes_of(80, 3).view(torch.int64)
-    assert torch.equal(rule(words, 3 * lane // 16, lane), torch.from_numpy(rule(words.numpy(), 3 * lane // 16, lane)))
+@given(n=st.integers(1, 100), bits=st.integers(1, 7))
+def test_torch_makes_the_bytes_that_numpy_makes(n: int, bits: int) -> None:
+    codes, packed = codes_of(n, bits), torch.empty(packed_bytes(n, bits), dtype=torch.uint8)
+    in_torch = packed.clone()
+    pack(codes, bits, packed)
+    pack_in_torch(codes, bits, in_torch)
+    assert torch.equal(in_torch, packed)
+    assert torch.equal(unpack_in_torch(packed, bits, n), codes)
 
 
 @given(rows=st.integers(1, 5), length=st.integers(1, 40))

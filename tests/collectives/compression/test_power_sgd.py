@@ -97,9 +97,9 @@ def test_the_first_calls_are_not_compressed() -> None:
     assert exact == [True, True, False]
 
 
-@pytest.mark.parametrize("matrix", [torch.zeros(5, 2), torch.ones(5, 2), torch.eye(5)[:, :2] * 1e-30])
-def test_columns_are_orthonormal_whatever_the_rank(matrix: Tensor) -> None:
-    torch.testing.assert_close(orthonormal(matrix).t() @ orthonormal(matrix), torch.eye(2))
+@pytest.mark.parametrize("factor", [torch.zeros(2, 5), torch.ones(2, 5), torch.eye(5)[:2] * 1e-30])
+def test_rows_are_orthonormal_whatever_the_rank(factor: Tensor) -> None:
+    torch.testing.assert_close(orthonormal(factor) @ orthonormal(factor).t(), torch.eye(2))
 
 
 def test_it_has_no_messages_for_one_receiver() -> None:

@@ -81,7 +81,7 @@ class CastCompressor:
         group = Group.of(group)
         vector = self.bucket.vector(tensors)
         if self.message.dtype == torch.float16:
-            torch.div(vector, group.size, out=self.message)
+            self.message.copy_(vector.div_(group.size))
             all_reduce(self.message, group, algorithm)
             vector.copy_(self.message).mul_(group.size)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dure.collectives.all_reduce import MODULES, Algorithm, all_reduce
 from dure.collectives.compression.bucket import Bucket, one_piece
 from dure.collectives.compression.compression import Codec, Compression, Compressor
-from dure.collectives.compression.packing import numbers
+from dure.collectives.compression.packing import in_blocks, numbers
 from dure.collectives.group import Group
 
 
@@ -65,7 +65,9 @@ class PlainCodec:
         payload.view(self.dtype).copy_(vector)
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
-        into.add_(numbers(payload, self.dtype), alpha=sign)
+        given = numbers(payload, self.dtype)
+        for _, part in in_blocks(1, len(into), into.device):
+            into[part].add_(given[part].to(into.dtype), alpha=sign)
 
     def is_finite(self, payload: Tensor) -> bool:
         return bool(numbers(payload, self.dtype).isfinite().all())

@@ -1,14 +1,14 @@
 """Bits side by side: signs as 8 a byte, and whole numbers of b bits as 8 in b bytes.
 
-Everything is done for many numbers at once: signs by numpy, whose SIMD is the fastest there is on a CPU, numbers by
-shifting the bytes of 64-bit words together. The first of 8 is in the lowest bits, and words are little-endian.
+Everything is done for many numbers at once: signs by numpy's packbits, numbers by shifting the bytes of 64-bit words
+together. On a CPU numpy does it, on a GPU torch. The first of 8 is in the lowest bits, and words are little-endian.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch.nn.functional import pad
 
 BLOCK = 1 << 17
 """Elements that are worked on at once, so that what one pass leaves is in the cache for the next."""
+
+Array = np.ndarray[Any, Any]
+Words = TypeVar("Words", Array, Tensor)
 
 _GATHER_BITS = 0x0102040810204080  # brings the lowest bits of a word's bytes into its highest byte
 
@@ -100,19 +103,16 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     codes: uint8 (n,), or int32 for 9 to 16 bits, of which the lowest 8 lie apart from the rest. out: uint8
     (packed_bytes(n, bits),).
     """
-    if not len(codes):
-        return
     if bits > 8:
         low = len(codes)
         out[:low].copy_(codes & 255)
         pack((codes >> 8).to(torch.uint8), bits - 8, out[low:])
     elif bits == 8:
         out.copy_(codes)
+    elif codes.device.type == "cpu":
+        _pack_by_numpy(codes.numpy(), bits, out.numpy())
     else:
-        words = pad(codes, (0, -len(codes) % 8)).view(torch.int64)
-        for lane in (16, 32, 64):  # lanes of b, 2b, 4b bits become half as many of twice as many bits
-            words = _swift(_closer, words, bits * lane // 16, lane)
-        out.copy_(words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: len(out)])
+        pack_in_torch(codes, bits, out)
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
@@ -121,40 +121,78 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
         return packed[:n].to(torch.int32) | unpack(packed[n:], bits - 8, n).to(torch.int32) << 8
     if bits == 8 or n == 0:
         return packed
+    if packed.device.type == "cpu":
+        return torch.from_numpy(_unpack_by_numpy(packed.numpy(), bits, n))
+    return unpack_in_torch(packed, bits, n)
+
+
+def _pack_by_numpy(codes: Array, bits: int, out: Array) -> None:
+    count = -(-len(codes) // 8)
+    if len(codes) % 8:
+        codes = np.concatenate([codes, np.zeros(-len(codes) % 8, np.uint8)])
+    words = codes.view(np.int64)
+    for lane in (16, 32, 64):
+        words = _closer(words, bits, lane)
+        if bits * lane == 64:  # a lane is a byte
+            out[:] = words.view(f"u{lane // 8}")[: len(out)]
+            return
+    # what is left are `bits` bytes in each word
+    out[:] = np.ndarray(count, f"V{bits}", words, strides=(8,)).copy().view(np.uint8)[: len(out)]
+
+
+def _unpack_by_numpy(packed: Array, bits: int, n: int) -> Array:
+    count = -(-n // 8)
+    if len(packed) < count * bits:
+        packed = np.concatenate([packed, np.zeros(count * bits - len(packed), np.uint8)])
+    words = np.zeros(0, np.int64)
+    for lane in (64, 32, 16):
+        if bits * lane == 64:
+            words = packed.astype(f"u{lane // 8}").view(np.int64)
+        elif lane == 64:
+            words = np.zeros(count, np.int64)
+            np.ndarray(count, f"V{bits}", words, strides=(8,))[:] = packed.view(f"V{bits}")
+        if len(words):
+            words = _apart(words, bits, lane)
+    return words.view(np.uint8)[:n]
+
+
+def pack_in_torch(codes: Tensor, bits: int, out: Tensor) -> None:
+    """`pack` where numpy is not, on a GPU; up to 7 bits."""
+    words = pad(codes, (0, -len(codes) % 8)).view(torch.int64)
+    for lane in (16, 32, 64):
+        words = _closer(words, bits, lane)
+    out.copy_(words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: len(out)])
+
+
+def unpack_in_torch(packed: Tensor, bits: int, n: int) -> Tensor:
+    """`unpack` where numpy is not, on a GPU; up to 7 bits."""
     count = (n + 7) // 8
     rows = pad(packed, (0, count * bits - len(packed))).view(count, bits)
     words = pad(rows, (0, 8 - bits)).view(torch.int64).view(-1)
     for lane in (64, 32, 16):
-        words = _swift(_apart, words, bits * lane // 16, lane)
+        words = _apart(words, bits, lane)
     return words.view(torch.uint8)[:n]
 
 
-Words = TypeVar("Words", "np.ndarray[Any, Any]", Tensor)
+def _closer(words: Words, bits: int, lane: int) -> Words:
+    """In every lane of so many bits, what the upper half holds is brought down onto what the lower half holds.
 
-
-def _closer(words: Words, used: int, lane: int) -> Words:
-    """In every lane, the upper half's `used` bits are brought down onto those of the lower half."""
+    Before, half a lane of 8, 16 or 32 bits holds 1, 2 or 4 numbers.
+    """
     half = lane // 2
     upper = words & _mask(half, lane, half)
-    upper >>= half - used
+    upper >>= half - bits * lane // 16
     upper |= words & _mask(half, lane, 0)
     return upper
 
 
-def _apart(words: Words, used: int, lane: int) -> Words:
+def _apart(words: Words, bits: int, lane: int) -> Words:
     """The inverse of `_closer`."""
-    half = lane // 2
+    half, used = lane // 2, bits * lane // 16
     upper = words & _mask(used, lane, used)
     upper <<= half - used
     upper |= words & _mask(used, lane, 0)
     return upper
-
-
-def _swift(rule: Callable[[Any, int, int], Any], words: Tensor, used: int, lane: int) -> Tensor:
-    """numpy begins sooner than torch, which matters for as few words as are in a block."""
-    if words.device.type != "cpu":
-        return cast("Tensor", rule(words, used, lane))
-    return torch.from_numpy(rule(words.numpy(), used, lane))
 
 
 @lru_cache

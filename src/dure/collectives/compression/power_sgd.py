@@ -129,10 +129,10 @@ def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Orthonormal columns, as many, whose span contains that of the matrix (n, r), n ≥ r, whatever its rank is."""
-    basis: Tensor = torch.linalg.qr(matrix).Q
-    return basis
+def orthonormal(factor: Tensor) -> Tensor:
+    """Orthonormal rows, as many, whose span contains that of the factor's (r, n), r ≤ n, whatever its rank is."""
+    rows: Tensor = torch.linalg.qr(factor.t()).Q.t().contiguous()
+    return rows
 
 
 def factors_in(message: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -143,7 +143,11 @@ def factors_in(message: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tenso
 
 
 class PowerSGDCompressor:
-    """The factors of one bucket's matrices, and what they have left over."""
+    """The factors of one bucket's matrices, and what they have left over.
+
+    Factors are kept and sent transposed, (r, n) and (r, m): BLAS is up to 25 times faster with few long rows than with
+    few long columns.
+    """
 
     def __init__(self, bucket: Bucket, settings: PowerSGD, seed: int) -> None:
         self.bucket, self.settings = bucket, settings
@@ -154,7 +158,7 @@ class PowerSGDCompressor:
         self.factors: list[Tensor] = []
         for matrix in self.matrices:
             random = generator(seed, "power-sgd", matrix.tensor)
-            factor = torch.randn(matrix.m, matrix.r, generator=random, dtype=bucket.work)
+            factor = torch.randn(matrix.r, matrix.m, generator=random, dtype=bucket.work)
             self.factors.append(factor.to(bucket.device))
 
     @torch.no_grad()
@@ -178,24 +182,24 @@ class PowerSGDCompressor:
         """Replaces the vector by the approximation of its sum."""
         corrected = self.feedback.corrected(vector)
         first, second = map(vector.new_empty, message_lengths(self.bucket, self.matrices))
-        lefts = factors_in(first, [(matrix.n, matrix.r) for matrix in self.matrices])
-        rights = factors_in(second, [(matrix.m, matrix.r) for matrix in self.matrices])
+        lefts = factors_in(first, [(matrix.r, matrix.n) for matrix in self.matrices])
+        rights = factors_in(second, [(matrix.r, matrix.m) for matrix in self.matrices])
         rest = torch.split(first, [*map(Tensor.numel, lefts), *(part.stop - part.start for part in self.rest)])
         rest = rest[len(lefts) :]
 
         for matrix, factor, left in zip(self.matrices, self.factors, lefts, strict=True):
-            torch.mm(matrix.of(corrected), orthonormal(factor), out=left)
+            torch.mm(orthonormal(factor), matrix.of(corrected).t(), out=left)
         for part, piece in zip(self.rest, rest, strict=True):
             piece.copy_(vector[part])
         all_reduce(first, group, algorithm)
 
         bases = list(map(orthonormal, lefts))
         for matrix, basis, right in zip(self.matrices, bases, rights, strict=True):
-            torch.mm(matrix.of(corrected).t(), basis, out=right)
+            torch.mm(basis, matrix.of(corrected), out=right)
         all_reduce(second, group, algorithm)
 
         for matrix, basis, right in zip(self.matrices, bases, rights, strict=True):
-            torch.mm(basis, right.t(), out=matrix.of(vector))
+            torch.mm(basis.t(), right, out=matrix.of(vector))
             matrix.of(corrected).sub_(matrix.of(vector), alpha=1 / group.size)
         for part, piece in zip(self.rest, rest, strict=True):
             vector[part].copy_(piece)

@@ -69,13 +69,14 @@ class QSGDCodec:
         self.bucket, self.levels, self.bits, self.length = bucket, settings.levels, settings.bits, settings.bucket
         self.code = torch.uint8 if self.bits <= 8 else torch.int32
         self.split = -(-bucket.n // self.length) * bucket.work.itemsize
+        on_cpu = bucket.device.type == "cpu"
+        self.step = max(BLOCK // self.length, 1) * self.length if on_cpu else max(bucket.n, 1)
         self.nbytes = self.split + packed_bytes(bucket.n, self.bits)
 
     def _blocks(self) -> Iterator[tuple[int, int, slice]]:
         """Where pieces begin and end, of whole buckets but for the last one; and which buckets they are."""
-        step = max(BLOCK // self.length, 1) * self.length if self.bucket.device.type == "cpu" else self.bucket.n
-        for start in range(0, self.bucket.n, max(step, 1)):
-            end = min(start + step, self.bucket.n)
+        for start in range(0, self.bucket.n, self.step):
+            end = min(start + self.step, self.bucket.n)
             yield start, end, slice(start // self.length, -(-end // self.length))
 
     def _rows(self, piece: Tensor) -> Tensor:
@@ -86,13 +87,15 @@ class QSGDCodec:
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
         norms, levels = numbers(payload[: self.split], vector.dtype), payload[self.split :]
         noise = Noise(derive(seed, "qsgd", *position), vector.dtype, vector.device)
+        scratch = vector.new_empty(-(-min(self.step, len(vector)) // self.length), self.length)
         for start, end, buckets in self._blocks():
             rows = self._rows(vector[start:end])
             norm = norms_of(rows)
             norms[buckets] = norm
-            scaled = (rows / torch.where(norm > 0, norm, 1)[:, None]).view(-1)[: end - start]
-            scaled.mul_(self.levels).add_(noise.from_1_to_2(end - start)).floor_().add_(self.levels - 1)
-            codes = scaled.to(self.code).clamp_(0, 2 * self.levels)
+            unit = torch.where(norm > 0, norm, 1) / self.levels
+            exact = torch.div(rows, unit[:, None], out=scratch[: len(rows)]).view(-1)[: end - start]
+            exact.add_(noise.from_1_to_2(end - start)).floor_().add_(self.levels - 1)
+            codes = exact.to(torch.int32).clamp_(0, 2 * self.levels).to(self.code)
             pack(codes, self.bits, levels[start * self.bits // 8 : packed_bytes(end, self.bits)])
 
     def _codes(self, payload: Tensor, start: int, end: int) -> Tensor:
@@ -122,9 +125,11 @@ def norms_of(rows: Tensor) -> Tensor:
     safe = torch.finfo(rows.dtype).tiny ** 0.25
     unsafe = ~((norms > safe) & (norms < 1 / safe))
     if bool(unsafe.any()):
-        largest = rows[unsafe].abs().amax(1)
-        divisors = torch.where(largest > 0, largest, 1)
-        norms[unsafe] = largest * torch.linalg.vector_norm(rows[unsafe] / divisors[:, None], dim=1)
+        some = rows[unsafe].abs_()
+        if bool(some.sum(1).any()):  # otherwise they are zeros
+            largest = some.amax(1)
+            some /= torch.where(largest > 0, largest, 1)[:, None]
+            norms[unsafe] = largest * torch.linalg.vector_norm(some, dim=1)
     return norms.masked_fill_(~norms.isfinite(), torch.nan)
 
 
