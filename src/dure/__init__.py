@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dure.data.partition import QuantitySkew as QuantitySkew
     from dure.federated.fed_avg import FedAvg as FedAvg
     from dure.parallel.data import DataParallel as DataParallel
+    from dure.parallel.hogwild import Hogwild as Hogwild
     from dure.parallel.single import SingleWorker as SingleWorker
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
@@ -59,6 +60,7 @@ _WHERE = {
     "ADMM": "dure.averaging.admm",
     "FedAvg": "dure.federated.fed_avg",
     "DataParallel": "dure.parallel.data",
+    "Hogwild": "dure.parallel.hogwild",
     "SingleWorker": "dure.parallel.single",
     "Run": "dure.record.run",
     "load_run": "dure.record.run",

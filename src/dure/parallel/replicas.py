@@ -40,12 +40,12 @@ from dure.errors import LossNotFiniteError
 from dure.parallel import parts
 from dure.parallel.draws import Draws
 from dure.parallel.single import SingleLearner
-from dure.parallel.team import Done, Team
+from dure.parallel.team import Done, team_at
 from dure.randomness import derive
 from dure.record.meter import Meter
 from dure.strategy import Place, Progress, seeded_model
 from dure.task import Task
-from dure.threads import flops_per_step, threads_for
+from dure.threads import flops_per_step
 
 
 def handed_over(inputs: int, outputs: int, parameters: int, workers: int) -> tuple[int, int]:
@@ -93,10 +93,8 @@ class ReplicasLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, batch_size: int | None) -> None:
         super().__init__(task, place, seed, batch_size)
         self.where = "master"
-        self.team = Team(place.devices, max(1, torch.get_num_threads() // len(place.devices)))
-        place.ending.callback(self.team.close)
-        if threads_for(self.flops_per_step()) == 1:
-            self.team.set_threads(1)
+        self.share = -(-self.batches.batch_size // len(place.devices))
+        self.team = team_at(place, self.flops_per_step())
         self.workers = [
             Worker(
                 self.model if worker == 0 else replica(self.model, seeded_model(task, seed), device),
@@ -109,7 +107,7 @@ class ReplicasLearner(SingleLearner):
         self.draws = Draws(place.devices, buffers)
 
     def flops_per_step(self) -> float:
-        return flops_per_step(self.model, self.train_examples, -(-self.batches.batch_size // len(self.team)))
+        return flops_per_step(self.model, self.train_examples, self.share)
 
     def advance(self, wish: int) -> Progress:
         started = time.perf_counter()

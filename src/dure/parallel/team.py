@@ -20,7 +20,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from dure.errors import DureError, WorkerFailedError
-from dure.threads import set_own_threads
+from dure.strategy import Place
+from dure.threads import set_own_threads, threads_for
 
 Value = TypeVar("Value")
 
@@ -126,6 +127,16 @@ class Team:
         until = time.monotonic() + CLOSE_SECONDS
         for member in self._members:
             member.join(max(0.0, until - time.monotonic()))
+
+
+def team_at(place: Place, flops: float, name: str = "worker") -> Team:
+    """The worker threads of a place, which end with its run. flops: of a worker's step.
+
+    They divide the cores; an operator of theirs uses one thread if their steps are small (`dure.threads`).
+    """
+    team = Team(place.devices, min(threads_for(flops), max(1, torch.get_num_threads() // len(place.devices))), name)
+    place.ending.callback(team.close)
+    return team
 
 
 def _mixed_precision(kind: str) -> Callable[[], AbstractContextManager[Any]]:
