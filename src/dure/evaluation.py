@@ -7,6 +7,7 @@ the same numbers and nobody waits for rank 0.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,26 @@ BATCH = 1_000
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module, examples: Examples | None, group: Group, step: int) -> dict[str, float]:
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    examples: Examples | None,
+    group: Group,
+    step: int,
+    idle: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """test_loss and test_<metric> for each of the task's metrics; empty if `examples` is None.
 
-    model: the same on every rank; its training mode is restored. examples: in the model's dtype.
+    model: the same on every rank; its training mode is restored. examples: in the model's dtype. idle: called for each
+    batch that other ranks have and this one has not, for models that ranks run together.
     """
     if examples is None:
         return {}
     started = time.perf_counter()
     names = ["loss", *task.measures]
     totals, counts = [0.0] * len(names), [0.0] * len(names)
-    share = torch.arange(len(examples)).tensor_split(group.size)[group.rank]
+    shares = torch.arange(len(examples)).tensor_split(group.size)
+    share = shares[group.rank]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.eval()
@@ -47,6 +57,8 @@ def evaluate(task: Task, model: nn.Module, examples: Examples | None, group: Gro
             total, count = _sum_and_count(value, len(indices))
             totals[position] += total
             counts[position] += count
+    for _ in range(-(-len(shares[0]) // BATCH) - -(-len(share) // BATCH)):
+        idle()
     model.train(was_training)
     parts = group.all_gather_values(totals + counts)
     sums = [sum(column) for column in zip(*parts, strict=True)]
