@@ -14,7 +14,7 @@ SOURCE = Path(dure.__file__).parent
 
 FLOORS = [
     {"errors", "randomness", "flat", "catalog", "written", "registration", "__init__"},
-    {"record", "stop", "task", "data", "models", "threads", "devices"},
+    {"record", "stop", "task", "data", "models", "convolution", "threads", "devices"},
     {"collectives", "strategy", "tasks", "evaluation"},
     {"worlds", "parallel", "averaging", "federated"},
     {"train", "strategies", "drive"},
