@@ -200,7 +200,7 @@ def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | Non
 
 def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state_dict leaves out (`persistent=False`), by name."""
-    kept = model.state_dict().keys()
+    kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 
 
