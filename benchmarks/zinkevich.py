@@ -83,7 +83,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         ]
         best = min(min(row["parents"]) for row in rows if row["shared"] == shared)
         curves.append(Curve("best parent", [THETAS[0], THETAS[-1]], [best, best], dashed=True, colour=1))
-        panels.append(lines(title, curves, Axis("mixing weight theta"), Axis("loss on all training data", low=0, high=1)))
+        loss = Axis("loss on all training data", low=0, high=1)
+        panels.append(lines(title, curves, Axis("mixing weight theta"), loss))
     save(path, "Averaging two MNIST models that were trained apart", panels)
 
 
