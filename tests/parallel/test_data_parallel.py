@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives import master, ring
-from dure.parallel.data import elements_in_message
+from dure.parallel.data import elements_in_step
 from small import CLASSES, EXAMPLES, FEATURES, largest_difference, same_bits, small_task
 
 STOP = dure.Stop(epochs=2)
@@ -27,7 +27,7 @@ def test_the_bytes_of_a_run_are_those_of_the_formula(algorithm: str, formula: ob
     ranks, steps = 3, 7
     strategy = dure.DataParallel(8, algorithm)  # type: ignore[arg-type]
     run = dure.train(small_task(), strategy, dure.Processes(ranks), dure.Stop(steps=steps))
-    elements = elements_in_message(run.summary["parameters"], 6, ranks)
+    elements = elements_in_step(run.summary["parameters"], 6, ranks)
     for rank, worker in enumerate(run.summary["per_worker"]):
         sent = formula.elements_sent(elements, ranks, rank)  # type: ignore[attr-defined]
         assert worker["bytes_sent"] == steps * 8 * sent
@@ -100,7 +100,7 @@ def test_batch_norm_adds_a_broadcast_of_what_it_changed_to_the_bytes() -> None:
     run = dure.train(
         small_task(n=48, model=Normed), dure.DataParallel(12), dure.Processes(ranks), dure.Stop(steps=steps)
     )
-    elements = elements_in_message(run.summary["parameters"], 4, ranks, buffers=3)
+    elements = elements_in_step(run.summary["parameters"], 4, ranks, buffers=3)
     changed = 8 * (FEATURES + FEATURES + 1)
     for rank, worker in enumerate(run.summary["per_worker"]):
         broadcast = changed * (ranks - 1) if rank == 0 else 0

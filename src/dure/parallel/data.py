@@ -1,15 +1,19 @@
-"""Data parallel: every rank holds the model, the joint batch is divided, gradients are averaged before each update.
+"""Data parallel: every rank holds the model, the joint batch is divided, gradients are added before each update.
 
 Rank r of N computes the gradient g_r of the mean loss over its b_r of the B examples; all apply the sum of
 (b_r/B)·g_r, which is the gradient of the joint batch, so N ranks walk the same path as one worker.
 
-One message a step, of d gradients and a short tail, goes through an all-reduce of choice: `elements_in_message`.
-The tail carries what all ranks have to agree on anyway: rank 0's wishes, the loss of every rank, the time at which
-each rank arrived (from which idle time is known: the wait for the last one), and which parameters were used and
-which buffers changed.
+The d gradients travel in buckets while backward goes on (`dure.parallel.reducer`), by an all-reduce of choice. Behind
+those of the last bucket rides a tail of numbers, `elements_in_step`, so that a step has no other message. It carries
+what all ranks have to agree on anyway: rank 0's wishes, the loss of every rank, the times at which each rank came to
+each bucket (from which idle time is known: the wait for the last one), and which parameters were used and which
+buffers changed.
+
+With `accumulate` = k each rank computes its part in k pieces, one after another, and sums once: less memory, the same
+gradient. Clipping is by the norm of the joint gradient, which all ranks have.
 
 Buffers such as batch-norm statistics are rank 0's, as in torch's DistributedDataParallel: those that rank 0's forward
-has changed, which the tail tells, are broadcast after the step. Batch norm sees the rank's own part of the batch.
+has changed are broadcast after backward. Batch norm sees the rank's own part, or piece, of the batch.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -18,22 +22,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dure.collectives.all_reduce import ALGORITHMS, Algorithm, all_reduce
+from dure.collectives.all_reduce import Algorithm
+from dure.collectives.compression import Compression, NoCompression
 from dure.data.batches import check_batch_size
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
-from dure.flat import by_dtype, views_of
+from dure.parallel.how import NO_COMPRESSION, How, Overlap
+from dure.parallel.reducer import Reducer
 from dure.parallel.replicas import ReplicasLearner
 from dure.parallel.single import SingleLearner
+from dure.parallel.speaker import Buffers
+from dure.randomness import derive
 from dure.strategy import Kind, Learner, Place, Progress
 from dure.task import Task
+
+Precision = Literal["full", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,22 @@ class DataParallel:
         all_reduce: how gradients are summed: ring, master (through rank 0), one_shot, tree, halving_doubling,
             hierarchical, native (the backend's own), or auto, which chooses by size, ranks and hosts. In a world of
             threads the master adds them (`dure.parallel.replicas`).
+        bucket_bytes: of gradients that share a message; by default dure chooses.
+        overlap: all-reduces run beside backward on a thread, inline in it, or after it; auto chooses.
+        compression: what travels in place of gradients, as top-k:0.01 or power-sgd:2.
+        accumulate: pieces in which a worker computes its part of a batch, one after another.
+        clip_norm: the largest norm that a step's gradient may have; by default any.
+        precision: full, or bf16: forward and backward under autocast, weights and sums as they are.
     """
 
     batch_size: int | None = 64
     all_reduce: Algorithm = "ring"
+    bucket_bytes: int | None = None
+    overlap: Overlap = "auto"
+    compression: Compression = NO_COMPRESSION
+    accumulate: int = 1
+    clip_norm: float | None = None
+    precision: Precision = "full"
 
     name: ClassVar[str] = "data-parallel"
     kind: ClassVar[Kind] = "ranks"
@@ -57,12 +80,23 @@ class DataParallel:
 
     @property
     def label(self) -> str:
-        return f"data parallel {self.all_reduce}"
+        compresses = not isinstance(self.compression, NoCompression)
+        return f"data parallel {self.compression if compresses else self.all_reduce}"
+
+    def how(self, seed: int = 0) -> How:
+        """How gradients are summed. Raises ValueError for what there is not."""
+        seed = derive(seed, "compression")
+        return How(self.all_reduce, "sum", self.bucket_bytes, self.overlap, self.compression, seed=seed)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)
-        if self.all_reduce not in ALGORITHMS:
-            raise ValueError(f"there is no all-reduce {self.all_reduce!r}; choose one of {', '.join(ALGORITHMS)}")
+        self.how()
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate is {self.accumulate}, but a part is computed in one piece at least")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}, but a norm above zero can be asked for only")
+        if self.precision not in ("full", "bf16"):
+            raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
         examples = len(task.train)
         if workers is not None and workers > examples:
             raise ValueError(f"{workers} workers are more than the {examples} training examples")
@@ -74,13 +108,20 @@ class DataParallel:
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "threads":
+            if self != DataParallel(self.batch_size, self.all_reduce):
+                raise ValueError(
+                    "in threads DataParallel takes nothing but a batch_size: choose Processes for the rest"
+                )
             return ReplicasLearner(task, place, seed, self.batch_size)
         return DataParallelLearner(task, place, seed, self)
 
 
-def elements_in_message(parameters: int, trainable_tensors: int, ranks: int, buffers: int = 0) -> int:
-    """Elements of a step's message: the gradients, and a tail of 1 + 3N + a flag a parameter tensor and a buffer."""
-    return parameters + 1 + 3 * ranks + trainable_tensors + buffers
+def elements_in_step(parameters: int, trainable_tensors: int, ranks: int, buffers: int = 0, messages: int = 1) -> int:
+    """Elements of all messages of a step: the gradients, and the tail.
+
+    The tail has 1 + 3N numbers, N for each message but the last, and a flag a parameter tensor and a buffer.
+    """
+    return parameters + 1 + 3 * ranks + ranks * (messages - 1) + trainable_tensors + buffers
 
 
 class DataParallelLearner(SingleLearner):
@@ -88,113 +129,118 @@ class DataParallelLearner(SingleLearner):
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
-        self.algorithm = strategy.all_reduce
+        self.strategy = strategy
         # for models whose first weights do not follow from the seed alone, such as those read from a file
         self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
-        self._seen = [buffer.clone() for buffer in self.model.buffers()]
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.message = GradientMessage(trained, self.group.size, len(self._seen))
+        self.speaking = Buffers(self.model)
+        how = strategy.how(seed)
+        self.reducer = Reducer(list(self.model.parameters()), self.group, how, self._tail_length, self._tail_numbers)
+        if how.compresses:
+            self.part = lambda: {"compressors": self.reducer.state()["compressors"]}
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
+        self._loss, self._asked = 0.0, 0
 
     def _now(self) -> float:
         """Seconds on rank 0's clock."""
         return time.perf_counter() + self.clock_offset
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        part = indices.tensor_split(self.group.size)[self.group.rank]
-        share = len(part) / len(indices)
+        self._loss, self._asked = 0.0, wish
         self.optimizer.zero_grad(set_to_none=True)
-        loss = share * self.backward(part, share) if len(part) else 0.0
-        entered = time.perf_counter()
-        self.message.fill(self.group.rank, loss, wish, self._now() - self.started, self._changed_buffers())
-        packed = time.perf_counter()
-        for buffer in self.message.buffers:
-            all_reduce(buffer, self.group, self.algorithm)
-        left = time.perf_counter()
-        losses, wish, last_arrival, changed = self.message.read()
-        meter = self.group.meter
-        meter.compute("pack", entered, packed, self.step + 1)
-        arrival = last_arrival + self.started - self.clock_offset
-        meter.communication(f"{self.algorithm} all-reduce", packed, left, self.step + 1, arrival)
+        part = indices.tensor_split(self.group.size)[self.group.rank]
+        pieces = [piece for piece in part.tensor_split(self.strategy.accumulate) if len(piece)]
+        for piece in pieces[:-1]:
+            with self.reducer.paused():
+                self.backward(piece, len(piece) / len(indices))
+        if pieces:
+            self.backward(pieces[-1], len(pieces[-1]) / len(indices))
+        else:
+            self.reducer.take_part()
+        losses, wish = self._arrived()
+        self._clip()
+        return Progress(sum(losses), len(indices), wish)
+
+    def backward(self, indices: Tensor, share: float) -> float:
+        """Forward and backward over `indices`; gradients are those of share x mean loss. Returns the mean loss.
+
+        Gradients leave as backward makes them, unless the reducer is paused because there are more to add.
+        """
+        inputs, targets = self.read(indices)
+        started = time.perf_counter()
+        with self._autocast():
+            loss = self.task.loss(self.model(inputs), targets)
+        value = float(loss.item())
+        self._loss += share * value
+        forwarded = time.perf_counter()
+        meter, step = self.group.meter, self.step + 1
+        meter.compute("forward", started, forwarded, step)
+        if self.reducer.enabled:
+            self.reducer.begin()
+        (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+        if self.reducer.enabled:
+            self.reducer.finish()
+            for start, end in self.reducer.computing(forwarded):
+                meter.compute("backward", start, end, step)
+        else:
+            meter.compute("backward", forwarded, time.perf_counter(), step)
+        return value
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.strategy.precision == "full":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def _arrived(self) -> tuple[list[float], int]:
+        """Reads the tail: the losses of all ranks, and rank 0's wish. Buffers follow it."""
+        size, numbers = self.group.size, self.reducer.numbers
+        per_rank = [numbers[1 + 3 * rank : 4 + 3 * rank] for rank in range(size)]
+        arrivals = [whole + rest + self.started - self.clock_offset for _, whole, rest in per_rank]
+        earlier, changed = numbers[1 + 3 * size :], numbers[len(numbers) - len(self.speaking) :]
+        messages = (len(earlier) - len(self.speaking)) // size + 1
+        last = {
+            number: max(arrivals[rank] - earlier[rank * (messages - 1) + number] for rank in range(size))
+            for number in range(messages - 1)
+        }
+        self.reducer.account(self.step + 1, {**last, messages - 1: max(arrivals)})
+        losses = [loss for loss, _, _ in per_rank]
         for rank, value in enumerate(losses):
             if not math.isfinite(value):
                 raise LossNotFiniteError(value, f"rank {rank}", f"step {self.step + 1}")
         if any(changed):
-            self._take_buffers_of_rank_0(changed)
-        return Progress(sum(losses), len(indices), wish)
+            started = time.perf_counter()
+            self.speaking.take(self.group, [bool(one) for one in changed])
+            self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), self.step + 1)
+        return losses, int(numbers[0])
 
-    def _changed_buffers(self) -> list[bool]:
-        """Which buffers have changed in this step; only rank 0's are taken."""
-        if not self._seen or self.group.rank != 0:
-            return [False] * len(self._seen)
-        changed = []
-        for position, (now, seen) in enumerate(zip(self.model.buffers(), self._seen, strict=False)):
-            changed.append(not torch.equal(now, seen))  # batch norm writes without telling autograd's version
-            if changed[-1]:
-                self._seen[position] = now.clone()
-        return changed
+    def _tail_length(self, messages: int) -> int:
+        return elements_in_step(0, 0, self.group.size, len(self.speaking), messages)
 
-    def _take_buffers_of_rank_0(self, changed: list[bool]) -> None:
-        started = time.perf_counter()
-        self.group.broadcast_values([b for b, one in zip(self.model.buffers(), changed, strict=False) if one])
-        ended = time.perf_counter()
-        self.group.meter.communication("broadcast of buffers", started, ended, self.step + 1)
+    def _tail_numbers(self, entered: Sequence[float]) -> list[float]:
+        """Each is written by one rank and zero elsewhere, so that the sum is what was written.
 
+        A time is split into whole seconds and the rest, which float32 holds to less than a microsecond; that of an
+        earlier bucket is told by its distance.
+        """
+        size, rank, now = self.group.size, self.group.rank, time.perf_counter()
+        per_rank = [0.0] * (3 * size)
+        per_rank[3 * rank : 3 * rank + 3] = self._loss, *divmod(now + self.clock_offset - self.started, 1.0)
+        count = len(entered) - 1
+        earlier = [0.0] * (size * count)
+        earlier[rank * count : (rank + 1) * count] = [now - at if at else 0.0 for at in entered[:count]]
+        changed = self.speaking.changed() if rank == 0 else [False] * len(self.speaking)
+        return [float(self._asked) if rank == 0 else 0.0, *per_rank, *earlier, *map(float, changed)]
 
-def _dense(parameter: Tensor) -> Tensor:
-    """The gradient, zeros where there is none; sparse ones of embeddings are filled up."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    def _clip(self) -> None:
+        if self.strategy.clip_norm is not None:
+            started = time.perf_counter()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.strategy.clip_norm)
+            self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
 
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "order": self.reducer.order}
 
-class GradientMessage:
-    """A step's message: one flat buffer a dtype, the tail behind the gradients of the first that can carry it.
-
-    Numbers of the tail are summed like gradients, each written by one rank and zero elsewhere, so the sum is what
-    was written. A time is split into whole seconds and the rest, which float32 holds to less than a microsecond.
-    """
-
-    def __init__(self, parameters: list[torch.nn.Parameter], size: int, buffers: int) -> None:
-        self.size = size
-        self.groups = by_dtype(parameters)
-        self.parameters = [parameter for group in self.groups.values() for parameter in group]
-        tail = 1 + 3 * size + len(self.parameters) + buffers
-        carrier = next((dtype for dtype in self.groups if dtype in (torch.float32, torch.float64)), None)
-        self.buffers: list[Tensor] = []
-        self.bodies: list[Tensor] = []
-        self.views: list[Tensor] = []
-        for dtype, group in self.groups.items():
-            length = sum(parameter.numel() for parameter in group)
-            buffer = torch.zeros(length + (tail if dtype is carrier else 0), dtype=dtype)
-            self.buffers.append(buffer)
-            self.bodies.append(buffer[:length])
-            self.views.extend(views_of(buffer, group))
-            if dtype is carrier:
-                self.tail = buffer[length:]
-        if carrier is None:
-            self.tail = torch.zeros(tail)
-            self.buffers.append(self.tail)
-
-    def fill(self, rank: int, loss: float, wish: int, arrival: float, changed: list[bool]) -> None:
-        """Packs this rank's gradients, and the tail. changed: a flag a buffer, from rank 0."""
-        for body, group in zip(self.bodies, self.groups.values(), strict=True):
-            torch.cat([_dense(p).reshape(-1) for p in group], out=body)
-        used = [float(parameter.grad is not None) for parameter in self.parameters]
-        numbers = [0.0] * (1 + 3 * self.size) + used + list(map(float, changed))
-        numbers[0] = float(wish)
-        whole, rest = divmod(arrival, 1.0)
-        numbers[1 + 3 * rank : 4 + 3 * rank] = loss, whole, rest
-        self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
-
-    def read(self) -> tuple[list[float], int, float, list[bool]]:
-        """Gives the summed gradients to the parameters; returns (loss of each rank, wish, last arrival, changed)."""
-        numbers = self.tail.tolist()
-        flags = numbers[1 + 3 * self.size :]
-        used, changed = flags[: len(self.parameters)], [bool(flag) for flag in flags[len(self.parameters) :]]
-        for parameter, view, count in zip(self.parameters, self.views, used, strict=True):
-            parameter.grad = view if count else None
-        per_rank = [numbers[1 + 3 * rank : 4 + 3 * rank] for rank in range(self.size)]
-        losses = [loss for loss, _, _ in per_rank]
-        return losses, int(numbers[0]), max(whole + rest for _, whole, rest in per_rank), changed
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        super().restore(weights, state)
+        own = state["parts"][self.group.rank] if "parts" in state else {}
+        self.reducer.restore({"order": state.get("order"), "compressors": own.get("compressors", [])})

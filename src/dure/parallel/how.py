@@ -1,0 +1,82 @@
+"""How gradients are summed: the settings, and what dure chooses where they leave it open.
+
+beside    on a thread (a GPU: on a stream), while backward goes on: between hosts, on GPUs, where cores are idle
+inline    at once, while backward waits: where the ranks of one host keep all of its cores busy. Whatever would run
+          beside them takes their time, and a gradient that was just written is still in the cache
+after     when backward is done: nothing is hidden; to compare with
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from dure.collectives.all_reduce import ALGORITHMS, Algorithm
+from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.group import Group
+from dure.parallel.buckets import Kind
+
+Overlap = Literal["auto", "beside", "inline", "after"]
+
+NO_COMPRESSION = NoCompression()
+
+WORTH_A_THREAD = 1 << 20
+"""Bytes of gradients below which, on one host, handing them to a thread takes longer than adding them."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How gradients are summed.
+
+    algorithm: of `all_reduce`. op: "sum" or "avg". bucket_bytes: None lets dure choose. overlap: `auto` chooses among
+    the ways above. static: the same gradients are used in every step, which then needs no flags. seed: of compression.
+    """
+
+    algorithm: Algorithm = "native"
+    op: Literal["sum", "avg"] = "sum"
+    bucket_bytes: int | None = None
+    overlap: Overlap = "auto"
+    compression: Compression = NO_COMPRESSION
+    static: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"there is no all-reduce {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}: at least 1, or None, and dure chooses")
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(f"overlap is {self.overlap!r}; choose one of {', '.join(get_args(Overlap))}")
+
+    @property
+    def compresses(self) -> bool:
+        return not isinstance(self.compression, NoCompression)
+
+
+def bits_follow_the_plan(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
+    """Whether the bits of the sums depend on where buckets end, so that a clock must not choose the buckets.
+
+    Two numbers have the same sum in any order. Some algorithms add in the order of ranks, or along the same tree, for
+    every element; a ring begins each chunk with another rank.
+    """
+    if how.compresses:
+        return True
+    if group.size <= 2 or how.algorithm in ("master", "one_shot", "tree", "halving_doubling"):
+        return False
+    own = how.algorithm in ("native", "auto") and all(group.backend(kind.device) == "dure" for kind in kinds)
+    return not (own and len(group.hosts()) <= 2)
+
+
+def way_of(how: How, group: Group, kinds: Sequence[Kind]) -> Overlap:
+    """What `auto` means here. Ranks may differ in it."""
+    if how.overlap != "auto":
+        return how.overlap
+    if any(kind.device.type != "cpu" for kind in kinds) or len(group.hosts()) > 1:
+        return "beside"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    idle = cores > group.size * torch.get_num_threads()
+    return "beside" if idle and sum(kind.nbytes for kind in kinds) >= WORTH_A_THREAD else "inline"
