@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dure.federated.fed_avg import FedAvg as FedAvg
     from dure.parallel.data import DataParallel as DataParallel
     from dure.parallel.hogwild import Hogwild as Hogwild
+    from dure.parallel.layers import LayersPerCore as LayersPerCore
     from dure.parallel.single import SingleWorker as SingleWorker
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
@@ -61,6 +62,7 @@ _WHERE = {
     "FedAvg": "dure.federated.fed_avg",
     "DataParallel": "dure.parallel.data",
     "Hogwild": "dure.parallel.hogwild",
+    "LayersPerCore": "dure.parallel.layers",
     "SingleWorker": "dure.parallel.single",
     "Run": "dure.record.run",
     "load_run": "dure.record.run",

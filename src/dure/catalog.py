@@ -36,6 +36,7 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
     "local-sgd": ("dure.averaging.local_sgd", "LocalSGD", "ranks train apart, weights are averaged every few steps"),
     "diloco": ("dure.averaging.diloco", "DiLoCo", "local SGD with long rounds and an outer optimizer"),
     "admm": ("dure.averaging.admm", "ADMM", "ranks minimise apart, duals draw them to a consensus"),
+    "layers-per-core": ("dure.parallel.layers", "LayersPerCore", "a pipeline of threads, each with some of the layers"),
     "hogwild": ("dure.parallel.hogwild", "Hogwild", "threads or processes update the same weights without locks"),
     "fed-avg": ("dure.federated.fed_avg", "FedAvg", "clients train locally, a server averages their updates"),
 }

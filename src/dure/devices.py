@@ -30,8 +30,6 @@ def device_of(name: str) -> torch.device:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """Inputs or targets, tensors in any structure, on `device`; the same where they are there already."""
-    if device.type == "cpu":
-        return tree
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
 
 

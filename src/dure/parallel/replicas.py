@@ -40,7 +40,7 @@ from dure.errors import LossNotFiniteError
 from dure.parallel import parts
 from dure.parallel.draws import Draws
 from dure.parallel.single import SingleLearner
-from dure.parallel.team import Done, team_at
+from dure.parallel.team import TimeSheet, team_at
 from dure.randomness import derive
 from dure.record.meter import Meter
 from dure.strategy import Place, Progress, seeded_model
@@ -62,10 +62,10 @@ class Worker:
 
     def __init__(self, model: nn.Module, device: torch.device, meter: Meter) -> None:
         self.model, self.device, self.meter = model, device, meter
+        self.sheet = TimeSheet(meter, "the master")
         self.inputs: Any = None
         self.outputs: Any = None
         self.leaves: Any = None
-        self.free = 0.0
 
     def forward(self) -> None:
         """From `inputs` to `outputs`, and to `leaves`: their values, at which the master's graph begins."""
@@ -76,15 +76,6 @@ class Worker:
         """From the gradients of `leaves` to those of the replica's weights."""
         parts.backward(self.outputs, parts.gradients(self.leaves))
         self.inputs = self.outputs = self.leaves = None
-
-    def did(self, name: str, done: Done[None], step: int) -> None:
-        """Puts down when it worked; until then it had waited."""
-        self.wait_until(done.start, step)
-        self.meter.compute(name, done.start, done.end, step)
-        self.free = done.end
-
-    def wait_until(self, now: float, step: int) -> None:
-        self.meter.idle("wait for the master", self.free, now, step)
 
 
 class ReplicasLearner(SingleLearner):
@@ -112,11 +103,11 @@ class ReplicasLearner(SingleLearner):
     def advance(self, wish: int) -> Progress:
         started = time.perf_counter()
         for worker in self.workers:
-            worker.free = started
+            worker.sheet.begin(started)
         progress = super().advance(wish)
         ended = time.perf_counter()
         for worker in self.workers:
-            worker.wait_until(ended, self.step)
+            worker.sheet.end(ended, self.step)
         return progress
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
@@ -149,7 +140,7 @@ class ReplicasLearner(SingleLearner):
         done = self.team.each(work, self.group.step, range(len(busy)))
         self.group.meter.idle("wait for the workers", started, time.perf_counter(), self.step + 1)
         for worker, one in zip(busy, done, strict=True):
-            worker.did(name, one, self.step + 1)
+            worker.sheet.did(name, one.start, one.end, self.step + 1)
 
     def _loss(self, busy: list[Worker], sizes: list[int], targets: Any) -> float:
         """Gathers the outputs, and leaves the gradients of the batch's loss in the workers' `leaves`."""

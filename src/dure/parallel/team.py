@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from dure.errors import DureError, WorkerFailedError
+from dure.record.meter import Meter
 from dure.strategy import Place
 from dure.threads import set_own_threads, threads_for
 
@@ -127,6 +128,29 @@ class Team:
         until = time.monotonic() + CLOSE_SECONDS
         for member in self._members:
             member.join(max(0.0, until - time.monotonic()))
+
+
+class TimeSheet:
+    """When a worker computed; the rest of a step it was idle, waiting for `others`."""
+
+    def __init__(self, meter: Meter, others: str) -> None:
+        self.meter, self.others = meter, others
+        self._free = 0.0
+
+    def begin(self, now: float) -> None:
+        """A step begins (seconds of `time.perf_counter`)."""
+        self._free = now
+
+    def did(self, name: str, start: float, end: float, step: int) -> None:
+        """It computed from `start` to `end`."""
+        self.end(start, step)
+        self.meter.compute(name, start, end, step)
+        self._free = end
+
+    def end(self, now: float, step: int) -> None:
+        """It has had nothing to do until now."""
+        if now > self._free:
+            self.meter.idle(f"wait for {self.others}", self._free, now, step)
 
 
 def team_at(place: Place, flops: float, name: str = "worker") -> Team:
