@@ -22,6 +22,10 @@ SYSTEMS: dict[str, Callable[[], tuple[object, object]]] = {
     "ring": lambda: (dure.DataParallel(20, "ring"), dure.Processes(3)),
     "master": lambda: (dure.DataParallel(20, "master"), dure.Processes(3)),
     "native": lambda: (dure.DataParallel(20, "native"), dure.Processes(2)),
+    "local-sgd": lambda: (dure.LocalSGD(20, 2), dure.Processes(3)),
+    "diloco": lambda: (dure.DiLoCo(20, 2), dure.Processes(2)),
+    "admm": lambda: (dure.ADMM(20), dure.Processes(2)),
+    "parallel-sgd": lambda: (dure.ParallelSGD(20), dure.Processes(2)),
     "fed-avg": lambda: (dure.FedAvg(5, 0.6, 2, batch_size=4), dure.Simulated()),
 }
 
