@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,17 @@ def test_a_timeline_begins_with_its_first_span_and_shows_some_of_each_lane(tmp_p
     assert 0 < drawn["range"][1] - drawn["range"][0] <= 300
     assert set(drawn["spans"]) == {"compute", "communication", "idle", "evaluation", "checkpoint"}
     assert sum(map(len, drawn["spans"].values())) <= charts.SPANS
+
+
+def test_what_a_strategy_says_of_its_rounds_is_drawn_beside_the_metrics(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "residuals", steps=4, evaluations=2)
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step":
+            line["numbers"] = {"primal_residual": 1 / line["step"], "rho": None}
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = charts.curves([read_run(folder)])
+    assert curves is not None
+    assert [metric["key"] for metric in curves["metrics"]][-2:] == ["train_loss", "primal_residual"]
+    assert not curves["metrics"][-1]["rises"]
+    assert curves["series"][1]["y"]["primal_residual"] == [1.0, 0.5, 0.333333, 0.25]

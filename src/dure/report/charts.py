@@ -48,15 +48,16 @@ def metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def curves(runs: Sequence[Run]) -> JSON | None:
-    """Every metric and the training loss, against epochs, seconds, steps or rounds, and bytes."""
+    """Every metric, the training loss and what strategies say of their rounds, against epochs, seconds, steps or
+    rounds, and bytes."""
     series = []
     for index, run in enumerate(runs):
         if any(line.metrics for line in run.evaluations):
             series.append(_evaluations(index, run.evaluations))
         if run.steps:
             series.append(_training(index, run.steps, run.evaluations))
-    drawn = {key for one in series for key, values in one["y"].items() if any(v is not None for v in values)}
-    keys = [key for key in (*metrics(runs), "train_loss") if key in drawn]
+    drawn = [key for one in series for key, values in one["y"].items() if any(v is not None for v in values)]
+    keys = [key for key in dict.fromkeys([*metrics(runs), "train_loss", *drawn]) if key in drawn]
     if not keys:
         return None
     units = sorted({run.result.unit for run in runs})
@@ -123,7 +124,13 @@ def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line]) -> J
         "step": [part[-1].step for part in stretches],
         "bytes": [_short(sent(part[-1].step)) for part in stretches],
     }
-    return {"run": run, "x": x, "y": {"train_loss": [_mean([line.loss for line in part]) for part in stretches]}}
+    said = dict.fromkeys(key for line in lines for key in line.metrics)
+    numbers = {key: [_mean([line.metrics.get(key) for line in part]) for part in stretches] for key in said}
+    return {
+        "run": run,
+        "x": x,
+        "y": {"train_loss": [_mean([line.loss for line in part]) for part in stretches], **numbers},
+    }
 
 
 def _stretches(length: int, most: int) -> list[tuple[int, int]]:

@@ -22,7 +22,8 @@ from dure.report.words import higher_is_better
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of history.jsonl. The counters of a step line are rank 0's, of an evaluation line everybody's."""
+    """One line of history.jsonl. The counters of a step line are rank 0's, of an evaluation line everybody's; the
+    metrics of a step line are what the strategy says about it, as residuals."""
 
     step: float
     epoch: float | None
@@ -256,7 +257,7 @@ def _line(step: float, raw: Mapping[str, Any]) -> Line:
         communication=number(raw.get("communication_seconds")),
         idle=number(raw.get("idle_seconds")),
         peak_memory=number(raw.get("peak_memory")),
-        metrics={str(key): number(value) for key, value in _mapping(raw.get("metrics")).items()},
+        metrics={str(key): number(value) for key, value in _mapping(raw.get("metrics", raw.get("numbers"))).items()},
     )
 
 

@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 
 UNKNOWN = "–"
-_LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity", "distance")
+_LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity", "distance", "residual")
 
 
 def escape(text: object) -> str:
