@@ -1,0 +1,338 @@
+"""ZeRO beside what torch has: seconds of a step, and bytes that a rank holds.
+
+Two ranks of one thread each train the same model on the same batches; one process trains on the joint batch with one
+thread. In every round each contender has some steps behind a barrier, and another one begins; the time is that of the
+slowest rank. Medians over the rounds; ratios are medians of the rounds' ratios. All learn the same: the weights after
+some steps are compared with those of one process.
+
+    one thread                  one process, the joint batch
+    ZeRO 1, ZeRO 2, ZeRO 3      dure's, over dure's shared memory
+    ZeRO 3, gloo                the same over gloo
+    FSDP2, gloo; FSDP2, dure    torch's fully_shard of every layer and the model, over both
+    ZeRO-1, gloo; ZeRO-1, dure  torch's ZeroRedundancyOptimizer with its DistributedDataParallel, over both
+
+Memory is measured in worlds of their own: the bytes of the parameters, gradients and optimizer state that a rank holds
+when backward has ended, beside the formula; and by how much the process grew at its peak (Linux: VmHWM).
+
+    python benchmarks/zero.py > benchmarks/results/zero.json
+
+Progress and a table go to standard error, the result as JSON to standard output. docs/zero.md has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dure
+from dure.parallel.zero import ZeroRedundancy
+from dure.parallel.zero.division import memory
+from dure.record.meter import peak_memory, reset_peak_memory
+from dure.strategy import Place
+from dure.worlds.cores import available_cores
+
+JSON = dict[str, Any]
+
+
+def show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# What is trained.
+
+
+def mlp(width: int) -> nn.Module:
+    """784-width-width-10; with 2,800 it has 10,067,410 parameters."""
+    layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+    return nn.Sequential(*layers)
+
+
+class Transformer(nn.Module):
+    """A language model of four layers; with width 256 it has 3,734,016 parameters."""
+
+    def __init__(self, width: int, words: int = 1024, length: int = 64) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(4)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        result: Tensor = self.out(self.norm(hidden)).transpose(1, 2)
+        return result
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 784, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+
+
+def texts(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 1024, (count, 65), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], int]] = {
+    "mlp": (partial(mlp, 2800), images, 64),
+    "transformer": (partial(Transformer, 256), texts, 16),
+}
+"""The model, its data, and the joint batch."""
+
+SMALL = {"mlp": (partial(mlp, 100), images, 8), "transformer": (partial(Transformer, 32), texts, 2)}
+"""For a first try."""
+
+OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01), "adamw": partial(torch.optim.AdamW, lr=1e-3)}
+
+
+# Who competes.
+
+
+class Plain:
+    """A model that trains alone. parts: how many ranks share the joint batch."""
+
+    def __init__(self, model: tuple[Any, Any, int], optimizer: Any, group: Any, parts: int = 1) -> None:
+        make, data, batch = model
+        torch.manual_seed(0)
+        inputs, targets = data(batch)
+        self.inputs, self.targets = (each.chunk(parts)[dist.get_rank() % parts] for each in (inputs, targets))
+        self.divide(make(), optimizer, group)
+
+    def divide(self, model: nn.Module, optimizer: Any, group: Any) -> None:
+        self.model, self.optimizer = model, optimizer(model.parameters())
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(self.inputs), self.targets).backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All of them, on every rank."""
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+    def held(self) -> JSON:
+        """Bytes of parameters, gradients and optimizer state on this rank."""
+        state = [value for one in self.optimizer.state.values() for value in one.values() if isinstance(value, Tensor)]
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return {"parameters": nbytes(parameters), "gradients": nbytes(gradients), "optimizer": nbytes(state)}
+
+
+class Ours(Plain):
+    def __init__(self, stage: Any, *arguments: Any) -> None:
+        self.stage = stage
+        super().__init__(*arguments)
+
+    def divide(self, model: nn.Module, optimizer: Any, group: Any) -> None:
+        super().divide(model, optimizer, group)
+        self.zero = ZeroRedundancy(self.model, self.optimizer, self.stage, group)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.zero.state_dict(everywhere=True)
+
+    def held(self) -> JSON:
+        per_element = sum(t.numel() > 1 for t in next(iter(self.optimizer.state.values()), {}).values()) * 4
+        formula = memory(self.zero.blocks, self.stage, per_element)
+        return {**self.zero.memory()._asdict(), "formula": formula._asdict()}
+
+
+class Fsdp2(Plain):
+    def divide(self, model: nn.Module, optimizer: Any, group: Any) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+        for layer in model.modules():
+            if isinstance(layer, (nn.Linear if isinstance(model, nn.Sequential) else nn.TransformerEncoderLayer)):
+                fully_shard(layer, mesh=mesh)
+        super().divide(fully_shard(model, mesh=mesh), optimizer, group)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.full_tensor().detach().clone() for name, tensor in self.model.state_dict().items()}
+
+
+class TorchZero(Plain):
+    def divide(self, model: nn.Module, optimizer: Any, group: Any) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        self.model = nn.parallel.DistributedDataParallel(model, process_group=group)
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), optimizer_class=optimizer.func, process_group=group, **optimizer.keywords
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.module.state_dict().items()}
+
+    def held(self) -> JSON:
+        inner = self.optimizer.optim.state
+        state = [value for one in inner.values() for value in one.values() if isinstance(value, Tensor)]
+        return {**super().held(), "optimizer": nbytes(state)}
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind these tensors, each piece once; of what is distributed, the part that is here."""
+    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
+
+
+CONTENDERS: dict[str, tuple[Callable[..., Plain], str]] = {
+    "one thread": (Plain, ""),
+    "ZeRO 1": (partial(Ours, 1), "dure"),
+    "ZeRO 2": (partial(Ours, 2), "dure"),
+    "ZeRO 3": (partial(Ours, 3), "dure"),
+    "ZeRO 3, gloo": (partial(Ours, 3), "gloo"),
+    "FSDP2, gloo": (Fsdp2, "gloo"),
+    "FSDP2, dure": (Fsdp2, "dure"),
+    "ZeRO-1, gloo": (TorchZero, "gloo"),
+    "ZeRO-1, dure": (TorchZero, "dure"),
+}
+"""What makes the contender, and the backend of its group; "" trains alone."""
+
+
+# How long a step takes.
+
+
+def seconds_per_step(contender: Plain, alone: bool, steps: int, gloo: Any) -> float:
+    """Of the slowest rank. gloo: a group whose ranks sleep while they wait."""
+    takes_part = not alone or dist.get_rank() == 0
+    if takes_part:
+        contender.step()  # what others have pushed out of the caches comes back
+    dist.barrier(gloo)
+    started = time.perf_counter()
+    for _ in range(steps if takes_part else 0):
+        contender.step()
+    seconds = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, gloo)
+    return seconds.item()
+
+
+def contest(names: list[str], model: Any, optimizer: Any, rounds: int, steps: int, place: Place) -> JSON:
+    """What every rank does: seconds of a step, a number a round, for each contender."""
+    torch.set_num_threads(1)
+    groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "dure")}
+    contenders = {}
+    for name in names:
+        make, backend = CONTENDERS[name]
+        contenders[name] = make(model, optimizer, groups.get(backend), 2 if backend else 1)
+    for contender in contenders.values():
+        for _ in range(3):
+            contender.step()
+    expected = contenders["one thread"].weights()
+    apart = {
+        name: max(float((value - expected[key]).abs().max()) for key, value in contender.weights().items())
+        for name, contender in contenders.items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            alone = CONTENDERS[name][1] == ""
+            samples[name].append(seconds_per_step(contenders[name], alone, steps, groups["gloo"]))
+    return {name: {**quartiles(samples[name]), "largest_difference": apart[name]} for name in names}
+
+
+def quartiles(samples: list[float]) -> JSON:
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"median": middle, "quartiles": [low, high], "samples": samples}
+
+
+# What a rank holds.
+
+
+def weigh(name: str, model: Any, optimizer: Any, place: Place) -> JSON:
+    """What every rank does: a few steps of one contender. Returns rank 0's bytes."""
+    torch.set_num_threads(1)
+    make, backend = CONTENDERS[name]
+    group = dist.new_group(backend=backend or "gloo")
+    warm = nn.Linear(8, 8)
+    warm(torch.ones(2, 8)).sum().backward()
+    gc.collect()
+    reset_peak_memory()
+    before = peak_memory()
+    contender = make(model, optimizer, group, 2 if backend else 1)
+    for _ in range(3):
+        contender.step()
+    contender.backward()
+    held = contender.held()
+    return {**held, "process_grew_by": peak_memory() - before}
+
+
+# What comes of it.
+
+
+def ratios(rows: JSON) -> JSON:
+    """What the requirements speak of, as medians of the rounds' ratios."""
+
+    def ratio(one: str, other: str) -> float:
+        pairs = zip(rows[one]["samples"], rows[other]["samples"], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    ours = [name for name in rows if name in ("ZeRO 1", "ZeRO 2", "ZeRO 3")]
+    compared = {f"one thread over {name}": ratio("one thread", name) for name in ours}
+    for one, other in (("FSDP2, gloo", "ZeRO 3"), ("FSDP2, gloo", "ZeRO 3, gloo"), ("ZeRO-1, gloo", "ZeRO 1")):
+        if one in rows and other in rows:
+            compared[f"{one} over {other}"] = ratio(one, other)
+    return compared
+
+
+def table(title: str, rows: JSON, compared: JSON) -> None:
+    for name, row in rows.items():
+        kinds = [kind for kind in ("parameters", "gradients", "optimizer", "buffers") if kind in row["memory"]]
+        held = "  ".join(f"{kind} {row['memory'][kind] / 1e6:.1f}" for kind in kinds)
+        grew = f"the process grew by {row['memory']['process_grew_by'] / 1e6:.0f} MB"
+        show(f"{title:<18} {name:<14} {1e3 * row['median']:7.1f} ms  MB: {held}; {grew}")
+    for what, value in compared.items():
+        show(f"{title:<18} {what:<30} {value:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=9, help="of all contenders; at least 2")
+    parser.add_argument("--steps", type=int, default=8, help="of a contender in a round")
+    parser.add_argument("--small", action="store_true", help="tiny models, for a first try")
+    asked = parser.parse_args()
+    names = list(dict.fromkeys(["one thread", *asked.contenders]))
+    world = dure.Processes(2, backend="gloo")
+    rows = []
+    for name in asked.models:
+        model = (SMALL if asked.small else MODELS)[name]
+        parameters = sum(parameter.numel() for parameter in model[0]().parameters())
+        for kind in asked.optimizers:
+            program = partial(contest, names, model, OPTIMIZERS[kind], asked.rounds, asked.steps)
+            measured = world.run(program, lambda event: None)
+            for contender, row in measured.items():
+                row["memory"] = world.run(partial(weigh, contender, model, OPTIMIZERS[kind]), lambda event: None)
+            compared = ratios(measured)
+            table(f"{name}, {kind}", measured, compared)
+            about = {"model": name, "optimizer": kind, "parameters": parameters}
+            rows.append({**about, "contenders": measured, "compared": compared})
+    head = {"benchmark": "zero", "ranks": 2, "cores": available_cores(), "rounds": asked.rounds, "steps": asked.steps}
+    json.dump({**head, "torch": torch.__version__, "rows": rows}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

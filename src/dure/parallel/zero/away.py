@@ -1,0 +1,116 @@
+"""Parameters whose gradients, and in stage 3 whose elements, lie divided over the ranks.
+
+A `Divided` parameter tells who asks for its gradient where that is, instead of showing none: a norm over missing
+gradients would be 0, and clipping to it would do nothing, silently.
+
+An `Away` parameter has no elements either, between two gatherings. It keeps its shape, dtype and identity, so that a
+model can be counted, printed and walked through; memory it has none. Whoever computes with it asks for it: inside the
+model's forward pass its unit is gathered on the spot, which serves modules that use parameters of others; anywhere
+else that is an error that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HARMLESS = {
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "get_device",
+    "__hash__",
+    "__len__",
+    "is_pinned",
+    "has_names",
+}
+_NEEDS_ELEMENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_GRADIENT: Any = Tensor.grad
+_bare = torch._C.DisableTorchFunctionSubclass
+
+
+class Divided(nn.Parameter):
+    """The class of a parameter whose gradient is divided."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        check = self.__dict__.get("_before_grad")
+        if check is not None:
+            check()
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        set_gradient(self, value)
+
+
+class Away(Divided):
+    """The class that a parameter has while it is away."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        is_property = name == "__get__" and getattr(func.__self__, "__name__", "") not in _NEEDS_ELEMENTS
+        if not is_property and name not in _HARMLESS:
+            for parameter in _away_among((args, kwargs)):
+                parameter.__dict__["_fetch"](parameter)
+        with _bare():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with _bare():
+            return f"Parameter divided over ranks: {tuple(self.shape)}, {self.dtype}"
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """What autograd has left in a parameter on this rank."""
+    with _bare():
+        found: Tensor | None = _GRADIENT.__get__(parameter)
+        return found
+
+
+def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
+    with _bare():
+        _GRADIENT.__set__(parameter, value)
+
+
+def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
+    """From now on `check` is called before somebody reads the parameter's gradient; it may raise."""
+    if type(parameter) is nn.Parameter:  # kinds of others stay what they are
+        parameter.__class__ = Divided
+        parameter.__dict__["_before_grad"] = check
+
+
+def send_away(parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
+    """Takes the elements from a parameter. `fetch` makes it whole when asked for, or raises. Returns its class."""
+    kind = type(parameter)
+    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    parameter.__class__ = Away
+    parameter.__dict__["_fetch"] = fetch
+    return kind
+
+
+def bring_back(parameter: nn.Parameter, kind: type[nn.Parameter], elements: Tensor) -> None:
+    """Gives a parameter that is away its class and elements, of the same shape."""
+    parameter.__class__ = kind
+    parameter.data = elements
+
+
+def _away_among(node: Any) -> list[nn.Parameter]:
+    """The parameters in nested arguments that are away."""
+    if isinstance(node, Tensor):
+        return [node] if type(node) is Away else []
+    if isinstance(node, dict):
+        node = list(node.values())
+    return [found for part in node for found in _away_among(part)] if isinstance(node, (list, tuple)) else []

@@ -1,0 +1,195 @@
+"""Checkpoints of which every rank writes its part, and that any number of ranks, or one process, can read.
+
+    folder/00002-of-00004.safetensors    rank 2's pieces: "weights/<name>" and "state/<key>/<name>", runs of elements;
+                                         which runs they are is in the metadata
+    folder/rest.safetensors              what is not divided, as buffers
+    folder/index.json                    names, shapes, the optimizer's settings, how many ranks; written last
+
+A reader takes from each file the elements that it needs, so that no rank needs room for more than its share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.errors import RunFolderError
+from dure.parallel.zero.optimizer import Division
+from dure.parallel.zero.shares import Share
+from dure.record.checkpoint import pack_tree, unpack_tree, weights_to_bytes, write_atomically
+
+_SETTINGS = "settings/"
+
+
+def file_of(rank: int, ranks: int) -> str:
+    return f"{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def save(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group) -> None:
+    """Writes this rank's part; all ranks call it, on a folder that all of them see."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / file_of(group.rank, group.size), _part(shares, division))
+    group.all_gather_values([0.0], "waiting for all parts of a checkpoint")
+    if group.rank == 0:
+        _write_index(folder, model, shares, division, group.size)
+    group.all_gather_values([0.0], "waiting for the index of a checkpoint")
+
+
+def _part(shares: Sequence[Share], division: Division) -> bytes:
+    """This rank's file."""
+    tensors: dict[str, Tensor] = {}
+    runs: dict[str, tuple[int, int]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for share in shares:
+        parts = {held.place: held.part for held in share.held}
+        for index, name in enumerate(share.block.names):
+            piece = share.block.piece(index, share.rank)
+            if piece is None:
+                continue
+            runs[name] = piece.start, piece.stop
+            tensors[f"weights/{name}"] = share.of(share.master, piece)
+            for key, value in division.state_of(parts.get(index)).items():
+                if isinstance(value, Tensor):
+                    tensors[f"state/{key}/{name}"] = value
+                else:
+                    numbers.setdefault(name, {})[key] = value
+    own = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return save_tensors(own, {"runs": json.dumps(runs), "numbers": json.dumps(numbers)})
+
+
+def _write_index(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, ranks: int) -> None:
+    divided = {id(p): name for share in shares for name, p in zip(share.block.names, share.parameters, strict=True)}
+    state = model.state_dict(keep_vars=True)
+    settings, tensors = pack_tree(division.groups())
+    rest = {name: value for name, value in state.items() if id(value) not in divided and isinstance(value, Tensor)}
+    rest |= {_SETTINGS + name: value for name, value in tensors.items()}
+    blocks = [share.block for share in shares]
+    index = {
+        "ranks": ranks,
+        "names": {name: divided[id(value)] for name, value in state.items() if id(value) in divided},
+        "shapes": {name: shape for block in blocks for name, shape in zip(block.names, block.shapes, strict=True)},
+        "order": [divided.get(id(parameter)) for parameter in division.parameters],
+        "settings": settings,
+    }
+    write_atomically(folder / "rest.safetensors", weights_to_bytes(rest))
+    write_atomically(folder / "index.json", json.dumps(index).encode())
+
+
+class Checkpoint:
+    """A checkpoint to read from, as a context. Raises RunFolderError if there is none, or a part of it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        with ExitStack() as stack:
+            try:
+                index = json.loads((folder / "index.json").read_bytes())
+                rest = load_tensors((folder / "rest.safetensors").read_bytes())
+                names = [str(folder / file_of(rank, index["ranks"])) for rank in range(index["ranks"])]
+                self._files = [stack.enter_context(safe_open(name, framework="pt")) for name in names]
+            except (OSError, ValueError) as error:
+                raise RunFolderError(f"{folder} holds no whole checkpoint of ZeRO: {error}") from error
+            self._open = stack.pop_all()
+        self.names: dict[str, str] = index["names"]
+        self.order: list[str | None] = index["order"]
+        self.shapes = {name: tuple(shape) for name, shape in index["shapes"].items()}
+        self.rest = {name: value for name, value in rest.items() if not name.startswith(_SETTINGS)}
+        tensors = {name.removeprefix(_SETTINGS): value for name, value in rest.items() if name.startswith(_SETTINGS)}
+        self.groups: list[dict[str, Any]] = unpack_tree(index["settings"], tensors)
+        self._has = [set(file.keys()) for file in self._files]
+        self._runs = [json.loads(file.metadata()["runs"]) for file in self._files]
+        self._numbers: dict[str, dict[str, Any]] = {}
+        self._keys: dict[str, set[str]] = {}
+        for file, has in zip(self._files, self._has, strict=True):
+            self._numbers = {**json.loads(file.metadata()["numbers"]), **self._numbers}
+            for key in has:
+                kind, _, name = key.removeprefix("state/").partition("/")
+                if key.startswith("state/"):
+                    self._keys.setdefault(name, set()).add(kind)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
+        """The elements [start, stop) of `key` of a parameter; a single number as it is; None if there is none."""
+        parts = []
+        for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
+            first, last = runs.get(name, (0, 0))
+            low, high = max(start, first), min(stop, last)
+            if first < last and f"{key}/{name}" in has:
+                own = file.get_slice(f"{key}/{name}")
+                if not own.get_shape():
+                    return file.get_tensor(f"{key}/{name}")  # type: ignore[no-any-return]
+                if low < high:
+                    parts.append(own[low - first : high - first])
+        return torch.cat(parts) if parts else None
+
+    def state_of(self, name: str, start: int, stop: int) -> dict[str, Any]:
+        """The optimizer's state of a run of elements; empty if there is none."""
+        tensors = {key: self.read(f"state/{key}", name, start, stop) for key in sorted(self._keys.get(name, ()))}
+        return {**self._numbers.get(name, {}), **{key: value for key, value in tensors.items() if value is not None}}
+
+
+def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division) -> None:
+    """Takes this rank's pieces out of a checkpoint of the same model. Every rank calls it.
+
+    Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
+    """
+    with Checkpoint(folder) as checkpoint:
+        own = {
+            name: shape for share in shares for name, shape in zip(share.block.names, share.block.shapes, strict=True)
+        }
+        if own != checkpoint.shapes:
+            differ = sorted(name for name in own | checkpoint.shapes if own.get(name) != checkpoint.shapes.get(name))
+            raise ValueError(f"{folder} is of another model: {', '.join(differ)} differ in shape or are in one of them")
+        states: dict[int, dict[str, Any]] = {}
+        for share in shares:
+            share.fill(lambda name, start, stop: _known(checkpoint.read("weights", name, start, stop)))
+            for held in share.held:
+                name = share.block.names[held.place]
+                states[id(held.part)] = checkpoint.state_of(name, held.piece.start, held.piece.stop)
+        division.load_parts(states, checkpoint.groups)
+        model.load_state_dict(checkpoint.rest, strict=False)
+
+
+def _known(found: Tensor | None) -> Tensor:
+    assert found is not None, "the parts of a checkpoint have all elements"
+    return found
+
+
+def read_whole(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(the model's state_dict, the optimizer's) of a checkpoint, for one process.
+
+    Raises RunFolderError if there is no whole checkpoint.
+    """
+    with Checkpoint(Path(folder)) as checkpoint:
+        lengths = {name: torch.Size(shape).numel() for name, shape in checkpoint.shapes.items()}
+        values = {
+            name: _known(checkpoint.read("weights", name, 0, lengths[name])).view(shape)
+            for name, shape in checkpoint.shapes.items()
+        }
+        weights = {**checkpoint.rest, **{name: values[divided] for name, divided in checkpoint.names.items()}}
+        state: dict[int, Any] = {}
+        for number, name in enumerate(checkpoint.order):
+            own = checkpoint.state_of(name, 0, lengths[name]) if name is not None else {}
+            if own and name is not None:
+                state[number] = _shaped(own, checkpoint.shapes[name])
+        return weights, {"state": state, "param_groups": checkpoint.groups}
+
+
+def _shaped(state: Mapping[str, Any], shape: Iterable[int]) -> dict[str, Any]:
+    return {
+        key: value.view(tuple(shape)) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,82 @@
+"""A model's parameters become shares: units, blocks, and in which precision they are computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
+
+from dure.collectives.group import Group
+from dure.collectives.shared_memory.pool import empty_shared
+from dure.parallel.zero.division import Stage, blocks_of
+from dure.parallel.zero.shares import Share
+from dure.parallel.zero.units import Units, plan_units
+
+Precision = Literal["full", "bfloat16"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+
+class Cut(NamedTuple):
+    """A unit: names of the modules that need it, the shares of its blocks, whether other units are used within."""
+
+    modules: list[str]
+    shares: list[Share]
+    around: bool
+
+
+def divide(model: nn.Module, stage: Stage, group: Group, precision: Precision, units: Units) -> list[Cut]:
+    """Takes the parameters over. In stages 1 and 2 frozen ones stay as they are, unless they are shortened."""
+    named = dict(model.named_parameters())
+    short = _shortened(model) if precision == "bfloat16" else {}
+
+    def empty(elements: int, dtype: torch.dtype) -> Tensor:
+        device = next(iter(named.values())).device
+        if group.size > 1 and elements and group.backend(device) == "dure":
+            return empty_shared(elements, dtype=dtype)
+        return torch.empty(elements, dtype=dtype, device=device)
+
+    cuts = []
+    for plan in plan_units(model, units):
+        names = [name for name in plan.parameters if named[name].numel()]
+        names = [name for name in names if named[name].requires_grad or stage == 3 or name in short]
+        dtypes = [short.get(name, named[name].dtype) for name in names]
+        shares = [
+            Share(block, [named[name] for name in block.names], group.rank, stage, empty)
+            for block in blocks_of([(name, named[name]) for name in names], group.size, dtypes)
+        ]
+        if shares:
+            cuts.append(Cut(plan.modules, shares, plan.around))
+    return cuts
+
+
+def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
+    """The parameters that are computed with in bfloat16. Norms with running statistics keep their digits."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    kept = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
+    return {
+        name: torch.bfloat16
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and id(parameter) not in kept
+    }
+
+
+def shorten_numbers(model: nn.Module, rests: Callable[[], bool]) -> None:
+    """From now on inputs of the model become bfloat16, and what it gives back in bfloat16 becomes float32.
+
+    rests: tells whether the parameters are whole and in their own dtype, so that inputs have to stay in theirs.
+    """
+
+    def shorten(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if rests():
+            return None
+        return tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, (args, kwargs))
+
+    def lengthen(module: nn.Module, args: Any, outputs: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, outputs)
+
+    model.register_forward_pre_hook(shorten, with_kwargs=True, prepend=True)
+    model.register_forward_hook(lengthen)

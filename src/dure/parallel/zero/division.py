@@ -1,0 +1,163 @@
+"""The division as data: which elements of which parameters each rank holds, and what a step then sends.
+
+A *block* is a row of parameters of one dtype that travels as one message. Its n elements are filled up to N chunks of
+c = ceil(n/N) elements each, at most N-1 elements of padding; rank r holds chunk r. A parameter of at least
+`ALONE` elements that N divides is a block of its own and needs no padding: its gradient is sent as autograd left it.
+
+Nothing here knows ranks that run: a test can ask for any division, and what it costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Stage = Literal[1, 2, 3]
+
+ALONE = 1 << 17
+"""From so many elements on a parameter is a block of its own: a message of half a megabyte costs little to begin."""
+
+
+class Piece(NamedTuple):
+    """A run of elements of a parameter within a chunk: parameter[start:stop] (flat) lies at chunk[at:at+stop-start]."""
+
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A row of parameters divided over `ranks`.
+
+    names, shapes: of the parameters. dtype: in which they are gathered and their gradients travel. master: in which
+    the optimizer sees them. trained: whether they have gradients.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    master: torch.dtype
+    trained: bool
+    ranks: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def elements(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def chunk(self) -> int:
+        """Elements that a rank holds, the last ones perhaps of padding."""
+        return -(-self.elements // self.ranks)
+
+    @property
+    def padded(self) -> int:
+        return self.chunk * self.ranks
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one parameter without padding: what it is divided into lies in the parameter itself."""
+        return len(self.names) == 1 and self.elements == self.padded
+
+    def starts(self) -> list[int]:
+        """Where each parameter begins in the block."""
+        starts, at = [], 0
+        for length in self.lengths:
+            starts.append(at)
+            at += length
+        return starts
+
+    def piece(self, index: int, rank: int) -> Piece | None:
+        """What `rank` holds of parameter `index`; None for nothing."""
+        first = self.starts()[index]
+        low, high = max(first, rank * self.chunk), min(first + self.lengths[index], (rank + 1) * self.chunk)
+        return Piece(low - first, high - first, low - rank * self.chunk) if low < high else None
+
+    def pieces(self, index: int) -> list[tuple[int, Piece]]:
+        """All ranks that hold some of parameter `index`, with what they hold."""
+        held = [(rank, self.piece(index, rank)) for rank in range(self.ranks)]
+        return [(rank, piece) for rank, piece in held if piece is not None]
+
+
+def blocks_of(parameters: Sequence[tuple[str, torch.Tensor]], ranks: int, dtypes: Sequence[torch.dtype]) -> list[Block]:
+    """The blocks of a unit's parameters: long ones alone, the others in a row a dtype, frozen ones apart.
+
+    dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision.
+    """
+    rows: dict[tuple[object, ...], list[int]] = {}
+    for index, ((_, parameter), dtype) in enumerate(zip(parameters, dtypes, strict=True)):
+        length = parameter.numel()
+        alone = index if length >= ALONE and length % ranks == 0 else None
+        rows.setdefault((alone, dtype, parameter.dtype, parameter.requires_grad), []).append(index)
+    return [
+        Block(
+            tuple(parameters[index][0] for index in row),
+            tuple(tuple(parameters[index][1].shape) for index in row),
+            dtypes[row[0]],
+            parameters[row[0]][1].dtype,
+            parameters[row[0]][1].requires_grad,
+            ranks,
+        )
+        for row in rows.values()
+    ]
+
+
+def bytes_sent(blocks: Sequence[Block], stage: Stage, tail: int, tail_width: int = 4) -> int:
+    """Payload bytes that a rank sends in a step, the same on every rank and with every algorithm.
+
+    A reduce-scatter or an all-gather of a block sends N-1 chunks. Gradients are reduced once; parameters are gathered
+    once after the step in stages 1 and 2, and twice within it, for forward and for backward, in stage 3, frozen ones
+    among them. tail: numbers behind the chunks of the step's last message, of `tail_width` bytes each.
+    """
+    if not blocks or blocks[0].ranks == 1:
+        return 0
+    trained = sum(block.chunk * block.dtype.itemsize for block in blocks if block.trained)
+    whole = sum(block.chunk * block.dtype.itemsize for block in blocks)
+    gathered = 2 * whole if stage == 3 else trained
+    return (blocks[0].ranks - 1) * (trained + gathered + tail * tail_width)
+
+
+class Memory(NamedTuple):
+    """Bytes that a rank holds: what stays between steps, and the buffers into which units are gathered."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def memory(blocks: Sequence[Block], stage: Stage, state: float = 8, buffers: int = 0) -> Memory:
+    """The formula, padding included: what a rank holds when backward has ended.
+
+    state: bytes of the optimizer's state for each element; 8 for Adam in float32, 4 for momentum, 0 for plain SGD.
+    buffers: bytes of the units that are gathered at once in stage 3.
+
+    In float32 with Adam and without padding: stage 1 8Ψ + 8Ψ/N, stage 2 4Ψ + 12Ψ/N, stage 3 16Ψ/N. Where parameters
+    are gathered in another dtype than their master's, the master counts as optimizer state, and the gradient of
+    what the rank updates is in the master's dtype.
+    """
+    parameters = gradients = optimizer = 0.0
+    for block in blocks:
+        mixed = block.dtype != block.master
+        held = block.chunk if stage == 3 else block.padded
+        parameters += held * block.dtype.itemsize if block.trained or stage == 3 else 0
+        if not block.trained:
+            continue
+        optimizer += block.chunk * (state + (block.master.itemsize if mixed else 0))
+        if stage == 1 and not mixed:
+            gradients += block.padded * block.dtype.itemsize
+        else:
+            gradients += block.chunk * block.master.itemsize
+    return Memory(int(parameters), int(gradients), int(optimizer), buffers)

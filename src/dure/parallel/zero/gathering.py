@@ -1,0 +1,187 @@
+"""Stage 3: units are gathered just before they are used, and freed after it.
+
+A unit is gathered into a buffer, of which its parameters become views; when it is freed they are `Away`. What autograd
+saves of them for the backward pass is kept as a place in the unit and not as memory, and read from the buffer that the
+unit then has (torch's saved-tensor hooks); a unit is freed in backward when nothing in the graph needs it any more.
+
+A unit is used from the first call of one of its modules to the end of the last. What a module gives back may be a view
+of a parameter; then the unit stays until the forward pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from dure.collectives.handle import Handle
+from dure.parallel.zero.away import bring_back, send_away
+from dure.parallel.zero.shares import Pool, Share
+from dure.parallel.zero.wire import Wire
+
+
+class Unit:
+    """Shares that are gathered together. calls: of its modules in this forward pass; saved: places that autograd keeps;
+    stays: until the end of the pass; whole: one buffer a share, where it is gathered or on its way."""
+
+    def __init__(self, number: int, modules: list[nn.Module], shares: list[Share]) -> None:
+        self.number, self.modules, self.shares = number, modules, shares
+        self.kinds = [[type(parameter) for parameter in share.parameters] for share in shares]
+        self.calls = 0
+        self.saved = 0
+        self.stays = False
+        self.always_stays = False
+        self.whole: list[Tensor] | None = None
+        self.handles: list[Handle[None]] | None = None
+
+    def give(self, share: int, elements: list[Tensor]) -> None:
+        """Gives the parameters of a share their elements."""
+        for parameter, kind, own in zip(self.shares[share].parameters, self.kinds[share], elements, strict=True):
+            bring_back(parameter, kind, own)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it has parameters without gradients, which nothing tells the end of backward of."""
+        return any(not share.block.trained for share in self.shares)
+
+
+class _Saved:
+    """What autograd keeps instead of a view of a parameter."""
+
+    __slots__ = ("gathering", "number", "offset", "share", "size", "stride", "unit")
+
+    def __init__(self, gathering: Gathering, unit: Unit, share: int, view: Tensor) -> None:
+        self.gathering, self.unit, self.number = gathering, unit, share
+        self.offset, self.size, self.stride = view.storage_offset(), view.size(), view.stride()
+        unit.saved += 1
+
+    def __del__(self) -> None:
+        self.unit.saved -= 1
+        if not self.unit.saved:
+            self.gathering.unneeded(self.unit)
+
+
+class Gathering:
+    """All units of a model on one rank, gathered and freed. When is somebody else's business: `need` asks him."""
+
+    def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
+        self.units, self.wire, self.pool = units, wire, pool
+        self.in_backward = False
+        self._where: dict[int, tuple[Unit, int]] = {}
+        self.need: Any = None
+        for unit in units:
+            self.send_away(unit)
+
+    def issue(self, unit: Unit) -> None:
+        """Begins to gather a unit."""
+        assert unit.whole is None
+        unit.whole = [self.pool.take(share.block.padded, share.block.dtype) for share in unit.shares]
+        unit.handles = [
+            self.wire.all_gather(whole, share.own) for whole, share in zip(unit.whole, unit.shares, strict=True)
+        ]
+
+    def arrive(self, unit: Unit) -> None:
+        """Waits for a unit that was issued, and gives its parameters their elements."""
+        if unit.handles is None:
+            return
+        for handle in unit.handles:
+            self.wire.wait(handle, "parameters")
+        unit.handles = None
+        assert unit.whole is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for number, (share, whole) in enumerate(zip(unit.shares, unit.whole, strict=True)):
+                self._where[whole.untyped_storage().data_ptr()] = unit, number
+                unit.give(number, share.views(whole))
+
+    def free(self, unit: Unit) -> None:
+        """Gives back the buffers of a unit, wherever it is."""
+        if unit.whole is None:
+            return
+        if unit.handles is not None:
+            for handle in unit.handles:
+                self.wire.wait(handle, "parameters")
+            unit.handles = None
+        else:
+            self.send_away(unit)
+        for whole in unit.whole:
+            self._where.pop(whole.untyped_storage().data_ptr(), None)
+            self.pool.give(whole)
+        unit.whole = None
+        unit.stays = False
+
+    def free_all(self) -> None:
+        for unit in self.units:
+            self.free(unit)
+
+    def send_away(self, unit: Unit) -> None:
+        """Takes the elements from a unit's parameters."""
+
+        def fetch(parameter: nn.Parameter) -> None:
+            self.need(unit)
+            unit.stays = unit.always_stays = True  # nobody knows for how long a module that is not its own needs it
+
+        with torch.inference_mode(False), torch.no_grad():
+            for share in unit.shares:
+                for parameter in share.parameters:
+                    send_away(parameter, fetch)
+
+    def lies_in(self, tensor: Tensor) -> tuple[Unit, int] | None:
+        """The unit, and its share, in whose buffer a tensor lies."""
+        if tensor.layout != torch.strided:
+            return None
+        try:
+            return self._where.get(tensor.untyped_storage().data_ptr())
+        except (NotImplementedError, RuntimeError):  # tensors without memory of their own, such as nested or fake ones
+            return None
+
+    def called(self, unit: Unit, outputs: Any) -> None:
+        """A module of the unit has returned, in a forward pass."""
+        unit.calls += 1
+        for output in tree_flatten(outputs)[0]:
+            if isinstance(output, Tensor) and (found := self.lies_in(output)) is not None:
+                found[0].stays = True
+        if unit.calls >= len(unit.modules) and not (unit.stays or unit.always_stays):
+            self.free(unit)
+
+    def own_memory(self, outputs: Any) -> Any:
+        """The outputs, copied where they lie in a buffer."""
+        return tree_map_only(Tensor, lambda output: output.clone() if self.lies_in(output) else output, outputs)
+
+    # What autograd saves.
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, autograd keeps places in units instead of their memory."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        found = self.lies_in(tensor)
+        if found is None:
+            return tensor
+        unit, share = found
+        assert unit.whole is not None
+        if tensor.dtype != unit.whole[share].dtype:
+            return tensor.clone()
+        return _Saved(self, unit, share, tensor)
+
+    def _unpack(self, kept: Tensor | _Saved) -> Tensor:
+        if not isinstance(kept, _Saved):
+            return kept
+        self.need(kept.unit)
+        assert kept.unit.whole is not None
+        return kept.unit.whole[kept.number].as_strided(kept.size, kept.stride, kept.offset)
+
+    def unneeded(self, unit: Unit) -> None:
+        """Autograd keeps no place in this unit any more."""
+        if self.in_backward and unit.handles is None and not unit.stays:
+            self.free(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of the unit are there."""
+        if not unit.saved and not (unit.stays and unit.frozen):
+            self.free(unit)

@@ -1,0 +1,192 @@
+"""Optimizers that update a rank's pieces: they are checked, given their pieces, and their state is made whole again.
+
+An optimizer is divided by giving its parameter groups the pieces instead of the parameters, so all its settings and
+whoever holds it (a scheduler of learning rates) stay as they are. That is right for optimizers that treat every element
+for itself. Those that look at a whole tensor (a norm, a factored moment, an orthogonal update) would see pieces: they
+are refused. Which of torch's are element-wise is known; others are tried out on a small matrix, whole and in halves.
+
+The whole state has the form of `Optimizer.state_dict()` over the undivided parameters, and so loads into the same
+optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.collectives.group import Group
+from dure.parallel.zero.shares import Held, Share
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+
+_ELEMENT_WISE = {
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+}
+
+
+def check_element_wise(optimizer: Optimizer) -> None:
+    """Raises ValueError for an optimizer that does not treat every element of a tensor for itself."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENT_WISE:
+        return
+    problem = _tried_out(optimizer)
+    if problem is not None:
+        raise ValueError(
+            f"{kind.__name__} cannot be divided element by element: {problem}; use an optimizer that treats every "
+            "element for itself, as SGD or AdamW, or data parallel, where every rank has whole tensors"
+        )
+
+
+def _tried_out(optimizer: Optimizer) -> str | None:
+    """What is wrong with the optimizer, if pieces of a matrix are not updated as the whole is."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 6, 4, generator=generator, dtype=torch.float64)
+    settings = {key: value for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)}
+    whole = nn.Parameter(start.clone())
+    halves = [nn.Parameter(half.clone()) for half in start.reshape(-1).split([7, 17])]
+    try:
+        for parameters, given in (
+            ([whole], lambda gradient: [gradient]),
+            (halves, lambda gradient: gradient.reshape(-1).split([7, 17])),
+        ):
+            probe: Any = type(optimizer)(parameters, **settings)
+            for gradient in gradients:
+                for parameter, part in zip(parameters, given(gradient), strict=True):
+                    parameter.grad = part.clone()
+                probe.step()
+    except Exception as error:
+        return f"trying it out failed ({type(error).__name__}: {error})"
+    same = torch.equal(whole.detach().reshape(-1), torch.cat([half.detach() for half in halves]))
+    return None if same else "it updates the pieces of a matrix otherwise than the whole"
+
+
+class Division:
+    """An optimizer whose groups hold this rank's pieces; `original` remembers the parameters, in order."""
+
+    def __init__(self, optimizer: Optimizer, shares: Sequence[Share]) -> None:
+        self.optimizer = optimizer
+        self.shares = list(shares)
+        self.where = {
+            id(parameter): (share, index) for share in shares for index, parameter in enumerate(share.parameters)
+        }
+        held = {id(share.parameters[part.place]): part for share in shares for part in share.held}
+        self.original: list[list[nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            parameters = list(group["params"])
+            self.original.append(parameters)
+            group["params"] = [held[id(parameter)].part for parameter in parameters if id(parameter) in held]
+        for parameters in self.original:
+            for parameter in parameters:
+                state = optimizer.state.pop(parameter, None)
+                if state is not None and id(parameter) in held:
+                    optimizer.state[held[id(parameter)].part] = _divided(state, parameter.shape, held[id(parameter)])
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The undivided parameters in the order of the groups."""
+        return [parameter for group in self.original for parameter in group]
+
+    def state_dict(self, group: Group) -> dict[str, Any]:
+        """The whole state on rank 0, elsewhere without that of the parameters. All ranks call it.
+
+        It comes block by block, so that the others need no more memory, and rank 0 that of the whole and of a block.
+        """
+        number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        state: dict[int, Any] = {}
+        for share in self.shares:
+            rows = [[held.place, held.piece.start, dict(self.state_of(held.part))] for held in share.held]
+            for content in group.gather_bytes(tree_to_bytes(rows)):
+                for index, start, own in tree_from_bytes(content):
+                    number = number_of.get(id(share.parameters[index]))
+                    if number is not None and own:
+                        _join(state.setdefault(number, {}), share.block.shapes[index], start, own)
+        return {"state": dict(sorted(state.items())), "param_groups": self.groups()}
+
+    def state_of(self, part: nn.Parameter | None) -> Mapping[str, Any]:
+        """The state of a piece, if it has any."""
+        found: Mapping[str, Any] = self.optimizer.state.get(part, {}) if part is not None else {}
+        return found
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The settings, with the numbers of the parameters as in a state_dict of torch."""
+        groups, first = [], 0
+        for settings, parameters in zip(self.optimizer.param_groups, self.original, strict=True):
+            numbers = list(range(first, first + len(parameters)))
+            groups.append({**{k: v for k, v in settings.items() if k != "params"}, "params": numbers})
+            first += len(parameters)
+        return groups
+
+    def load_state_dict(self, whole: Mapping[str, Any]) -> None:
+        """Takes this rank's pieces of a whole state, which every rank gives.
+
+        Raises ValueError if it is that of an optimizer over other parameters.
+        """
+        sizes = [len(group["params"]) for group in whole["param_groups"]]
+        if sizes != [len(parameters) for parameters in self.original]:
+            raise ValueError(
+                f"this state is of groups of {sizes} parameters, and the optimizer has groups of "
+                f"{[len(parameters) for parameters in self.original]}"
+            )
+        numbers = [number for group in whole["param_groups"] for number in group["params"]]
+        states = dict(zip(map(id, self.parameters), (whole["state"].get(n) for n in numbers), strict=True))
+        parts: dict[int, Any] = {}
+        for share in self.shares:
+            for held in share.held:
+                state = states.get(id(share.parameters[held.place]))
+                parts[id(held.part)] = _divided(state, share.block.shapes[held.place], held) if state else {}
+        self.load_parts(parts, whole["param_groups"])
+
+    def load_parts(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the states of this rank's pieces, by their id, and the settings of the groups.
+
+        Raises ValueError if there are not as many groups.
+        """
+        if len(groups) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"this state has {len(groups)} parameter groups, the optimizer {len(self.optimizer.param_groups)}"
+            )
+        mine: dict[int, Any] = {}
+        settings, first = [], 0
+        for group, given in zip(self.optimizer.param_groups, groups, strict=True):
+            for number, part in enumerate(group["params"], start=first):
+                if states.get(id(part)):
+                    mine[number] = dict(states[id(part)])
+            here = list(range(first, first + len(group["params"])))
+            settings.append({**{k: v for k, v in given.items() if k != "params"}, "params": here})
+            first += len(here)
+        self.optimizer.load_state_dict({"state": mine, "param_groups": settings})
+
+
+def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict[str, Any]:
+    """One parameter's state, of which a piece is cut: tensors of the parameter's shape are, single numbers are not."""
+    piece = held.piece
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim():
+            return value.reshape(-1)[piece.start : piece.stop].clone()
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return {key: cut(value) for key, value in state.items()}
+
+
+def _join(whole: dict[str, Any], shape: Sequence[int], start: int, own: Mapping[str, Any]) -> None:
+    """Puts a piece of one parameter's state to its place in the whole. Single numbers are the first piece's."""
+    for key, value in own.items():
+        if not (isinstance(value, Tensor) and value.dim()):
+            whole.setdefault(key, value)
+            continue
+        tensor = whole.setdefault(key, torch.zeros(tuple(shape), dtype=value.dtype))
+        tensor.view(-1)[start : start + value.numel()] = value

@@ -1,0 +1,306 @@
+"""Forward and backward passes on one rank: what hooks tell becomes messages, in the order that all ranks follow.
+
+Hooks on the model's modules say when units are needed, hooks on parameters when gradients are there, and a callback of
+autograd when a backward pass has ended. A rank without examples takes part in a pass by sending what the order says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from dure.collectives.group import Group
+from dure.parallel.zero.gathering import Gathering, Unit
+from dure.parallel.zero.reducing import Reducing
+from dure.parallel.zero.sweep import Action, Sweep, backward_order, completed, forward_order, guess
+
+
+class Orders:
+    """In which order passes send, the same on all ranks: guessed, then rank 0's.
+
+    blocks: of each unit, those that have gradients. around: units that others lie within.
+    """
+
+    def __init__(self, blocks: list[list[int]], around: set[int], prefetch: int) -> None:
+        self.blocks, self.prefetch = blocks, prefetch
+        self.learned = False
+        self.units = list(range(len(blocks)))
+        self.events = guess(self.units, blocks, around)
+        self.everything = list(self.events)
+
+    def forward(self) -> list[Action]:
+        return forward_order(self.units)
+
+    def backward(self, gathers: bool, reduces: bool) -> list[Action]:
+        events = [event for event in self.events if (gathers if event.kind == "gather" else reduces)]
+        return backward_order(events, self.prefetch)
+
+    def learn(self, group: Group, needed: Sequence[int], events: Sequence[Action], carrier: int | None) -> None:
+        """Takes over what rank 0 has seen. Bookkeeping, once: not counted by the meter."""
+        units = list(dict.fromkeys([*needed, *self.units]))
+        actions = completed(events, self.everything, carrier)
+        mine = [*units, *(action.number if action.kind == "gather" else -1 - action.number for action in actions)]
+        first = [int(number) for number in group.all_gather_values([float(number) for number in mine], "order")[0]]
+        self.restore(first)
+
+    def numbers(self) -> list[int]:
+        """What was learned, for a checkpoint; `restore` takes it."""
+        coded = [event.number if event.kind == "gather" else -1 - event.number for event in self.events]
+        return [*self.units, *coded] if self.learned else []
+
+    def restore(self, numbers: Sequence[int]) -> None:
+        count = len(self.units)
+        self.units = list(numbers[:count])
+        self.events = [Action("gather", n) if n >= 0 else Action("reduce", -1 - n) for n in numbers[count:]]
+        self.learned = True
+
+
+class Passes:
+    """The passes of one model. gathering: None in stages 1 and 2.
+
+    hurried: whether gradients are sent while backward goes on (stages 2 and 3). sends: whether they are sent in this
+    pass. rests: whether all is gathered, so that nothing has to be done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        gathering: Gathering | None,
+        reducing: Reducing,
+        orders: Orders,
+        hurried: bool,
+    ) -> None:
+        self.model, self.group = model, group
+        self.gathering, self.reducing, self.orders, self.hurried = gathering, reducing, orders, hurried
+        self.sends = True
+        self.rests = False
+        self._blocks = dict(zip(gathering.units, orders.blocks, strict=True)) if gathering is not None else {}
+        self._unit_of = {block: unit for unit, blocks in self._blocks.items() for block in blocks}
+        self.forward: Sweep | None = None
+        self.backward: Sweep | None = None
+        self.scope: nn.Module | None = None
+        self._depth = 0
+        self._handled: BaseException | None = None
+        self._saving = ExitStack()
+        self._needed: list[int] = []
+        self._events: list[Action] = []
+        self._set_carrier()
+        if gathering is not None:
+            gathering.need = self.need
+            self._watch_modules(gathering)
+        if hurried:
+            self._watch_gradients()
+
+    def _set_carrier(self) -> None:
+        carrier = self.reducing.choose_carrier(self.orders.events)
+        self.reducing.carrier = carrier
+        self.orders.events = completed(self.orders.events, [], carrier)
+
+    def restore_order(self, numbers: Sequence[int]) -> None:
+        """Goes on with what was learned before, in a model of the same units."""
+        if len(numbers) == len(self.orders.units) + len(self.orders.everything):
+            self.orders.restore(numbers)
+            self._set_carrier()
+
+    # Hooks.
+
+    def _watch_modules(self, gathering: Gathering) -> None:
+        units: dict[nn.Module, list[Unit]] = {self.model: []}
+        for unit in gathering.units:
+            for module in unit.modules:
+                units.setdefault(module, []).append(unit)
+        for module, own in units.items():
+            module.register_forward_pre_hook(self._before(own), prepend=True)
+            module.register_forward_hook(self._after(own, gathering), always_call=True)
+
+    def _before(self, units: list[Unit]) -> Callable[..., None]:
+        def before(module: nn.Module, inputs: Any) -> None:
+            if self.rests:
+                return
+            if self.in_backward():  # recomputed activations
+                for unit in units:
+                    self.need(unit)
+                    unit.stays = True
+                return
+            self._enter(module)
+            for unit in units:
+                self.need(unit)
+
+        return before
+
+    def _after(self, units: list[Unit], gathering: Gathering) -> Callable[..., Any]:
+        def after(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+            if self.scope is None:  # recomputed, or failed before it began
+                return None
+            for unit in units:
+                gathering.called(unit, outputs)
+            if module is not self.scope:
+                return None
+            self._depth -= 1
+            if self._depth:
+                return None
+            failed = sys.exc_info()[1] is not self._handled
+            outputs = gathering.own_memory(outputs)
+            self._leave(failed)
+            return outputs
+
+        return after
+
+    def _watch_gradients(self) -> None:
+        for number, share in enumerate(self.reducing.shares):
+            for index, parameter in enumerate(share.parameters):
+                hook = self._gradient_hook(number, index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _gradient_hook(self, number: int, index: int) -> Callable[[Any], None]:
+        def arrived(parameter: Any) -> None:
+            if self.rests:
+                raise RuntimeError(
+                    "a backward pass inside gathered(), where gradients are not divided; leave it before"
+                )
+            if not self.sends and self.gathering is None:
+                return
+            sweep = self._backward()
+            if not self.reducing.arrived(number, index):
+                return
+            if self.sends:
+                self._events.append(Action("reduce", number))
+                sweep.advance()
+            unit = self._unit_of.get(number)
+            if unit is not None and all(map(self.reducing.ready, self._blocks[unit])):
+                assert self.gathering is not None
+                self.gathering.complete(unit)
+
+        return arrived
+
+    # Forward.
+
+    def _enter(self, module: nn.Module) -> None:
+        if self.scope is not None:
+            self._depth += module is self.scope
+            return
+        assert self.gathering is not None
+        self.abandon()
+        self.scope, self._depth, self._handled = module, 1, sys.exc_info()[1]
+        if module is self.model:
+            self._needed = []
+            self.forward = self._forward_sweep()
+        self._saving.enter_context(self.gathering.saving())
+
+    def _forward_sweep(self) -> Sweep:
+        order = self.orders.forward()
+        return Sweep(order, self.orders.prefetch, self._gather, self.reducing.issue, self.reducing.ready)
+
+    def _leave(self, failed: bool) -> None:
+        assert self.gathering is not None
+        self._saving.close()
+        self.scope = None
+        if self.forward is not None and not failed:
+            self.forward.finish(self._make_room)
+        self.forward = None
+        self.gathering.free_all()
+        for unit in self.gathering.units:
+            unit.calls = 0
+
+    def _gather(self, number: int) -> None:
+        assert self.gathering is not None
+        unit = self.gathering.units[number]
+        if unit.whole is None:
+            self.gathering.issue(unit)
+
+    def _make_room(self, action: Action) -> None:
+        """Nobody here needs what is gathered at the end of a pass, so that it can go at once."""
+        if self.gathering is not None and action.kind == "gather":
+            self.gathering.free_all()
+
+    def need(self, unit: Unit) -> None:
+        """Makes the unit whole, now."""
+        assert self.gathering is not None
+        sweep: Sweep | None = None
+        if self.in_backward():
+            sweep = self._backward()
+            if not self.orders.learned:
+                self._events.append(Action("gather", unit.number))
+        elif self.scope is None:
+            raise RuntimeError(
+                "this parameter is divided over the ranks, and whole only while the model runs: "
+                "use it inside `with zero.gathered():`, on all ranks"
+            )
+        else:
+            sweep = self.forward
+            self._needed.append(unit.number)
+        if unit.whole is not None and unit.handles is None:
+            return
+        if sweep is not None:
+            again = unit.whole is None and sweep.has_gathered(unit.number)
+            sweep.need(unit.number)
+            unit.always_stays |= again and self.scope is not None
+        if unit.whole is None:  # used again after it was freed, or outside of a pass of the whole model: on all ranks
+            self.gathering.issue(unit)
+        self.gathering.arrive(unit)
+
+    # Backward.
+
+    @staticmethod
+    def in_backward() -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def _backward(self) -> Sweep:
+        if self.backward is None:
+            self._begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        assert self.backward is not None
+        return self.backward
+
+    def _begin_backward(self) -> None:
+        self._events = []
+        self.reducing.begin()
+        order = self.orders.backward(self.gathering is not None, self.sends)
+        prefetch = self.orders.prefetch
+        self.backward = Sweep(order, prefetch, self._gather, self.reducing.issue, self.reducing.ready)
+        if self.gathering is not None:
+            self.gathering.in_backward = True
+
+    def _end_backward(self) -> None:
+        assert self.backward is not None
+        if self.gathering is not None:
+            self.gathering.in_backward = False
+            self.gathering.free_all()
+        self.backward.finish(self._make_room)
+        if self.gathering is not None:
+            self.gathering.free_all()
+        self.backward = None
+        if self.sends:
+            self.reducing.finish()
+            if self.hurried and not self.orders.learned and self.group.size > 1:
+                self.orders.learn(self.group, self._needed, self._events, self.reducing.carrier)
+                self._set_carrier()
+
+    def reduce(self) -> None:
+        """Sends all gradients that are here, in a pass of its own."""
+        self._begin_backward()
+        self._end_backward()
+
+    def take_part(self, backward: bool) -> None:
+        """Takes part in a forward pass of the others, and in the backward pass, with nothing to compute."""
+        if self.gathering is not None:
+            self.abandon()
+            self._forward_sweep().finish(self._make_room)
+            self.gathering.free_all()
+        if backward and self.hurried:
+            self.reduce()
+
+    def abandon(self) -> None:
+        """Forgets a pass that an error has ended."""
+        if self.backward is None or self.gathering is None:
+            self.backward = None
+            return
+        self.backward = None
+        self.gathering.in_backward = False
+        self.gathering.free_all()

@@ -1,0 +1,232 @@
+"""Gradients become sums: each block's message, the tail that travels behind the last one, and who comes late.
+
+The message of a block is the gradient itself where a parameter is a block alone; otherwise gradients are copied into N
+rows, one a rank. The last message of a step carries the tail: numbers that all ranks have to know, in each of its rows,
+because a reduce-scatter leaves every rank one row. Each number is written by one rank and zero elsewhere, or counts, so
+that the sum is what was meant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dure.collectives.handle import Handle
+from dure.parallel.zero.away import gradient_of, set_gradient
+from dure.parallel.zero.division import Stage
+from dure.parallel.zero.shares import Pool, Share
+from dure.parallel.zero.sweep import Action
+from dure.parallel.zero.wire import Wire
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Numbers of a caller's own that travel with every step: how many, and what this rank says. Sums come back."""
+
+    length: int = 0
+    say: Callable[[], Sequence[float]] = tuple
+
+
+_EXACT = (torch.float32, torch.float64)
+
+
+class _Sent(NamedTuple):
+    """A message under way. pooled: whether its memory goes back to the pool."""
+
+    share: Share
+    message: Tensor
+    into: Tensor
+    pooled: bool
+    adds: bool
+    handle: Handle[None]
+
+
+class Reducing:
+    """The gradients of one rank, from autograd to the optimizer's parts.
+
+    shares: of the blocks that have gradients. scale: what sums are multiplied with. most: messages under way at once.
+    tail: the caller's numbers; `heard` are their sums of the last pass.
+    """
+
+    def __init__(
+        self, shares: Sequence[Share], wire: Wire, pool: Pool, stage: Stage, scale: float, most: int, tail: Tail
+    ) -> None:
+        self.shares, self.wire, self.pool, self.stage = list(shares), wire, pool, stage
+        self.scale, self.most, self.tail = scale, most, tail
+        self.heard: list[float] = [0.0] * tail.length
+        self.carrier: int | None = None
+        self.passes = 0
+        self.some_used = False
+        self._first = [0]
+        for share in self.shares:
+            self._first.append(self._first[-1] + len(share.parameters))
+        self.begin()
+
+    @property
+    def length(self) -> int:
+        """Numbers of the tail: the caller's, a flag a parameter, and in stage 3 a flag a block."""
+        return self.tail.length + self._first[-1] + (len(self.shares) if self.stage == 3 else 0)
+
+    def choose_carrier(self, events: Sequence[Action]) -> int | None:
+        """The block that carries the tail: the last one that is copied anyway, or else the last one, of those that can.
+
+        In half precision numbers do not keep their value, so where all gradients are so the tail travels alone.
+        """
+        order = [action.number for action in events if action.kind == "reduce"]
+        able = [number for number in order if self.shares[number].block.dtype in _EXACT]
+        copied = [number for number in able if not self.shares[number].block.alone]
+        last = copied or able
+        return last[-1] if last else None
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._arrived: list[set[int]] = [set() for _ in self.shares]
+        self._used: list[set[int]] = [set() for _ in self.shares]
+        self._issued = [False] * len(self.shares)
+        self._adds = [share.accumulates() for share in self.shares]
+        self._sent: deque[_Sent] = deque()
+        self._numbers: Tensor | None = None
+
+    def arrived(self, number: int, index: int) -> bool:
+        """Parameter `index` of a block has its gradient of this pass; whether the block is complete now."""
+        self._arrived[number].add(index)
+        return self.ready(number)
+
+    def ready(self, number: int) -> bool:
+        return len(self._arrived[number]) == len(self.shares[number].parameters)
+
+    @torch.no_grad()
+    def issue(self, number: int) -> None:
+        """Sends what there is of a block's gradients."""
+        self._issued[number] = True
+        carries = number == self.carrier
+        self._send(number, carries)
+        while len(self._sent) > self.most:
+            self._settle(self._sent.popleft())
+
+    def _send(self, number: int, carries: bool) -> None:
+        share = self.shares[number]
+        tail = self.length if carries else 0
+        adds, self._adds[number] = self._adds[number], True
+        alone = share.block.alone and not carries
+        message = self._alone(number) if alone else self._rows(number, tail)
+        chunk = share.block.chunk
+        into = message.view(share.block.ranks, -1)[share.rank]
+        if self.stage > 1 and not adds and not tail and share.block.dtype == share.block.master:
+            if share.gradient is None:
+                share.gradient = torch.empty_like(share.master)
+            into = share.gradient
+        elif self.stage == 1 and not adds and not tail and share.block.dtype == share.block.master:
+            share.gradient = into[:chunk]
+        handle = self.wire.reduce_scatter(message, into)
+        self._sent.append(_Sent(share, message, into, not alone and self.stage > 1, adds, handle))
+
+    def _take(self, number: int, index: int) -> Tensor | None:
+        """A parameter's gradient on this rank, flat, which then is gone from there."""
+        parameter = self.shares[number].parameters[index]
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            return None
+        self._used[number].add(index)
+        set_gradient(parameter, None)
+        return (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+
+    def _alone(self, number: int) -> Tensor:
+        gradient = self._take(number, 0)
+        own = self.shares[number].own
+        return gradient if gradient is not None else own.new_zeros(self.shares[number].block.padded)
+
+    def _rows(self, number: int, tail: int) -> Tensor:
+        block, own = self.shares[number].block, self.shares[number].own
+        width = block.chunk + tail
+        if self.stage == 1:
+            message = own.new_empty(block.ranks * width)
+        else:
+            message = self.pool.take(block.ranks * width, block.dtype)
+        rows = message.view(block.ranks, width)
+        for index in range(len(block.names)):
+            gradient = self._take(number, index)
+            for rank, piece in block.pieces(index):
+                row = rows[rank, piece.at : piece.at + piece.stop - piece.start]
+                if gradient is None:
+                    row.zero_()
+                else:
+                    row.copy_(gradient[piece.start : piece.stop])
+        for rank in range(block.ranks):
+            rows[rank, max(0, min(block.chunk, block.elements - rank * block.chunk)) : block.chunk] = 0
+        if tail:
+            rows[:, block.chunk :] = torch.tensor(self._said(), dtype=block.dtype, device=own.device)
+        return message
+
+    def _said(self) -> list[float]:
+        """This rank's numbers, when all blocks before the last have been sent."""
+        numbers = [float(number) for number in self.tail.say()]
+        assert len(numbers) == self.tail.length
+        late = [0.0] * len(self.shares)
+        for number, share in enumerate(self.shares):
+            for index, parameter in enumerate(share.parameters):
+                left = gradient_of(parameter) is not None
+                numbers.append(float(left or index in self._used[number]))
+                late[number] += left and self._issued[number] and number != self.carrier
+        return numbers + [float(count > 0) for count in late] if self.stage == 3 else numbers
+
+    def _settle(self, sent: _Sent) -> None:
+        """Waits for a message and puts its sum where it belongs."""
+        share, chunk = sent.share, sent.share.block.chunk
+        self.wire.wait(sent.handle, "gradients")
+        reduced = sent.into[:chunk]
+        if self.scale != 1:
+            reduced.mul_(self.scale)
+        if sent.into.numel() > chunk:
+            self._numbers = sent.into[chunk:].clone()
+        if sent.adds:
+            assert share.gradient is not None
+            share.gradient.add_(reduced)
+        elif share.gradient is None or share.gradient.data_ptr() != reduced.data_ptr():
+            if share.gradient is None or self.stage == 1:
+                share.gradient = torch.empty_like(share.master)
+            share.gradient.copy_(reduced)
+        if sent.pooled:
+            self.pool.give(sent.message)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The end of a pass: waits for all sums, sends what was late, and hands the gradients to the optimizer."""
+        if self.carrier is None and self.shares:
+            device = self.shares[0].own.device
+            self._numbers = torch.tensor(self._said(), dtype=torch.float32, device=device)
+            self.wire.wait(self.wire.all_reduce(self._numbers), "the tail")
+        self._settle_all()
+        numbers = self._numbers.tolist() if self._numbers is not None else []
+        self.heard, flags = numbers[: self.tail.length], numbers[self.tail.length :]
+        used = [flag > 0 for flag in flags[: self._first[-1]]]
+        for number, late in enumerate(flags[self._first[-1] :]):
+            if late:
+                self._send(number, False)
+                self._settle_all()
+        for number, share in enumerate(self.shares):
+            share.give_gradients(used[self._first[number] : self._first[number + 1]])
+        self.passes += 1
+        self.some_used = any(used)
+
+    def _settle_all(self) -> None:
+        while self._sent:
+            self._settle(self._sent.popleft())
+
+    def local(self) -> list[Tensor]:
+        """Gradients on this rank that have not been sent."""
+        found = [gradient_of(parameter) for share in self.shares for parameter in share.parameters]
+        return [gradient for gradient in found if gradient is not None]
+
+    def drop(self) -> None:
+        """Forgets gradients that have not been sent, and in stage 1 the memory of those that have."""
+        for share in self.shares:
+            if self.stage == 1 and not share.accumulates():
+                share.gradient = None
+            for parameter in share.parameters:
+                set_gradient(parameter, None)

@@ -1,0 +1,347 @@
+"""ZeRO in anybody's training loop: a model and its optimizer, divided over the ranks of a group."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.collectives.all_gather import all_gather
+from dure.collectives.group import Group
+from dure.parallel.zero import checkpoint
+from dure.parallel.zero.away import watch_gradient
+from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
+from dure.parallel.zero.division import Block, Memory, Stage, bytes_sent
+from dure.parallel.zero.gathering import Gathering, Unit
+from dure.parallel.zero.optimizer import Division, check_element_wise
+from dure.parallel.zero.passes import Orders, Passes
+from dure.parallel.zero.reducing import Reducing, Tail
+from dure.parallel.zero.shares import Pool
+from dure.parallel.zero.units import Units
+from dure.parallel.zero.whole import Whole
+from dure.parallel.zero.wire import Algorithm, Wire
+from dure.record.meter import Meter
+
+NO_TAIL = Tail()
+
+
+class ZeroRedundancy:
+    """Divides a model and its optimizer over ranks, in place; the training loop stays as it is.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        zero = dure.parallel.ZeroRedundancy(model, optimizer, stage=3)
+        for inputs, targets in my_part_of_the_data:
+            loss(model(inputs), targets).backward()
+            zero.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        model: on one device, the same on all ranks in shapes; rank 0's weights and buffers become everybody's. Which
+            parameters are trained is decided before.
+        optimizer: over parameters of the model, in any groups; or a function that makes one of `model.parameters()`.
+            It must treat every element for itself, as SGD and Adam do. It goes on to be the one to call.
+        stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
+        process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`; None is all ranks.
+        reduce: what becomes of the ranks' gradients: their mean, or their sum.
+        precision: "bfloat16" computes and sends in bfloat16, and updates parameters in their own dtype.
+        units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None chooses.
+        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. None takes
+            one, but none where the ranks of one host keep all of its cores busy: it would take their time.
+        algorithm: "native" is the backend's own; "ring" and "one_shot" go over sends.
+        tail: numbers that travel with a step.
+
+    All ranks run the same loop. One that has no examples in a step calls `take_part` instead of forward and backward.
+    Raises ValueError for what does not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Callable[[Iterator[nn.Parameter]], Optimizer],
+        stage: Stage = 2,
+        process_group: Group | dist.ProcessGroup | None = None,
+        *,
+        reduce: Literal["mean", "sum"] = "mean",
+        precision: Precision = "full",
+        units: Units = None,
+        prefetch: int | None = None,
+        algorithm: Algorithm = "native",
+        tail: Tail = NO_TAIL,
+    ) -> None:
+        check_settings(stage, precision, prefetch)
+        if reduce not in ("mean", "sum"):
+            raise ValueError(f"gradients cannot be reduced to a {reduce!r}; choose mean or sum")
+        self.model, self.stage, self.group = model, stage, Group.of(process_group)
+        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+        self.device = check_model(model, self.optimizer)
+        check_element_wise(self.optimizer)
+        prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
+        self.wire = Wire(self.group, algorithm, beside=prefetch > 0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.group.broadcast_values([tensor], counted=False)
+        cuts = divide(model, stage, self.group, precision, units)
+        self.shares = [share for cut in cuts for share in cut.shares]
+        self.trained = [share for share in self.shares if share.block.trained]
+        self.division = Division(self.optimizer, self.trained)
+        self._pool = Pool(self.device)
+        scale = 1 / self.group.size if reduce == "mean" else 1.0
+        self.reducing = Reducing(self.trained, self.wire, self._pool, stage, scale, prefetch + 1, tail)
+        for share in self.trained:
+            for parameter in share.parameters:
+                watch_gradient(parameter, self._gradients_are_divided)
+        self.passes = self._passes(cuts, prefetch)
+        if precision == "bfloat16":
+            shorten_numbers(model, lambda: self.passes.rests)
+        self._quiet = copy.copy(self.group)
+        self._quiet.meter = Meter(self.group.meter.name)
+        self._whole = Whole(model, self.shares, self.passes, self._quiet, algorithm)
+        self._reduced = False
+        self._stepped = 0
+        self.optimizer.register_step_pre_hook(self._before_step)
+        self.optimizer.register_step_post_hook(self._after_step)
+        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def _passes(self, cuts: list[Cut], prefetch: int) -> Passes:
+        gathering = None
+        if self.stage == 3:
+            modules = [[self.model.get_submodule(name) for name in cut.modules] for cut in cuts]
+            units = [Unit(i, own, cut.shares) for i, (own, cut) in enumerate(zip(modules, cuts, strict=True))]
+            gathering = Gathering(units, self.wire, self._pool)
+        else:
+            for share in self.shares:
+                share.install()
+        number = {id(share): number for number, share in enumerate(self.trained)}
+        blocks = [[number[id(share)] for share in cut.shares if share.block.trained] for cut in cuts]
+        orders = Orders(blocks, {unit for unit, cut in enumerate(cuts) if cut.around}, prefetch)
+        return Passes(self.model, self.group, gathering, self.reducing, orders, hurried=self.stage > 1)
+
+    # What it costs.
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The division, as data."""
+        return [share.block for share in self.shares]
+
+    def bytes_per_step(self) -> int:
+        """What this rank sends in a step of forward, backward and update. In stage 3, when the order is learned."""
+        numbers, carrier, size = self.reducing.length, self.reducing.carrier, self.group.size
+        if carrier is None:
+            return bytes_sent(self.blocks, self.stage, 0) + 4 * (2 * (size - 1) * numbers // size)
+        return bytes_sent(self.blocks, self.stage, numbers, self.trained[carrier].block.dtype.itemsize)
+
+    def memory(self) -> Memory:
+        """Bytes that this rank holds now: parameters, gradients, the optimizer's state (the masters of mixed precision
+        among it), and buffers for messages and units; not what the user and the model's own buffers hold."""
+        state = [value for one in self.optimizer.state.values() for value in one.values() if isinstance(value, Tensor)]
+        masters = [share.master for share in self.trained if share.master is not share.own]
+        gradients = [share.gradient for share in self.trained if share.gradient is not None]
+        return Memory(
+            _nbytes([share.own for share in self.shares]),
+            _nbytes([*gradients, *self.reducing.local()]),
+            _nbytes([*state, *masters]),
+            self._pool.nbytes,
+        )
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is sent inside is not counted by the group's meter: that of an evaluation, for example."""
+        self.wire.group, before = self._quiet, self.wire.group
+        try:
+            yield
+        finally:
+            self.wire.group = before
+
+    # The loop.
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave their gradients on this rank, whole; the next one outside sends their sum.
+
+        In stage 1 nothing is sent before the step in any case.
+        """
+        before, self.passes.sends = self.passes.sends, False
+        try:
+            yield
+        finally:
+            self.passes.sends = before
+
+    def take_part(self, backward: bool = True) -> None:
+        """Takes part in a step of the other ranks for which this one has no examples: it adds zeros.
+
+        backward: False for a forward pass alone, as in an evaluation.
+        """
+        self.passes.take_part(backward)
+
+    def reduce(self) -> None:
+        """Makes sure that the gradients of this step are summed, which in stage 1 is else left to the step."""
+        if self.stage == 1 and not self._reduced:
+            self.passes.reduce()
+            self._reduced = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients; `optimizer.zero_grad` and `model.zero_grad` are this."""
+        type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+        self.reducing.drop()
+        self._reduced = False
+
+    def parts(self) -> list[nn.Parameter]:
+        """What the optimizer updates on this rank: runs of elements of the parameters, with their gradients."""
+        return [held.part for share in self.trained for held in share.held]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales the gradients so that their norm over all ranks is `max_norm` at most; returns the norm before.
+
+        As `torch.nn.utils.clip_grad_norm_`, whose arguments these are. A rank sends one float64 to each other rank.
+        """
+        self.reduce()
+        gradients = [part.grad for part in self.parts() if part.grad is not None]
+        total = self._norm(gradients, norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.dtype))
+        return total
+
+    def _norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
+        norms = torch.zeros(1, dtype=torch.float64, device=self.device)
+        if gradients:
+            norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients])
+        mine = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+        parts = all_gather(mine, self.wire.group, self.wire.algorithm)
+        return parts.max() if math.isinf(norm_type) else parts.sum() ** (1 / norm_type)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise ValueError("ZeRO takes no closure: call forward and backward, then step()")
+        if self._reduced and self.reducing.local():
+            raise RuntimeError(
+                "a backward pass came after the gradients were reduced; call step() or zero_grad() before"
+            )
+        self.reduce()
+        if self.stage > 1 and self.reducing.local():
+            raise RuntimeError("step() after a backward pass inside no_sync(); the last one has to be outside")
+        if self.reducing.passes == self._stepped or not self.reducing.some_used:
+            raise RuntimeError(
+                "step() before backward(): no rank has a gradient (one without examples calls take_part())"
+            )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped, self._reduced = self.reducing.passes, False
+        for share in self.trained:
+            share.round()
+        if self.stage < 3:
+            self._check_home()
+            whole = [(share.whole, share.own) for share in self.trained if share.whole is not None]
+            for handle in [self.wire.all_gather(*pair) for pair in whole]:
+                self.wire.wait(handle, "parameters")
+
+    def _check_home(self) -> None:
+        for share in self.trained:
+            assert share.whole is not None
+            for parameter, start in zip(share.parameters, share.block.starts(), strict=True):
+                if parameter.data_ptr() != share.whole.data_ptr() + start * share.whole.itemsize:
+                    raise RuntimeError("the model was moved or converted after it was divided; do that before")
+
+    def _gradients_are_divided(self) -> None:
+        if any(share.accumulates() for share in self.trained) or (self.stage == 1 and self.reducing.local()):
+            raise RuntimeError(
+                "gradients are divided over the ranks, and this parameter has none: clip them by "
+                "zero.clip_grad_norm_(), look at those of zero.parts(), forget them by zero.zero_grad()"
+            )
+
+    # The whole model.
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, every rank has the whole model: to look at, to run without gradients, to change.
+
+        All ranks enter and leave it together. What is changed must be changed on all ranks alike. Needs memory for
+        the whole model.
+        """
+        with self._whole.gathered():
+            yield
+
+    def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
+        """The model's whole state_dict, on rank 0; `everywhere`: on every rank. Elsewhere it is empty.
+
+        All ranks call it. Ranks that get nothing need room for one block at a time.
+        """
+        return self._whole.state_dict(everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part of a whole state_dict, which every rank gives.
+
+        Raises ValueError, before anything changes, if it is not the model's.
+        """
+        self._whole.load_state_dict(state)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0; elsewhere without tensors.
+
+        All ranks call it. It loads into the same optimizer of one process, or of any number of ranks.
+        """
+        return self.division.state_dict(self._quiet)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part of a whole state, which every rank gives. Raises ValueError if it does not fit."""
+        self.division.load_state_dict(state)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes model and optimizer into a folder that all ranks see, each its part (`zero.checkpoint`)."""
+        checkpoint.save(Path(folder), self.model, self.shares, self.division, self._quiet)
+
+    def load(self, folder: str | Path) -> None:
+        """Goes on from what `save` wrote, on however many ranks; every rank reads its part.
+
+        Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
+        """
+        checkpoint.load(Path(folder), self.model, self.shares, self.division)
+
+
+def prefetch_of(group: Group, device: torch.device) -> int:
+    """One unit ahead, or none where nothing would be gained; as rank 0 sees it, the same on all ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = device.type == "cpu" and len(group.hosts()) == 1
+    busy = here and cores <= group.size * torch.get_num_threads()
+    return 1 - int(group.all_gather_values([float(busy)], "choice of prefetching")[0][0])
+
+
+def check_settings(stage: int, precision: str, prefetch: int | None) -> None:
+    """Raises ValueError for settings that there are not."""
+    if stage not in get_args(Stage):
+        raise ValueError(f"ZeRO has no stage {stage}; choose 1, 2 or 3")
+    if precision not in PRECISIONS:
+        raise ValueError(f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
+    if prefetch is not None and prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed")
+
+
+def check_model(model: nn.Module, optimizer: Optimizer) -> torch.device:
+    """The model's device. Raises ValueError if it cannot be divided, or is not what the optimizer is for."""
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError("the model has no trainable parameter")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1 or "meta" in {device.type for device in devices}:
+        raise ValueError(f"the model's parameters are on {', '.join(map(str, devices))}; move them to one device first")
+    if any(id(parameter) not in parameters for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("the optimizer has parameters that are not the model's, or were divided before")
+    return devices.pop()
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind these tensors, each piece of memory once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

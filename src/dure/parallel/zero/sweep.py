@@ -1,0 +1,132 @@
+"""In which order units are gathered and blocks reduced: one list for all ranks, which each follows at its own pace.
+
+Ranks find each other's messages by nothing but their order, and they need not compute the same: one has no examples
+today, another does not use a branch of the model. So every rank issues the messages of a pass in the same fixed order,
+each exactly once, whatever it needs itself. A gathering may be issued early (prefetching); a reduction when the
+block's gradients are there. A rank that needs a unit behind a reduction for which it is not ready sends what it has:
+the gradients that come afterwards are *late*, and are sent in a second round, of which all ranks learn from the tail.
+
+    gather 3 | gather 2 | reduce 3 | gather 1 | reduce 2 | reduce 1         a backward pass over three units, prefetch 1
+
+The order is first guessed from the model, and then learned from rank 0's first pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+
+class Action(NamedTuple):
+    """One message of a pass. number: of the unit that is gathered, or of the block that is reduced."""
+
+    kind: Literal["gather", "reduce"]
+    number: int
+
+
+def forward_order(units: Sequence[int]) -> list[Action]:
+    """A forward pass: the units in the order in which they are needed."""
+    return [Action("gather", unit) for unit in units]
+
+
+def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
+    """A backward pass from its events in order: a unit is needed, a block is ready. Gatherings are moved ahead, so that
+    `prefetch` of them are behind the one that is needed."""
+    gathers = [action for action in events if action.kind == "gather"]
+    order: list[Action] = []
+    needed = placed = 0
+    for action in events:
+        if action.kind == "reduce":
+            order.append(action)
+            continue
+        needed += 1
+        while placed < min(len(gathers), needed + prefetch):
+            order.append(gathers[placed])
+            placed += 1
+    return order
+
+
+def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int]) -> list[Action]:
+    """The events of a backward pass that nobody has seen: units in reverse, those around others first and last.
+
+    units: in forward order. blocks: the blocks of each unit that have gradients.
+    """
+    outer = [unit for unit in units if unit in around]
+    inner = [unit for unit in reversed(units) if unit not in around]
+    events = [Action("gather", unit) for unit in outer]
+    for unit in inner:
+        events.append(Action("gather", unit))
+        events += [Action("reduce", block) for block in reversed(blocks[unit])]
+    for unit in reversed(outer):
+        events += [Action("reduce", block) for block in reversed(blocks[unit])]
+    return events
+
+
+def completed(events: Sequence[Action], everything: Sequence[Action], carrier: int | None) -> list[Action]:
+    """The events of a pass, each once, and behind them what did not happen; the block that carries the tail is last."""
+    seen = list(dict.fromkeys([*events, *everything]))
+    last = [action for action in seen if action == Action("reduce", carrier if carrier is not None else -1)]
+    return [action for action in seen if action not in last] + last
+
+
+class Sweep:
+    """One pass through an order. `gather` and `reduce` issue a message; `ready` tells whether a block is complete.
+
+    prefetch: units that are gathered ahead of the one that is needed.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[Action],
+        prefetch: int,
+        gather: Callable[[int], None],
+        reduce: Callable[[int], None],
+        ready: Callable[[int], bool],
+    ) -> None:
+        self.order, self.prefetch = order, prefetch
+        self._gather, self._reduce, self._ready = gather, reduce, ready
+        self.position = 0
+        self.forced: set[int] = set()
+        self._ahead: set[int] = set()
+        self._place = {action.number: place for place, action in enumerate(order) if action.kind == "gather"}
+
+    def has_gathered(self, unit: int) -> bool:
+        """Whether the unit's turn in this pass is over, or it has none."""
+        return self._place.get(unit, -1) < self.position
+
+    def need(self, unit: int) -> None:
+        """Issues everything up to a unit's gathering, and what may go ahead."""
+        place = self._place.get(unit, -1)
+        while self.position <= place:
+            action = self.order[self.position]
+            if action.kind == "reduce" and not self._ready(action.number):
+                self.forced.add(action.number)
+            self._issue(action)
+        self._ahead.discard(unit)
+        self.advance()
+
+    def advance(self) -> None:
+        """Issues what can be: reductions that are ready, and gatherings within the prefetching."""
+        while self.position < len(self.order):
+            action = self.order[self.position]
+            if action.kind == "gather" and len(self._ahead) >= self.prefetch:
+                return
+            if action.kind == "reduce":
+                tail = self.position == len(self.order) - 1
+                if not self._ready(action.number) or (tail and self.forced):
+                    return
+            self._issue(action)
+
+    def finish(self, before: Callable[[Action], None] = lambda action: None) -> None:
+        """Issues the rest. before: called with each action first."""
+        while self.position < len(self.order):
+            before(self.order[self.position])
+            self._issue(self.order[self.position])
+
+    def _issue(self, action: Action) -> None:
+        self.position += 1
+        if action.kind == "gather":
+            self._ahead.add(action.number)
+            self._gather(action.number)
+        else:
+            self._reduce(action.number)

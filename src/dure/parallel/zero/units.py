@@ -1,0 +1,138 @@
+"""Units: which parameters are gathered together, and for which modules.
+
+A unit is a module with all its parameters, or several small neighbours. Modules are opened from the root down until
+what is inside has at most `limit` elements, or until a module has most of its parameters of its own and no parts to
+speak of, as a linear layer. What a module that was opened holds itself (a class token, a position table) is a unit of
+its own, gathered for as long as that module runs. A parameter that several units use belongs to the nearest module
+that contains all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+UNIT = 1 << 20
+"""Elements of a unit unless told otherwise: 4 MiB in float32."""
+
+_OWN = 0.25
+"""A module that holds so much of what is inside it by itself is not opened."""
+
+
+@dataclass
+class Plan:
+    """One unit. modules: names of those that need it. parameters: by name, in order. around: whether modules inside
+    of which other units are used need it, so that it is there from first to last."""
+
+    modules: list[str]
+    parameters: list[str]
+    around: bool = False
+
+
+Units = int | Iterable[type[nn.Module]] | None
+"""How a model is cut: elements that a unit has at most, or the kinds of modules that are units; None chooses."""
+
+
+def plan_units(model: nn.Module, units: Units = None) -> list[Plan]:
+    """The units of a model, in the order of its modules. Every parameter is in exactly one of them."""
+    planner = _Planner(model, units)
+    plans = planner.open("", model)
+    return planner.settle_shared(plans)
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, units: Units) -> None:
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.lengths = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        self.modules = dict(model.named_modules())
+        self.kinds: tuple[type[nn.Module], ...] = ()
+        self.limit = UNIT if units is None else 0
+        if isinstance(units, int):
+            if units < 1:
+                raise ValueError(f"a unit of {units} elements holds nothing; choose at least 1, or None")
+            self.limit = units
+        elif units is not None:
+            self.kinds = tuple(units)
+
+    def direct(self, module: nn.Module) -> list[str]:
+        """The names of what a module holds itself."""
+        own = module.parameters(recurse=False)
+        return list(dict.fromkeys(self.names[id(parameter)] for parameter in own))
+
+    def inside(self, module: nn.Module) -> list[str]:
+        return [self.names[id(parameter)] for parameter in module.parameters()]
+
+    def size(self, parameters: Iterable[str]) -> int:
+        return sum(self.lengths[name] for name in parameters)
+
+    def open(self, name: str, module: nn.Module) -> list[Plan]:
+        """The units of what is inside a module."""
+        inside, direct = self.inside(module), self.direct(module)
+        if not inside:
+            return []
+        if self.kinds and not any(isinstance(part, self.kinds) for part in module.modules()):
+            return [Plan([""], inside, around=True)]
+        parts = [(f"{name}.{part}" if name else part, child) for part, child in module.named_children()]
+        parts = [(part, child) for part, child in parts if self.inside(child)]
+        if self._is_unit(module, inside, direct) or not parts:
+            return [Plan([name], inside)]
+        plans = [plan for part, child in parts for plan in self.open(part, child)]
+        return ([Plan([name], direct, around=True)] if direct else []) + self._merged(plans)
+
+    def _is_unit(self, module: nn.Module, inside: Sequence[str], direct: Sequence[str]) -> bool:
+        if self.kinds:
+            return isinstance(module, self.kinds)
+        size = self.size(inside)
+        return size <= self.limit or self.size(direct) >= _OWN * size
+
+    def _merged(self, plans: list[Plan]) -> list[Plan]:
+        """Small neighbours as one unit, as long as it stays within the limit."""
+        merged: list[Plan] = []
+        for plan in plans:
+            last = merged[-1] if merged else None
+            if (
+                last is not None
+                and not (last.around or plan.around)
+                and self.size(last.parameters) + self.size(plan.parameters) <= self.limit
+            ):
+                last.modules += plan.modules
+                last.parameters += plan.parameters
+            else:
+                merged.append(plan)
+        return merged
+
+    def settle_shared(self, plans: list[Plan]) -> list[Plan]:
+        """One unit around each module; and parameters that several units use go to the nearest module around them."""
+        around = {plan.modules[0]: plan for plan in reversed(plans) if plan.around}
+        for plan in plans:
+            if plan.around and plan is not around[plan.modules[0]]:
+                around[plan.modules[0]].parameters += plan.parameters
+                plan.parameters = []
+        users: dict[str, list[Plan]] = {}
+        for plan in plans:
+            for parameter in dict.fromkeys(plan.parameters):
+                users.setdefault(parameter, []).append(plan)
+        for parameter, using in users.items():
+            if len(using) == 1:
+                continue
+            for plan in using:
+                plan.parameters = [name for name in plan.parameters if name != parameter]
+            home = _common([module for plan in using for module in plan.modules])
+            if not any(plan.around and plan.modules == [home] for plan in plans):
+                plans.insert(min(map(plans.index, using)), Plan([home], [], around=True))
+            next(plan for plan in plans if plan.around and plan.modules == [home]).parameters.append(parameter)
+        for plan in plans:
+            plan.parameters = list(dict.fromkeys(plan.parameters))
+        return [plan for plan in plans if plan.parameters]
+
+
+def _common(names: Sequence[str]) -> str:
+    """The name of the nearest module that contains all of these."""
+    common = []
+    for parts in zip(*(name.split(".") if name else [] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

@@ -1,0 +1,118 @@
+"""The whole model on one rank or on all: parameters to look at and change, and state_dicts.
+
+What travels here is bookkeeping, and not counted by the meter. It goes block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.parallel.zero.passes import Passes
+from dure.parallel.zero.shares import Share
+from dure.parallel.zero.wire import Algorithm, Wire
+
+
+class Whole:
+    """The undivided model. group: whose meter counts nothing that matters."""
+
+    def __init__(
+        self, model: nn.Module, shares: Sequence[Share], passes: Passes, group: Group, algorithm: Algorithm
+    ) -> None:
+        self.model, self.shares, self.passes = model, list(shares), passes
+        self.wire = Wire(group, algorithm, beside=False)
+
+    @torch.no_grad()
+    def values(self, share: Share) -> list[Tensor]:
+        """A block's parameters in their own dtype; in stages 1 and 2 the model's own memory, if that is it."""
+        if share.whole is not None and share.master is share.own:
+            return share.views(share.whole)
+        whole = torch.empty(share.block.padded, dtype=share.block.master, device=share.own.device)
+        self.wire.all_gather(whole, share.master).wait()
+        return share.views(whole)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, the model is whole on every rank."""
+        if self.passes.scope is not None or self.passes.in_backward():
+            raise RuntimeError("gathered() inside the model's forward or backward pass: call it before or after")
+        if self.passes.rests:
+            raise RuntimeError("gathered() inside gathered()")
+        values = {id(share): self.values(share) for share in self.shares}
+        with torch.no_grad():
+            self._give(values)
+        self.passes.rests = True
+        try:
+            yield
+        finally:
+            self.passes.rests = False
+            with torch.no_grad():
+                self._take_back(values)
+
+    def _give(self, values: Mapping[int, list[Tensor]]) -> None:
+        if self.passes.gathering is not None:
+            for unit in self.passes.gathering.units:
+                for number, share in enumerate(unit.shares):
+                    unit.give(number, values[id(share)])
+            return
+        for share in self.shares:
+            for parameter, value in zip(share.parameters, values[id(share)], strict=True):
+                parameter.data = value
+
+    def _take_back(self, values: Mapping[int, list[Tensor]]) -> None:
+        for share in self.shares:
+            if share.whole is None or share.master is not share.own:
+                share.take([parameter.data for parameter in share.parameters])
+            if share.whole is not None:
+                share.install()
+        if self.passes.gathering is not None:
+            for unit in self.passes.gathering.units:
+                self.passes.gathering.send_away(unit)
+
+    @torch.no_grad()
+    def state_dict(self, everywhere: bool) -> dict[str, Any]:
+        """The model's state_dict in memory of its own: on rank 0, or on every rank; elsewhere empty. All call it."""
+        keeps = everywhere or self.wire.group.rank == 0
+        found = {}
+        for share in self.shares:
+            for parameter, value in zip(share.parameters, self.values(share), strict=True):
+                if keeps:
+                    found[id(parameter)] = value.clone()
+        if not keeps:
+            return {}
+        state: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if id(value) in found:
+                state[name] = found[id(value)]
+            elif isinstance(value, Tensor):
+                state[name] = value.detach().clone()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a whole state_dict, which every rank gives.
+
+        Raises ValueError, before anything is changed, if names or shapes are not the model's.
+        """
+        known: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+        if missing or unknown:
+            raise ValueError(f"this state_dict is not the model's: missing {missing}, unknown {unknown}")
+        divided = {id(parameter) for share in self.shares for parameter in share.parameters}
+        values: dict[int, Tensor] = {}
+        for name, own in known.items():
+            if id(own) in divided:
+                if tuple(state[name].shape) != tuple(own.shape):
+                    raise ValueError(
+                        f"{name} has the shape {tuple(state[name].shape)} here, {tuple(own.shape)} in the model"
+                    )
+                values[id(own)] = state[name]
+        for share in self.shares:
+            share.take([values[id(parameter)] for parameter in share.parameters])
+        rest = {name: value for name, value in state.items() if id(known[name]) not in divided}
+        self.model.load_state_dict(rest, strict=False)

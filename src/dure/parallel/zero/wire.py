@@ -1,0 +1,141 @@
+"""What ZeRO sends: reduce-scatters and all-gathers of equal chunks, in place, at once or beside the program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.collectives import native, one_shot, ring
+from dure.collectives.arguments import check_algorithm
+from dure.collectives.group import Group
+from dure.collectives.handle import Handle
+
+Algorithm = Literal["native", "ring", "one_shot"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+
+class Span(NamedTuple):
+    """What took from `start` to `end`, in seconds of `time.perf_counter`."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Wire:
+    """Messages of one group. beside: whether they travel beside the program, in the order of their issue.
+
+    transfers: those that have ended since they were last asked for; waits: when the program waited for one.
+    """
+
+    def __init__(self, group: Group, algorithm: Algorithm, beside: bool) -> None:
+        check_algorithm("way to send", algorithm, ALGORITHMS)
+        self.group, self.algorithm, self.beside = group, algorithm, beside
+        self.transfers: list[Span] = []
+        self.waits: list[Span] = []
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> Handle[None]:
+        """Fills `whole`, N chunks, with the ranks' `own`, each of one chunk; `own` may be its place in `whole`."""
+        chunks = list(whole.view(self.group.size, -1))
+
+        mine = chunks[self.group.rank]
+        apart = own.data_ptr() != mine.data_ptr()
+
+        def work() -> None:
+            if self.algorithm == "native":
+                _native_all_gather(chunks, own, self.group)
+                return
+            if apart:
+                mine.copy_(own)
+            if self.algorithm == "ring":
+                ring.all_gather(chunks[-1:] + chunks[:-1], self.group)
+            else:
+                one_shot.all_gather(chunks, self.group)
+
+        if self.group.size == 1 and apart:
+            whole.copy_(own)
+        return self._send("all-gather", work, whole)
+
+    def reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
+        """`into` becomes the sum of the ranks' chunk r of `message`, on rank r; it may be that chunk itself."""
+        chunks = list(message.view(self.group.size, -1))
+
+        def work() -> None:
+            if self.algorithm == "native":
+                _native_reduce_scatter(chunks, into, self.group)
+            elif self.algorithm == "ring":
+                ring.reduce_scatter(chunks[-1:] + chunks[:-1], self.group, into=into)
+            else:
+                one_shot.reduce_scatter(chunks, self.group, into=into)
+
+        if self.group.size == 1 and into.data_ptr() != message.data_ptr():
+            into.copy_(chunks[0])
+        return self._send("reduce-scatter", work, message)
+
+    def all_reduce(self, tensor: Tensor) -> Handle[None]:
+        """The sum over all ranks, in place."""
+        return self._send("all-reduce", lambda: native.all_reduce(tensor, self.group), tensor)
+
+    def _send(self, name: str, work: Callable[[], None], tensor: Tensor) -> Handle[None]:
+        if self.group.size == 1 or not tensor.numel():
+            return Handle.of(None)
+        name = f"{self.algorithm} {name}"
+
+        def transfer() -> None:
+            started = time.perf_counter()
+            work()
+            self.transfers.append(Span(name, started, time.perf_counter()))
+
+        if self.beside:
+            return self.group.perform(name, transfer, tensor, True)  # type: ignore[return-value]
+        self.group.perform(name, transfer, tensor)
+        self.waits.append(self.transfers[-1])
+        return Handle.of(None)
+
+    def wait(self, handle: Handle[None], what: str) -> None:
+        """Waits for the end of a message."""
+        started = time.perf_counter()
+        waits = not handle.is_completed()
+        handle.wait()
+        if waits:
+            self.waits.append(Span(f"wait for {what}", started, time.perf_counter()))
+
+    def account(self, step: int, arrival: float | None = None) -> float:
+        """Tells the meter what was sent since the last call; returns the seconds that the program waited.
+
+        arrival: when the last rank came to the last message: until then this one was idle. Transfers during which the
+        program did not wait are hidden.
+        """
+        waits, transfers, meter = self.waits, self.transfers, self.group.meter
+        self.waits, self.transfers = [], []
+        for number, wait in enumerate(waits):
+            last = arrival if number == len(waits) - 1 else None
+            meter.communication(wait.name, wait.start, wait.end, step, last)
+        if self.beside:
+            for transfer in transfers:
+                shown = sum(max(0.0, min(w.end, transfer.end) - max(w.start, transfer.start)) for w in waits)
+                meter.counters.hidden_seconds += max(0.0, transfer.end - transfer.start - shown)
+                lane = f"{meter.name}, beside"
+                meter.mark(transfer.name, "communication", transfer.start, transfer.end, step, lane)
+        return sum(wait.end - wait.start for wait in waits)
+
+
+def _native_all_gather(chunks: list[Tensor], own: Tensor, group: Group) -> None:
+    dist.all_gather(chunks, own, group=group.process_group)
+    _count(group, own)
+
+
+def _native_reduce_scatter(chunks: list[Tensor], into: Tensor, group: Group) -> None:
+    dist.reduce_scatter(into, chunks, group=group.process_group)
+    _count(group, into)
+
+
+def _count(group: Group, chunk: Tensor) -> None:
+    """The backend does not tell what it sends; whatever it does, N-1 chunks have to leave and to come."""
+    for _ in range(group.size - 1):
+        group.meter.sent(chunk.nbytes)
+        group.meter.received(chunk.nbytes)
