@@ -33,8 +33,8 @@ clients."""
 STOP = 1
 CHECKPOINT = 2
 INTERRUPT = 4
-"""Wishes of rank 0: to end, to write a checkpoint; to end because the user, or the launcher, asked for it. They are bits
-that travel with a step's message, so that all ranks do the same after it."""
+"""Wishes of rank 0: to end, to write a checkpoint; to end because the user, or the launcher, asked for it. They are
+bits that travel with a step's message, so that all ranks do the same after it."""
 
 
 class Progress(NamedTuple):
@@ -150,7 +150,8 @@ class Strategy(Protocol):
     """How the learning is divided: a frozen dataclass, made by the user.
 
     It lives in worlds of its `kind`. One that lives in others as well has a class variable `also`, of the kind to its
-    label there (`dwellings`). One whose runs do not repeat themselves to the last bit has `deterministic = False`.
+    label there (`dwellings`), and may have a method `check_in(kind)` that raises ValueError where a field makes no
+    sense in such a world. One whose runs do not repeat themselves to the last bit has `deterministic = False`.
     """
 
     name: ClassVar[str]
@@ -179,6 +180,13 @@ def dwellings(strategy: Strategy | type[Strategy]) -> tuple[Kind, ...]:
 def label_in(strategy: Strategy, kind: Kind) -> str:
     """What tables call a strategy in a world of `kind`."""
     return str(getattr(strategy, "also", {}).get(kind, strategy.label))
+
+
+def check_in(strategy: Strategy, kind: Kind) -> None:
+    """Raises ValueError if the strategy's fields do not fit a world of `kind`."""
+    check = getattr(strategy, "check_in", None)
+    if check is not None:
+        check(kind)
 
 
 def seeded_model(task: Task, seed: int) -> nn.Module:

@@ -18,7 +18,7 @@ from dure.errors import RunFolderError
 from dure.record.run import Run, RunFolder
 from dure.stop import Stop
 from dure.strategies import decode_strategy, decode_world, default_world, encode
-from dure.strategy import Kind, Strategy, World, dwellings, label_in, load_passing_buffers, seeded_model
+from dure.strategy import Kind, Strategy, World, check_in, dwellings, label_in, load_passing_buffers, seeded_model
 from dure.task import Task
 from dure.tasks import load_task
 from dure.worlds.torchrun import Torchrun
@@ -175,6 +175,7 @@ def prepare(
         if every is not None and every < 1:
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
     strategy.check(task, world.workers)
+    check_in(strategy, world.kind)
     stop.check(strategy.unit)
     if stop.target:
         measured = {"test_loss", *(f"test_{name}" for name in task.measures)} if task.test is not None else set()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import dure
 from dure.errors import LossNotFiniteError, WorkerFailedError
 from dure.parallel.replicas import handed_over, refresh, replica
+from dure.strategies import decode_strategy
 from small import CLASSES, EXAMPLES, FEATURES, examples, largest_difference, same_bits, small_task
 
 STOP = dure.Stop(epochs=2)
@@ -270,6 +271,29 @@ def test_outputs_that_cannot_be_put_together_are_said() -> None:
     task = small_task(model=Mean, loss=lambda outputs, targets: outputs, test=None)
     with pytest.raises(WorkerFailedError, match="examples along its first dimension"):
         in_threads(task)
+
+
+def test_the_norm_of_gradients_is_clipped_as_by_ranks() -> None:
+    strategy = dure.DataParallel(8, clip_norm=0.1)
+    runs = [dure.train(small_task(), strategy, world, STOP, seed=5) for world in (dure.Threads(2), dure.Processes(2))]
+    assert largest_difference(*runs) < 1e-12
+    assert largest_difference(runs[0], alone(small_task())) > 1e-3
+
+
+def test_bf16_is_that_of_ranks() -> None:
+    data = examples()
+    task = small_task(model=lambda: nn.Linear(FEATURES, CLASSES), train=(data.inputs.float(), data.targets), test=None)
+    strategy = dure.DataParallel(8, precision="bf16")
+    runs = [dure.train(task, strategy, world, STOP, seed=5) for world in (dure.Threads(2), dure.Processes(2))]
+    assert largest_difference(*runs) < 1e-4
+    assert largest_difference(runs[0], in_threads(task)) > 1e-4
+
+
+@pytest.mark.parametrize("field", [{"compression": "top-k:0.1"}, {"accumulate": 2}, {"all_reduce": "tree"}])
+def test_fields_about_messages_are_refused_where_nothing_is_sent(field: dict[str, Any]) -> None:
+    strategy = decode_strategy({"name": "data-parallel", **field})
+    with pytest.raises(ValueError, match=f"in threads DataParallel has no use for {next(iter(field))}"):
+        dure.train(small_task(), strategy, dure.Threads(2))
 
 
 def test_more_workers_than_examples_are_refused() -> None:

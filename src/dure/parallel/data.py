@@ -103,16 +103,21 @@ class DataParallel:
         if workers is not None and self.batch_size is not None and workers > self.batch_size:
             raise ValueError(f"a joint batch of {self.batch_size} cannot be divided over {workers} workers")
 
+    def check_in(self, kind: Kind) -> None:
+        """Raises ValueError for fields that say something about messages, where there are none."""
+        default = DataParallel()
+        for name in ("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"):
+            if kind == "threads" and getattr(self, name) != getattr(default, name):
+                raise ValueError(
+                    f"in threads DataParallel has no use for {name}, for nothing is sent: choose Processes"
+                )
+
     def division(self, task: Task, seed: int) -> Description | None:
         return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "threads":
-            if self != DataParallel(self.batch_size, self.all_reduce):
-                raise ValueError(
-                    "in threads DataParallel takes nothing but a batch_size: choose Processes for the rest"
-                )
-            return ReplicasLearner(task, place, seed, self.batch_size)
+            return ReplicasLearner(task, place, seed, self.batch_size, self.clip_norm, self.precision)
         return DataParallelLearner(task, place, seed, self)
 
 

@@ -29,8 +29,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +81,17 @@ class Worker:
 class ReplicasLearner(SingleLearner):
     """SGD whose gradient is made by replicas in worker threads."""
 
-    def __init__(self, task: Task, place: Place, seed: int, batch_size: int | None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        place: Place,
+        seed: int,
+        batch_size: int | None,
+        clip_norm: float | None = None,
+        precision: Literal["full", "bf16"] = "full",
+    ) -> None:
         super().__init__(task, place, seed, batch_size)
+        self.clip_norm, self.precision = clip_norm, precision
         self.where = "master"
         self.share = -(-self.batches.batch_size // len(place.devices))
         self.team = team_at(place, self.flops_per_step())
@@ -114,11 +123,13 @@ class ReplicasLearner(SingleLearner):
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
-        self.draws.run(lambda own: self._at_once("forward", busy, lambda worker: self._forward(worker, own)))
-        loss = self._loss(busy, sizes, targets)
+        with torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext():
+            self.draws.run(lambda own: self._at_once("forward", busy, lambda worker: self._forward(worker, own)))
+            loss, value = self._loss(busy, sizes, targets)
+        self._begin_backward(loss, busy)
         self._at_once("backward", busy, lambda worker: self.workers[worker].backward())
         self._reduce(busy)
-        return Progress(loss, len(indices), wish)
+        return Progress(value, len(indices), wish)
 
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
         """Hands each worker its inputs and the weights; the workers that got some."""
@@ -142,8 +153,8 @@ class ReplicasLearner(SingleLearner):
         for worker, one in zip(busy, done, strict=True):
             worker.sheet.did(name, one.start, one.end, self.step + 1)
 
-    def _loss(self, busy: list[Worker], sizes: list[int], targets: Any) -> float:
-        """Gathers the outputs, and leaves the gradients of the batch's loss in the workers' `leaves`."""
+    def _loss(self, busy: list[Worker], sizes: list[int], targets: Any) -> tuple[Tensor, float]:
+        """Gathers the outputs; the loss of the batch, and its value."""
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes(worker.leaves))
@@ -153,11 +164,16 @@ class ReplicasLearner(SingleLearner):
         value = float(loss.item())
         if not math.isfinite(value):
             raise LossNotFiniteError(value, self.where, f"step {self.step + 1}")
-        loss.backward()  # type: ignore[no-untyped-call]
         self.group.meter.compute("loss", gathered, time.perf_counter(), self.step + 1)
+        return loss, value
+
+    def _begin_backward(self, loss: Tensor, busy: list[Worker]) -> None:
+        """Leaves the gradients of the outputs in the workers' `leaves`."""
+        started = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.group.meter.compute("loss", started, time.perf_counter(), self.step + 1)
         for worker in busy:
             self._to(worker, parts.nbytes(parts.gradients(worker.leaves)))
-        return value
 
     @torch.no_grad()
     def _reduce(self, busy: list[Worker]) -> None:
@@ -171,6 +187,10 @@ class ReplicasLearner(SingleLearner):
                     add_gradient(weight, mine.grad.to(weight.device))
                     mine.grad = None
         self._moved("reduce", started)
+        if self.clip_norm is not None:
+            started = time.perf_counter()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
 
     def _to(self, worker: Worker, nbytes: int) -> None:
         self.group.meter.sent(nbytes)
