@@ -87,3 +87,19 @@ def test_data_parallel_equals_one_worker_under_optimizers_with_state(optimizer: 
     many = dure.train(task, dure.DataParallel(8), dure.Processes(3), stop, seed=3)
     one = dure.train(task, dure.SingleWorker(8), stop=stop, seed=3)
     assert largest_difference(many, one) < 1e-10  # Adam divides by small square roots
+
+
+@pytest.mark.parametrize("partition", [dure.IID(), dure.QuantitySkew(0.5)])
+def test_parallel_sgd_is_one_round_of_fed_avg(partition: dure.IID) -> None:
+    apart = dure.train(
+        small_task(), dure.ParallelSGD(12, partition=partition), dure.Processes(3), dure.Stop(rounds=2), seed=3
+    )
+    strategy = dure.FedAvg(clients=3, local_epochs=2, batch_size=4, partition=partition)
+    assert largest_difference(apart, dure.train(small_task(), strategy, stop=dure.Stop(rounds=1), seed=3)) < TOLERANCE
+
+
+def test_local_sgd_and_diloco_with_full_batches_are_fed_avg_where_every_round_is_one_step() -> None:
+    federated = dure.train(small_task(), dure.FedAvg(clients=3, batch_size=None), stop=dure.Stop(rounds=5), seed=3)
+    for strategy in (dure.LocalSGD(None, 1), dure.DiLoCo(None, 1, outer_lr=1.0, outer_momentum=0.0)):
+        many = dure.train(small_task(), strategy, dure.Processes(2), dure.Stop(rounds=5), seed=3)
+        assert largest_difference(many, federated) < TOLERANCE
