@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from dure.collectives.roll_call import RollCall
 from dure.errors import DureError, PeerLostError
 from dure.strategy import Kind, Place
 from dure.worlds import parcel
@@ -31,7 +32,6 @@ from dure.worlds.fork_server import server
 from dure.worlds.here import refuse_under_torchrun, run_here
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.rank import Seat, Surroundings
-from dure.worlds.roll_call import RollCall
 
 Value = TypeVar("Value")
 

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from dure.collectives.group import Group
+from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
 from dure.errors import DureError, WorkerFailedError
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Place
 from dure.worlds import parcel
 from dure.worlds.backend import Backend, register_backend
-from dure.worlds.roll_call import Answer, RollCall, transfer_seconds
 
 
 def load_everything() -> None:

@@ -1,8 +1,8 @@
 """The ranks that torchrun has started, on one machine or many: `torchrun --nnodes … -m dure train …`.
 
 Every rank runs the same command; rank 0 writes the run folder and shows progress. There is no supervisor of ours:
-when a rank is lost the others find out by themselves (`dure.worlds.roll_call`), and torchrun ends the job or starts it
-again with the ranks that are left. A job that may be started again is elastic: its run goes on from the folder's newest
+when a rank is lost the others find out by themselves (`dure.collectives.roll_call`), and torchrun ends the job or starts
+it again with the ranks that are left. A job that may be started again is elastic: its run goes on from the folder's newest
 checkpoint (`dure.train`), whoever is rank 0 now.
 
 torchrun tells ranks by SIGTERM to make way, when another machine joins or this one leaves. Whichever rank is told, all
@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from dure.collectives.group import Group
+from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Kind, Place
@@ -35,7 +36,6 @@ from dure.worlds.backend import Backend, check_backend, register_backend
 from dure.worlds.cores import threads_per_rank
 from dure.worlds.here import under_torchrun
 from dure.worlds.interrupts import on_interrupt
-from dure.worlds.roll_call import Answer, RollCall, transfer_seconds
 from dure.worlds.session import session
 
 Value = TypeVar("Value")

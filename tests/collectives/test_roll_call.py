@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dure.worlds.roll_call import Answer, Known, transfer_seconds
+from dure.collectives.roll_call import Answer, Known, transfer_seconds
 
 
 def ranks_and_reason(answers: dict[int, Answer], deaths: dict[int, str] | None = None) -> tuple[tuple[int, ...], str]:
