@@ -14,7 +14,8 @@ torch's, which cannot be seen, are 2(N-1)/N of its messages. `off` is ‖sum - e
 
     python benchmarks/compression.py > benchmarks/results/compression.json
 
-Progress and tables go to standard error, the result as JSON to standard output. docs/compression.md has the figures.
+Progress and tables go to standard error, the result as JSON to standard output; --tables RESULT prints the tables of an
+earlier result, which docs/compression.md has.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -260,13 +262,36 @@ def line(row: JSON) -> str:
     return f"{row['compression']:<14} {about}  {row['bytes']:>12,} B"
 
 
+def tables(result: JSON) -> str:
+    """The page's tables, in Markdown."""
+    text = ["| compression | bytes | smaller | encode | decode |", "| --- | --- | --- | --- | --- |"]
+    for row in result["codecs"]:
+        if "bytes" in row:
+            smaller = f"{4 * row['numbers'] / row['bytes']:.1f}x"
+            speeds = f"{row['encode_gb_s']:.1f} GB/s | {row['decode_gb_s']:.1f} GB/s"
+            text.append(f"| `{row['compression']}` | {row['bytes']:,} | {smaller} | {speeds} |")
+    text += ["", "| sum by | bytes | time | off | on average |", "| --- | --- | --- | --- | --- |"]
+    for row in result["sums"]:
+        about = f"{row['bytes']:,} | {row['seconds'] * 1e3:.1f} ms | {row['off']:.1e} | {row['off_on_average']:.1e}"
+        text.append(f"| {row['contender']} | {about} |")
+    text += ["", "| compression | training loss | test accuracy | bytes |", "| --- | --- | --- | --- |"]
+    for row in result["training"]:
+        about = f"{row['train_loss']:.4f} | {100 * row['test_accuracy']:.1f} % | {row['bytes']:,}"
+        text.append(f"| `{row['compression']}` | {about} |")
+    return "\n".join(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=3100, help="of the MLP's two hidden layers; 3100: 9.8 M numbers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--tables", type=Path, help="print the tables of this result and measure nothing")
     asked = parser.parse_args()
+    if asked.tables is not None:
+        print(tables(json.loads(asked.tables.read_text())))
+        return
     result: JSON = {"benchmark": "compression", "task": "digits", "batch": BATCH, "threads_per_rank": 1}
     result |= {"ranks": asked.ranks, "cores": available_cores(), "rounds": asked.rounds, "torch": torch.__version__}
     show("encode and decode, one thread")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,9 +34,15 @@ def fits(size: tuple[int, int], over: dict[str, Any]) -> bool:
 
 
 @given(size=SIZES, over=WINDOWS, batch=st.integers(1, 3), per_group=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-       groups=st.integers(1, 3), with_bias=st.booleans())  # fmt: skip
+       groups=st.integers(1, 3), at_once=st.none() | st.integers(1, 3), with_bias=st.booleans())  # fmt: skip
 def test_it_is_torchs_convolution_forward_and_backward(
-    size: tuple[int, int], over: dict[str, Any], batch: int, per_group: tuple[int, int], groups: int, with_bias: bool
+    size: tuple[int, int],
+    over: dict[str, Any],
+    batch: int,
+    per_group: tuple[int, int],
+    groups: int,
+    at_once: int | None,
+    with_bias: bool,
 ) -> None:
     assume(fits(size, over))
     inputs, outputs = per_group
@@ -43,9 +50,9 @@ def test_it_is_torchs_convolution_forward_and_backward(
     leaves = [numbers(batch, inputs * groups, *size), numbers(outputs * groups, inputs, *over["kernel"], seed=1)]
     leaves += [numbers(outputs * groups, seed=2)] if with_bias else []
     results = []
-    for convolution in (F.conv2d, conv2d_im2col):
+    for convolution in (F.conv2d, partial(conv2d_im2col, at_once=at_once)):
         mine = [leaf.clone().requires_grad_() for leaf in leaves]
-        result = convolution(*mine, **settings)  # type: ignore[operator]
+        result = convolution(*mine, **settings)
         result.backward(numbers(*result.shape, seed=3))
         results.append([result, *(leaf.grad for leaf in mine)])
     for expected, ours in zip(*results, strict=True):

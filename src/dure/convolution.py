@@ -12,8 +12,8 @@ col2im adds each column back to the pixels it was copied from. It is the adjoint
 groups there are g such products, each of C/g channels with Co/g kernels.
 
 Cost: 2·Co·(C/g)·kh·kw·oh·ow·B operations forward and twice as many backward, all in matrix products, which BLAS does
-near the peak of the machine. The price is memory: cols has about kh·kw/s² times the elements of X. It is made once more
-for the backward pass instead of being kept.
+near the peak of the machine. The price is memory: cols has about kh·kw/s² times the elements of X. So it is made for a
+part of the batch at a time, and once more for the backward pass instead of being kept.
 
 Source: K. Chellapilla, S. Puri, P. Simard, "High Performance Convolutional Neural Networks for Document Processing",
 IWFHR 2006.
@@ -30,6 +30,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 Pair = int | tuple[int, int]
+
+AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements of the columns that are made at once: on a CPU so few that the product finds them in the cache."""
 
 
 class Window(NamedTuple):
@@ -124,37 +127,45 @@ def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> 
 
 
 class _Convolution(torch.autograd.Function):
-    """The three products of the module's docstring. Groups are the first dimension of each factor."""
+    """The three products of the module's docstring, a part of the batch at a time.
+
+    Groups are the first dimension of each factor.
+    """
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, kernels: Tensor, bias: Tensor | None, over: Window, groups: int) -> Tensor:
+    def forward(
+        ctx: Any, images: Tensor, kernels: Tensor, bias: Tensor | None, over: Window, groups: int, at_once: int
+    ) -> Tensor:
         ctx.save_for_backward(images, kernels)
-        ctx.over, ctx.groups = over, groups
-        (oh, ow), co = over.outputs(*images.shape[2:]), len(kernels)
-        columns = _im2col(images, over)
-        products = kernels.reshape(groups, co // groups, -1) @ columns.view(groups, -1, columns.shape[1])
-        outputs = products.view(co, len(images), oh, ow)
-        if bias is not None:
-            outputs += bias.view(-1, 1, 1, 1)
-        return outputs.transpose(0, 1).contiguous()
+        ctx.over, ctx.groups, ctx.at_once = over, groups, at_once
+        co, (oh, ow) = len(kernels), over.outputs(*images.shape[2:])
+        matrices = kernels.reshape(groups, co // groups, -1)
+        outputs = images.new_empty(len(images), co, oh, ow)
+        for some, into in zip(torch.split(images, at_once), torch.split(outputs, at_once), strict=True):
+            columns = _im2col(some, over)
+            products = matrices @ columns.view(groups, -1, columns.shape[1])
+            into.copy_(products.view(co, len(some), oh, ow).transpose(0, 1))
+        return outputs if bias is None else outputs.add_(bias.view(-1, 1, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         images, kernels = ctx.saved_tensors
-        over, groups = ctx.over, ctx.groups
-        of_rows = gradient.transpose(0, 1).reshape(groups, len(kernels) // groups, -1)
-        for_images = for_kernels = for_bias = None
-        if ctx.needs_input_grad[0]:
-            columns = kernels.reshape(groups, len(kernels) // groups, -1).transpose(1, 2) @ of_rows
-            for_images = _col2im(columns.view(-1, columns.shape[2]), tuple(images.shape), over)
-        if ctx.needs_input_grad[1]:
-            columns = _im2col(images, over)
-            for_kernels = of_rows @ columns.view(groups, -1, columns.shape[1]).transpose(1, 2)
-            for_kernels = for_kernels.view(kernels.shape)
-        if ctx.needs_input_grad[2]:
-            for_bias = of_rows.sum(2).view(-1)
-        return for_images, for_kernels, for_bias, None, None
+        for_images, for_kernels, for_bias = ctx.needs_input_grad[:3]
+        matrices = kernels.reshape(ctx.groups, len(kernels) // ctx.groups, -1)
+        d_images = torch.empty_like(images) if for_images else None
+        d_matrices = torch.zeros_like(matrices) if for_kernels else None
+        for first in range(0, len(images), ctx.at_once):
+            which = slice(first, first + ctx.at_once)
+            some, d_outputs = images[which], gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1)
+            if d_matrices is not None:
+                columns = _im2col(some, ctx.over)
+                d_matrices.baddbmm_(d_outputs, columns.view(ctx.groups, -1, columns.shape[1]).transpose(1, 2))
+            if d_images is not None:
+                d_columns = matrices.transpose(1, 2) @ d_outputs
+                d_images[which] = _col2im(d_columns.view(-1, d_columns.shape[2]), tuple(some.shape), ctx.over)
+        d_kernels = None if d_matrices is None else d_matrices.view(kernels.shape)
+        return d_images, d_kernels, gradient.sum((0, 2, 3)) if for_bias else None, None, None, None
 
 
 def conv2d_im2col(
@@ -165,10 +176,12 @@ def conv2d_im2col(
     padding: Pair = 0,
     dilation: Pair = 1,
     groups: int = 1,
+    at_once: int | None = None,
 ) -> Tensor:
     """What `torch.nn.functional.conv2d` computes, as a matrix product: (B, Co, oh, ow).
 
-    images: (B, C, H, W). kernels: (Co, C / groups, kh, kw). bias: (Co,). Differentiable once.
+    images: (B, C, H, W). kernels: (Co, C / groups, kh, kw). bias: (Co,). at_once: images whose columns are made at
+    once; None: as many as `AT_ONCE` says. Differentiable once.
 
     Raises ValueError for shapes that do not fit each other, and for images that are smaller than the kernel.
     """
@@ -185,8 +198,11 @@ def conv2d_im2col(
     if bias is not None and bias.shape != kernels.shape[:1]:
         raise ValueError(f"the bias has the shape {tuple(bias.shape)}, expected {tuple(kernels.shape[:1])}")
     over = window((kernels.shape[2], kernels.shape[3]), stride, padding, dilation)
-    over.outputs(images.shape[2], images.shape[3])
-    outputs: Tensor = _Convolution.apply(images, kernels, bias, over, groups)  # type: ignore[no-untyped-call]
+    oh, ow = over.outputs(images.shape[2], images.shape[3])
+    if at_once is None:
+        of_an_image = images.shape[1] * kernels.shape[2] * kernels.shape[3] * oh * ow
+        at_once = AT_ONCE.get(images.device.type, AT_ONCE["cuda"]) // max(of_an_image, 1)
+    outputs: Tensor = _Convolution.apply(images, kernels, bias, over, groups, max(at_once, 1))  # type: ignore[no-untyped-call]
     return outputs
 
 
