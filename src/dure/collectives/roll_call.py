@@ -15,8 +15,11 @@ import time
 from dataclasses import dataclass
 
 import msgspec
-from torch.distributed.distributed_c10d import Store
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from dure.collectives.group import Group
 from dure.errors import PeerLostError
 
 
@@ -26,6 +29,11 @@ def transfer_seconds(deadline: float) -> float:
 
 
 _SIGNS_OF_SILENCE = ("imed out", "imeout", "did not come within")  # in what the backends say
+
+
+def deadline_of(seconds: float) -> float:
+    """The deadline whose transfers may take so many seconds: the inverse of `transfer_seconds`."""
+    return seconds + min(2.0, seconds / 3)
 
 
 class Answer(msgspec.Struct):
@@ -140,3 +148,23 @@ class RollCall:
             return self.store.get(key).decode() if self.store.check([key]) else None
         except RuntimeError:
             return None
+
+
+def watched(process_group: Group | dist.ProcessGroup | None) -> Group:
+    """The group (None: all ranks), with errors that name lost ranks; all ranks call it together.
+
+    A group of all ranks of a job, over a backend that does not know whom it lost, such as gloo, gets a roll call in the
+    job's store. Other groups stay as they are.
+    """
+    group = Group.of(process_group)
+    if isinstance(process_group, Group) or group.process_group is None or group.size != dist.get_world_size():
+        return group
+    backends = {group.backend(torch.device(kind)) for kind in ("cpu", "cuda")} - {""}
+    if backends == {"dure"}:
+        return group
+    number = group.all_gather_values([float(time.time_ns() % 2**52)])[0][0]  # rank 0's: a place that is new to all
+    store = PrefixStore(f"roll call {number:.0f}", _get_default_store())
+    device = next(kind for kind in ("cpu", "cuda") if group.backend(torch.device(kind)))
+    options = group.process_group._get_backend(torch.device(device)).options
+    roll_call = RollCall(store, group.rank, group.size, deadline_of(options._timeout.total_seconds()))
+    return Group(group.process_group, diagnose=roll_call.diagnose)

@@ -167,4 +167,4 @@ def cost_of_messages(samples: Iterable[tuple[float, float]]) -> tuple[float, flo
     spread = float(((nbytes - middle) ** 2).sum())
     slope = float(((nbytes - middle) * (seconds - mean)).sum()) / spread if spread else mean / middle
     beta = min(max(0.0, slope), float(mean / middle))
-    return float(mean - beta * middle), beta
+    return max(0.0, float(mean - beta * middle)), beta

@@ -139,7 +139,7 @@ class DataParallelLearner(SingleLearner):
         self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
         self.speaking = Buffers(self.model)
         how = strategy.how(seed)
-        self.reducer = Reducer(list(self.model.parameters()), self.group, how, self._tail_length, self._tail_numbers)
+        self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
         if how.compresses:
             self.part = lambda: {"compressors": self.reducer.state()["compressors"]}
         self.clock_offset = place.clock_offset
@@ -218,10 +218,10 @@ class DataParallelLearner(SingleLearner):
             self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), self.step + 1)
         return losses, int(numbers[0])
 
-    def _tail_length(self, messages: int) -> int:
+    def tail_length(self, messages: int) -> int:
         return elements_in_step(0, 0, self.group.size, len(self.speaking), messages)
 
-    def _tail_numbers(self, entered: Sequence[float]) -> list[float]:
+    def tail_numbers(self, entered: Sequence[float]) -> list[float]:
         """Each is written by one rank and zero elsewhere, so that the sum is what was written.
 
         A time is split into whole seconds and the rest, which float32 holds to less than a microsecond; that of an
@@ -235,6 +235,10 @@ class DataParallelLearner(SingleLearner):
         earlier[rank * count : (rank + 1) * count] = [now - at if at else 0.0 for at in entered[:count]]
         changed = self.speaking.changed() if rank == 0 else [False] * len(self.speaking)
         return [float(self._asked) if rank == 0 else 0.0, *per_rank, *earlier, *map(float, changed)]
+
+    def backward_begins(self) -> None:
+        """`backward` says so itself."""
+        self.reducer.begin()
 
     def _clip(self) -> None:
         if self.strategy.clip_norm is not None:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.group import Group
+from dure.collectives.roll_call import watched
 from dure.parallel.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.reducer import Reducer, check_alike
 from dure.parallel.speaker import Buffers
@@ -75,7 +76,7 @@ class DistributedDataParallel(nn.Module):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("the module has no trainable parameter, so there is nothing to average")
         self.module = module
-        self.group = Group.of(process_group)
+        self.group = watched(process_group)
         self.find_unused_parameters = find_unused_parameters
         everything = [*module.parameters(), *module.buffers()]
         check_alike(everything, self.group)
@@ -85,9 +86,7 @@ class DistributedDataParallel(nn.Module):
         self._steps = 0
         self._joining, self._here, self._divides_by_those_here = False, True, False
         self._out = [False] * self.group.size  # the ranks that have run out of data
-        self.reducer = Reducer(
-            list(module.parameters()), self.group, how, self._tail_length, self._tail_numbers, self._begin
-        )
+        self.reducer = Reducer(list(module.parameters()), self.group, how, self)
 
     @property
     def hidden_share(self) -> float | None:
@@ -122,9 +121,9 @@ class DistributedDataParallel(nn.Module):
     def _outputs_reached(self, gradient: Tensor) -> None:
         """Backward begins here; a checkpoint inside begins another, whose end is not the end."""
         if not self.reducer.active and self.reducer.enabled:
-            self._begin()
+            self.backward_begins()
 
-    def _begin(self) -> None:
+    def backward_begins(self) -> None:
         self.reducer.begin()
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
@@ -161,10 +160,10 @@ class DistributedDataParallel(nn.Module):
         unused = ", ".join(names[id(self.reducer.parameters[index])] for index in sorted(self.reducer.missing))
         return f"rank {self.group.rank} did not use {unused} in this step, which find_unused_parameters=True allows"
 
-    def _tail_length(self, messages: int) -> int:
+    def tail_length(self, messages: int) -> int:
         return 0 if self.reducer.how.static else self.group.size + len(self._speaking)
 
-    def _tail_numbers(self, entered: Sequence[float]) -> list[float]:
+    def tail_numbers(self, entered: Sequence[float]) -> list[float]:
         if self.reducer.how.static:
             return []
         out = [0.0] * self.group.size

@@ -72,8 +72,3 @@ def as_dense(gradient: Tensor) -> Tensor:
             "inner derivative by torch.autograd.grad, and call backward once, without create_graph"
         )
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def unwritten_zeros(parameter: Tensor) -> Tensor:
-    """What a rank adds that has no gradient."""
-    return torch.zeros_like(parameter, requires_grad=False)

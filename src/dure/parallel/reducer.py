@@ -16,24 +16,20 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dure.collectives.all_reduce import all_reduce
-from dure.collectives.compression import Compressor
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 from dure.parallel.buckets import LIMIT, Kind, Plan, filled
-from dure.parallel.gradients import Flat, as_dense, flat_view, unwritten_zeros
 from dure.parallel.how import How, bits_follow_the_plan, way_of
+from dure.parallel.messages import Messages
 from dure.parallel.trials import Trials
-from dure.randomness import derive
 from dure.record.meter import Counters
 
 
@@ -45,31 +41,39 @@ class Transfer(NamedTuple):
     end: float
 
 
-class Reducer:
-    """The gradients of `parameters` over the ranks of `group`; all ranks make it together.
+class Owner(Protocol):
+    """Who has a reducer. It is not kept alive by it."""
 
-    tail_length: how many numbers the owner sends, as a function of the messages of a step; tail_numbers: these numbers,
-    asked for when the last message leaves, given when each earlier one was entered here (0 if it was not yet).
-    begins: called at the first gradient of a backward pass that the owner has not announced by `begin`.
-    """
+    def tail_length(self, messages: int) -> int:
+        """How many numbers it sends along, where a step has so many messages."""
+
+    def tail_numbers(self, entered: Sequence[float]) -> Sequence[float]:
+        """These numbers; asked for when the last message leaves.
+
+        entered: when this rank's all-reduce of each message began, in seconds of `time.perf_counter`; 0 if it has not.
+        """
+
+    def backward_begins(self) -> None:
+        """The first gradient of a backward pass that was not announced by `Reducer.begin`."""
+
+
+class Reducer:
+    """The gradients of `parameters` over the ranks of `group`; all ranks make it together."""
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         group: Group,
         how: How,
-        tail_length: Callable[[int], int] = lambda messages: 0,
-        tail_numbers: Callable[[Sequence[float]], Sequence[float]] = lambda entered: (),
-        begins: Callable[[], None] = lambda: None,
+        owner: Owner,
     ) -> None:
         self.all_parameters, self.group, self.how = list(parameters), group, how
-        self._tail_length, self._tail_numbers, self._begins = tail_length, tail_numbers, begins
+        self._owner = weakref.ref(owner)
         self.enabled = True
         self.active = False
         self.next = 0
         self.hidden = Counters()
         self.order: list[int] | None = None  # as learned or restored
-        self.compressors: list[Compressor] = []
         self._restored: list[Mapping[str, Any]] = []
         self._hooks: list[Any] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -88,10 +92,16 @@ class Reducer:
             for index, parameter in enumerate(self.parameters)
         ]
         self.way = way_of(self.how, self.group, self.kinds)
-        self.plan: Plan | None = None
+        self.messages: Messages | None = None
         self._times = [1] * len(self.parameters)
         self._used: list[bool] | None = None
         self._trials: Trials | None = None
+
+    @property
+    def owner(self) -> Owner:
+        owner = self._owner()
+        assert owner is not None
+        return owner
 
     def check_parameters(self) -> None:
         """Learns the plan anew if parameters were frozen or unfrozen since. All ranks have to do that alike."""
@@ -122,32 +132,30 @@ class Reducer:
         self._ready_at = [0.0] * len(self.parameters)
         self._count = [0] * len(self.parameters)
         self.missing: dict[int, Tensor] = {}
-        if self.plan is not None:
-            self._entered = [0.0] * self._messages
-            self._waiting = [len(bucket.members) for bucket in self.plan.buckets]
+        if self.messages is not None:
+            self._entered = [0.0] * self.messages.count
+            self._waiting = [len(bucket.members) for bucket in self.messages.plan.buckets]
 
     def is_there(self, index: int) -> None:
         """A gradient was accumulated; called by the hook of its parameter."""
         if not self.active:
             if not self.enabled:
                 return
-            self._begins()
-            if not self.active:
-                self.begin()
+            self.owner.backward_begins()
         self._count[index] += 1
-        if self.plan is None or self._count[index] != self._times[index]:
+        messages = self.messages
+        if messages is None or self._count[index] != self._times[index]:
             self._other_than_learned(index)
             return
         self._ready_at[index] = time.perf_counter()
-        bucket = self._bucket_of[index]
-        self._waiting[bucket] -= 1
+        self._waiting[messages.bucket_of[index]] -= 1
         if self.way != "after":
-            while self.next < len(self.plan.buckets) and self._waiting[self.next] == 0:
+            while self.next < len(self._waiting) and self._waiting[self.next] == 0:
                 self._leave(self.next)
 
     def _other_than_learned(self, index: int) -> None:
         """In the first pass the order is noted; checkpoints that run backward inside backward count several times."""
-        if self.plan is None:
+        if self.messages is None:
             self._finished.append(index)
             self._ready_at[index] = time.perf_counter()
         elif self._count[index] > self._times[index]:
@@ -165,15 +173,17 @@ class Reducer:
         """
         self.computed = time.perf_counter()
         self.active = False
-        if self.plan is None:
+        if self.messages is None:
             self._learn()
-        while self.next < self._messages:
+        messages = self.messages
+        assert messages is not None
+        while self.next < messages.count:
             self._leave(self.next)
         for handle in self._handles:
             handle.wait()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
-        self.numbers = self._arrived()
+        self.numbers = self._arrived(messages)
         if self._trials is not None:
             self._try()
 
@@ -191,17 +201,17 @@ class Reducer:
 
     # What leaves.
 
-    @torch.no_grad()
     def _leave(self, number: int) -> None:
         """Message `number` of the plan leaves."""
-        assert self.plan is not None
+        messages = self.messages
+        assert messages is not None
         self.next = number + 1
-        views, flat = self._collect(number) if number < len(self.plan.buckets) else ([], self._flats[-1].whole)
-        if self.next == self._messages and len(self._tail):
-            used = [index not in self.missing for index in range(self._flags)]
-            numbers = [*self._tail_numbers(self._entered), *map(float, used)]
-            self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
-        transfer = partial(self._transfer, number, flat, views)
+        flat, views, missing = messages.fill(number)
+        self.missing.update(missing)
+        if self.next == messages.count and len(messages.tail):
+            used = [float(index not in self.missing) for index in range(self._flags)]
+            messages.write_tail([*self.owner.tail_numbers(self._entered), *used])
+        transfer = partial(self._transfer, messages, number, flat, views)
         if self.way != "beside" or self.group.size == 1:
             transfer()
             return
@@ -214,56 +224,14 @@ class Reducer:
         with torch.cuda.stream(stream):
             self._handles.append(self.group.perform(name, transfer, flat, True))  # type: ignore[arg-type]
 
-    def _transfer(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
+    def _transfer(self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
         self._entered[number] = start = time.perf_counter()
-        compressor = self.compressors[number] if views and self.compressors else None
-        if compressor is None:
-            all_reduce(flat, self.group, self.how.algorithm, self.how.op)
-        else:
-            compressor.all_reduce(views, self.group, self.how.algorithm)
-            if self.how.op == "avg":
-                torch._foreach_div_(list(views), self.group.size)
+        messages.sum(number, flat, views)
         self.transfers.append(Transfer(number, start, time.perf_counter()))
 
-    def _collect(self, number: int) -> tuple[list[Tensor], Tensor]:
-        """The gradients of a bucket in their places, and all of them as one flat tensor."""
-        assert self.plan is not None
-        bucket, flat = self.plan.buckets[number], self._flats[number]
-        if bucket.alone:
-            gradient = self._alone(bucket.members[0])
-            return [gradient], flat_view(gradient)
-        sources, targets = [], []
-        for index, view in zip(bucket.members, flat.views, strict=True):
-            parameter = self.parameters[index]
-            found = parameter.grad
-            if found is view:
-                continue
-            if found is None:
-                self.missing[index] = view.zero_()
-                continue
-            sources.append(as_dense(found))
-            targets.append(view)
-            parameter.grad = view
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return flat.views, flat.whole
-
-    def _alone(self, index: int) -> Tensor:
-        """A gradient that is summed where it lies."""
-        parameter = self.parameters[index]
-        if parameter.grad is None:
-            self.missing[index] = unwritten_zeros(parameter)
-            return self.missing[index]
-        gradient = as_dense(parameter.grad)
-        if gradient.stride() != parameter.stride():
-            gradient = torch.empty_like(parameter).copy_(gradient)
-        if gradient is not parameter.grad:
-            parameter.grad = gradient
-        return gradient
-
-    def _arrived(self) -> list[float]:
+    def _arrived(self, messages: Messages) -> list[float]:
         """Gives the sums to parameters that only others have used; returns the owner's numbers."""
-        numbers: list[float] = self._tail.tolist()
+        numbers: list[float] = messages.tail.tolist()
         used = numbers[len(numbers) - self._flags :] if self._flags else self._used
         for index, gradient in self.missing.items():
             if used is None or used[index]:
@@ -295,34 +263,13 @@ class Reducer:
 
     def _take(self, plan: Plan) -> None:
         """Follows `plan` from now on."""
-        if self.how.compresses:
-            plan = replace(plan, carries=False)
-        self.plan = plan
         self._flags = 0 if self.how.static else len(self.parameters)
-        tail = self._tail_length(plan.messages()) + self._flags
-        self._messages = plan.messages(tail > 0)
-        self._flats = []
-        for number, bucket in enumerate(plan.buckets):
-            members = [self.parameters[index] for index in bucket.members]
-            carried = tail if plan.carries and number == len(plan.buckets) - 1 else 0
-            self._flats.append(Flat.of([] if bucket.alone else members, self.group, carried))
-        if not plan.carries:
-            device = self.kinds[0].device if self.kinds else torch.device("cpu")
-            self._flats.append(Flat.of([], self.group, tail, torch.float32, device))
-        whole = self._flats[-1].whole
-        self._tail = whole[len(whole) - tail :]
-        self._bucket_of = {index: number for number, bucket in enumerate(plan.buckets) for index in bucket.members}
-        self._entered = [0.0] * self._messages
+        carries = plan.carries and not self.how.compresses
+        tail = self.owner.tail_length(len(plan.buckets) + (not carries)) + self._flags
+        self.messages = Messages(plan, self.parameters, self.group, self.how, tail, self._restored)
+        self._restored = []
+        self._entered = [0.0] * self.messages.count
         self._waiting = [0] * len(plan.buckets)
-        self.compressors = []
-        if self.how.compresses:
-            for number, bucket in enumerate(plan.buckets):
-                like = [self.parameters[index].detach() for index in bucket.members]
-                seed = derive(self.how.seed, "compression of gradients", number)
-                self.compressors.append(self.how.compression.compressor(like, seed))
-            for compressor, state in zip(self.compressors, self._restored, strict=False):
-                compressor.restore(state)
-            self._restored = []
 
     def _try(self) -> None:
         """One more trial; at the end rank 0 chooses the plan from what all have measured."""
@@ -358,15 +305,15 @@ class Reducer:
         self.hidden.communication_seconds += meter.counters.communication_seconds - shown
 
     def lengths(self) -> list[int]:
-        """Elements of each message of a step, once the plan is known."""
-        assert self.plan is not None
-        return self.plan.lengths(self.kinds, len(self._tail))
+        """Elements of each message of a step; empty until the first one is through."""
+        return self.messages.lengths() if self.messages is not None else []
 
     # What goes on elsewhere.
 
     def state(self) -> dict[str, Any]:
         """What makes the sums of the next steps: the order of gradients, and what compressors remember."""
-        return {"order": self.order, "compressors": [compressor.state() for compressor in self.compressors]}
+        compressors = self.messages.compressors if self.messages is not None else []
+        return {"order": self.order, "compressors": [compressor.state() for compressor in compressors]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`, of a reducer that has not summed anything yet."""
@@ -375,7 +322,7 @@ class Reducer:
 
 def _is_there(reducer: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
     alive = reducer()
-    if alive is not None:
+    if alive is not None and alive._owner() is not None:
         alive.is_there(index)
 
 
@@ -387,4 +334,6 @@ def check_alike(parameters: Sequence[Tensor], group: Group) -> None:
     others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]
     if others:
         names = ", ".join(map(str, others))
-        raise ValueError(f"rank {names} trains other parameters than rank 0: shapes, dtypes, or what is frozen differ")
+        raise ValueError(
+            f"rank {names} has other parameters or buffers than rank 0: their shapes and dtypes have to be the same"
+        )

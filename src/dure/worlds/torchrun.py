@@ -1,9 +1,9 @@
 """The ranks that torchrun has started, on one machine or many: `torchrun --nnodes … -m dure train …`.
 
 Every rank runs the same command; rank 0 writes the run folder and shows progress. There is no supervisor of ours:
-when a rank is lost the others find out by themselves (`dure.collectives.roll_call`), and torchrun ends the job or starts
-it again with the ranks that are left. A job that may be started again is elastic: its run goes on from the folder's newest
-checkpoint (`dure.train`), whoever is rank 0 now.
+when a rank is lost the others find out by themselves (`dure.collectives.roll_call`), and torchrun ends the job or
+starts it again with the ranks that are left. A job that may be started again is elastic: its run goes on from the
+folder's newest checkpoint (`dure.train`), whoever is rank 0 now.
 
 torchrun tells ranks by SIGTERM to make way, when another machine joins or this one leaves. Whichever rank is told, all
 end after the same step and rank 0 writes a checkpoint, so nothing is lost.

@@ -1,0 +1,115 @@
+"""The messages of a step: what a plan's buckets hold in memory, how they are filled and summed, and the tail.
+
+Gradients of a flat bucket are copied into its buffer, in one go, and become views of it; if the user keeps them from
+step to step, autograd adds to the views and nothing is copied. A gradient that travels alone stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.all_reduce import all_reduce
+from dure.collectives.compression import Compressor
+from dure.collectives.group import Group
+from dure.parallel.buckets import Kind, Plan
+from dure.parallel.gradients import Flat, as_dense, flat_view
+from dure.parallel.how import How
+from dure.randomness import derive
+
+
+class Messages:
+    """The messages of `plan`, for the gradients of `parameters`.
+
+    tail: numbers behind them. remembered: states of the compressors, where a run goes on.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        how: How,
+        tail: int,
+        remembered: Sequence[Mapping[str, object]] = (),
+    ) -> None:
+        if how.compresses:  # the tail is exact
+            plan = replace(plan, carries=False)
+        self.plan, self.parameters, self.group, self.how = plan, parameters, group, how
+        self.kinds = [Kind.of(parameter) for parameter in parameters]
+        self.count = plan.messages(tail > 0)
+        self.bucket_of = {index: number for number, bucket in enumerate(plan.buckets) for index in bucket.members}
+        self._flats = []
+        for number, bucket in enumerate(plan.buckets):
+            members = [parameters[index] for index in bucket.members if not bucket.alone]
+            self._flats.append(Flat.of(members, group, tail if plan.carries and number == len(plan.buckets) - 1 else 0))
+        if not plan.carries:
+            device = self.kinds[0].device if self.kinds else torch.device("cpu")
+            self._flats.append(Flat.of([], group, tail, torch.float32, device))
+        self.tail = self._flats[-1].whole[len(self._flats[-1].whole) - tail :]
+        self.compressors = [self._compressor(number) for number in range(len(plan.buckets) if how.compresses else 0)]
+        for compressor, state in zip(self.compressors, remembered, strict=False):
+            compressor.restore(state)
+
+    def _compressor(self, number: int) -> Compressor:
+        like = [self.parameters[index].detach() for index in self.plan.buckets[number].members]
+        return self.how.compression.compressor(like, derive(self.how.seed, "compression of gradients", number))
+
+    def lengths(self) -> list[int]:
+        """Elements of each message."""
+        return self.plan.lengths(self.kinds, len(self.tail))
+
+    @torch.no_grad()
+    def fill(self, number: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
+        """The gradients of a message in their places: (all as one flat tensor, each, zeros for those that are missing).
+
+        The tail is left to be written.
+        """
+        flat = self._flats[number]
+        if number == len(self.plan.buckets):
+            return flat.whole, [], {}
+        bucket = self.plan.buckets[number]
+        if bucket.alone:
+            return self._fill_alone(bucket.members[0])
+        missing, sources, targets = {}, [], []
+        for index, view in zip(bucket.members, flat.views, strict=True):
+            parameter = self.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                missing[index] = view.zero_()
+            elif gradient is not view:
+                sources.append(as_dense(gradient))
+                targets.append(view)
+                parameter.grad = view
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return flat.whole, flat.views, missing
+
+    def _fill_alone(self, index: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            return flat_view(zeros), [zeros], {index: zeros}
+        gradient = as_dense(parameter.grad)
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient
+        return flat_view(gradient), [gradient], {}
+
+    def write_tail(self, numbers: Sequence[float]) -> None:
+        """Before the last message leaves."""
+        if numbers:
+            self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
+
+    def sum(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
+        """All-reduces a message that is filled."""
+        if not views or not self.compressors:
+            all_reduce(flat, self.group, self.how.algorithm, self.how.op)
+            return
+        self.compressors[number].all_reduce(views, self.group, self.how.algorithm)
+        if self.how.op == "avg":
+            torch._foreach_div_(list(views), self.group.size)
