@@ -15,7 +15,7 @@ import torch
 
 import dure
 from dure.cli import main
-from dure.report.page import command
+from dure.report.page import command, write_report
 from dure.report.read import read_run
 from small import small_task
 
@@ -126,7 +126,24 @@ def test_the_command_line_trains_resumes_and_repeats_it(tmp_path: Path, capsys: 
     assert line is not None
     assert "--world threads" in line
     assert main([*line.split()[1:], "--json", "--out", str(tmp_path / "b")]) == 0
-    assert main(["compare", "digits", "data-parallel,world=threads", "--workers", "2", "--steps", "2", "--json"]) == 0
+    assert '<span class="who">master<small>↑ ' in write_report([tmp_path / "b"], tmp_path / "report.html").read_text()
+    assert (
+        main(
+            [
+                "compare",
+                "digits",
+                "data-parallel,world=threads",
+                "--workers",
+                "2",
+                "--steps",
+                "2",
+                "--json",
+                "--out",
+                str(tmp_path / "c"),
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ class SingleWorker:
     def label(self) -> str:
         name = "gradient descent" if self.batch_size is None else "single worker"
         device = "" if self.device == "cpu" else f" on {self.device}"
-        return name + device + (f", {self.loaders} loaders" if self.loaders else "")
+        loaders = f", {self.loaders} loader{'' if self.loaders == 1 else 's'}" if self.loaders else ""
+        return name + device + loaders
 
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)

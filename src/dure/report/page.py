@@ -13,7 +13,7 @@ from dure.report.document import document, plotly_source, section, source
 from dure.report.parts import bar, legend, percents, swatch, world
 from dure.report.read import Run, Runs, Worker, number, read_runs
 from dure.report.table import table
-from dure.report.words import count, duration, escape
+from dure.report.words import count, duration, escape, size
 
 _BARS = 6
 
@@ -215,7 +215,7 @@ def _time_bars(runs: Sequence[Run]) -> str:
             continue
         longest = max(worker.total for _, worker in workers)
         rows = "".join(
-            f'<li><span class="who">{escape(name)}</span>{bar(worker, longest)}'
+            f'<li><span class="who">{escape(name)}{_moved(worker)}</span>{bar(worker, longest)}'
             f'<span class="much">{duration(worker.total)}<small>{percents(worker)}</small></span></li>'
             for name, worker in workers
         )
@@ -224,8 +224,18 @@ def _time_bars(runs: Sequence[Run]) -> str:
         )
     if not blocks:
         return ""
-    lead = f"{legend(charts.CATEGORIES[:3])}One bar a worker, to the scale of its run; seconds and shares at its right."
+    lead = (
+        f"{legend(charts.CATEGORIES[:3])}One bar a worker, to the scale of its run; seconds and shares at its right, "
+        "the bytes that it sent (↑) and received (↓) below its name."
+    )
     return section("time", "Where the time went", lead, f'<div class="grid">{"".join(blocks)}</div>')
+
+
+def _moved(worker: Worker) -> str:
+    """What passed through a worker: a master's bytes beside those of its workers."""
+    if not worker.sent and not worker.received:
+        return ""
+    return f"<small>↑ {size(worker.sent)} ↓ {size(worker.received)}</small>"
 
 
 def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
@@ -259,7 +269,7 @@ def _timelines(runs: Sequence[Run], timelines: Sequence[dict[str, Any]]) -> str:
         '<div class="chart" id="timeline" role="img" aria-label="Timeline of the chosen run"></div>'
         '<p class="aside" id="timeline-note" aria-live="polite"></p>'
     )
-    lead = f"{legend(charts.CATEGORIES)}One lane a rank, client or server, from the start of the run."
+    lead = f"{legend(charts.CATEGORIES)}One lane a rank, thread, client or server, from the start of the run."
     return section("timelines", "Timeline", lead, body)
 
 

@@ -39,12 +39,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank, client or server, and where its time went, in seconds."""
+    """One rank, thread, client or server: where its time went, in seconds, and the bytes that passed through it."""
 
     name: str
     compute: float
     communication: float
     idle: float
+    sent: float = 0.0
+    received: float = 0.0
 
     @property
     def total(self) -> float:
@@ -314,7 +316,11 @@ def _worker(raw: Mapping[str, Any]) -> Worker:
     def seconds(key: str) -> float:
         return max(number(raw.get(f"{key}_seconds")) or 0.0, 0.0)
 
-    return Worker(str(raw.get("name", "?")), seconds("compute"), seconds("communication"), seconds("idle"))
+    def moved(key: str) -> float:
+        return max(number(raw.get(f"bytes_{key}")) or 0.0, 0.0)
+
+    times = (seconds("compute"), seconds("communication"), seconds("idle"))
+    return Worker(str(raw.get("name", "?")), *times, moved("sent"), moved("received"))
 
 
 def _line_worker(name: str, line: Line) -> Worker:
