@@ -48,7 +48,8 @@ class Messages:
             self._flats.append(Flat.of(members, group, tail if plan.carries and number == len(plan.buckets) - 1 else 0))
         if not plan.carries:
             device = self.kinds[0].device if self.kinds else torch.device("cpu")
-            self._flats.append(Flat.of([], group, tail, torch.float32, device))
+            exact = torch.float64 if any(kind.dtype == torch.float64 for kind in self.kinds) else torch.float32
+            self._flats.append(Flat.of([], group, tail, exact, device))
         self.tail = self._flats[-1].whole[len(self._flats[-1].whole) - tail :]
         self.compressors = [self._compressor(number) for number in range(len(plan.buckets) if how.compresses else 0)]
         for compressor, state in zip(self.compressors, remembered, strict=False):
