@@ -2,7 +2,8 @@
 
 Three tables, all contenders of one side by side in one run, one thread a rank:
 
-    codecs      encode and decode the gradient of an MLP on the built-in digits; GB/s are of its float32 numbers
+    codecs      encode and decode the gradient of an MLP on the built-in digits; GB/s are its float32 numbers over the
+                thread's CPU time
     sums        that gradient, of another batch on each rank, all-reduced by every compression and by torch's own hooks
                 (fp16_compress, bf16_compress, PowerSGD of rank 2) on the same groups: gloo, and backend dure
     training    a small MLP on the digits, each batch divided over the ranks: loss, accuracy and bytes at the end
@@ -79,13 +80,13 @@ def gradient(width: int, rank: int) -> list[Tensor]:
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """The median of several calls, after one that is not timed."""
+    """CPU seconds of this thread, the median of several calls after one that is not timed."""
     call()
     samples = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = time.thread_time()
         call()
-        samples.append(time.perf_counter() - started)
+        samples.append(time.thread_time() - started)
     return statistics.median(samples)
 
 

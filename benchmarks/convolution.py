@@ -300,13 +300,14 @@ def measured(rounds: int, batch: int, only: Sequence[str]) -> JSON:
     for device, threads in settings:
         torch.set_num_threads(threads)
         name = torch.cuda.get_device_name() if device.type == "cuda" else f"{threads} thread" + "s" * (threads > 1)
-        show(f"{name}: peak {peak(device):.0f} GFLOP/s; GFLOP/s forward/backward")
+        best = peak(device)
+        show(f"{name}: peak {best:.0f} GFLOP/s; GFLOP/s forward/backward")
         rows = []
         for layer in layers():
             if not only or layer.sweep in only:
                 rows.append(measure(layer, device, rounds))
                 show(line(rows[-1]))
-        result["devices"].append({"device": name, "peak_gflops": peak(device), "layers": rows})
+        result["devices"].append({"device": name, "peak_gflops": best, "layers": rows})
     torch.set_num_threads(1)
     result["shares"] = [shares(name, batch, 10) for name in MODELS]
     return result
@@ -360,7 +361,7 @@ def ratios(device: JSON, sweeps: Sequence[str]) -> Panel:
 
 
 def memory(device: JSON) -> Panel:
-    rows = [row for row in device["layers"] if row["sweep"] in ("kernels", "strides")]
+    rows = [row for row in device["layers"] if row["sweep"] == "kernels" or row["stride"] > 1]
     names = [f"{row['k']}x{row['k']}, stride {row['stride']}" for row in rows]
     return bars(
         "Elements of the columns over those of the images", names, {"": [row["blow_up"] for row in rows]}, Axis("times")

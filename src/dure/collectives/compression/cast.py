@@ -42,10 +42,6 @@ class Cast(Compression):
         if self.dtype not in HALVES:
             raise ValueError(f"cast: the dtype is {' or '.join(HALVES)}, not {self.dtype!r}")
 
-    @property
-    def description(self) -> str:
-        return f"as {self.dtype}"
-
     def codec(self, bucket: Bucket) -> Codec:
         return PlainCodec(bucket, HALVES[self.dtype])
 

@@ -82,11 +82,6 @@ class Compression:
         """The text that `parse` reads: the name and the fields."""
         return write(self)
 
-    @property
-    def description(self) -> str:
-        """The compression in words, as reports show it."""
-        raise NotImplementedError
-
     def codec(self, bucket: Bucket) -> Codec:
         """What encodes the bucket. Raises ValueError where only ranks together can compress."""
         raise NotImplementedError

@@ -25,10 +25,6 @@ class NoCompression(Compression):
 
     name: ClassVar[str] = "none"
 
-    @property
-    def description(self) -> str:
-        return "no compression"
-
     def codec(self, bucket: Bucket) -> Codec:
         return PlainCodec(bucket, bucket.dtype)
 

@@ -35,10 +35,6 @@ class OneBit(Compression):
     name: ClassVar[str] = "one-bit"
     remembers: ClassVar[bool] = True
 
-    @property
-    def description(self) -> str:
-        return "signs and two means a column, error feedback"
-
     def codec(self, bucket: Bucket) -> Codec:
         return OneBitCodec(bucket)
 

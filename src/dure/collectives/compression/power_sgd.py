@@ -62,10 +62,6 @@ class PowerSGD(Compression):
         if self.start_after < 0:
             raise ValueError(f"power-sgd: it starts after 0 calls or more, not {self.start_after}")
 
-    @property
-    def description(self) -> str:
-        return f"rank {self.rank}, error feedback"
-
     def codec(self, bucket: Bucket) -> Codec:
         raise ValueError(
             "power-sgd: only ranks together make its factors; to send to somebody, take another compression"

@@ -54,10 +54,6 @@ class QSGD(Compression):
         """Bits a number: ⌈log2(2 · levels + 1)⌉."""
         return (2 * self.levels).bit_length()
 
-    @property
-    def description(self) -> str:
-        return f"{self.bits} bits, rounded at random in buckets of {self.bucket}"
-
     def codec(self, bucket: Bucket) -> Codec:
         return QSGDCodec(bucket, self)
 

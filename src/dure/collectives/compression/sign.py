@@ -32,10 +32,6 @@ class Sign(Compression):
     name: ClassVar[str] = "sign"
     remembers: ClassVar[bool] = True
 
-    @property
-    def description(self) -> str:
-        return "signs and a mean magnitude a tensor, error feedback"
-
     def codec(self, bucket: Bucket) -> Codec:
         return SignCodec(bucket)
 

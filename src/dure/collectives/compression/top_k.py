@@ -47,16 +47,12 @@ class TopK(Compression):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"top-k: the ratio is above 0 and at most 1, not {self.ratio}")
 
-    @property
-    def description(self) -> str:
-        return f"the largest {100 * self.ratio:g} %, error feedback"
-
     def codec(self, bucket: Bucket) -> Codec:
         return TopKCodec(bucket, self.ratio)
 
 
 class TopKCodec:
-    """Payload: k numbers of the work dtype, largest or not in the order of their places; then the k places, int32."""
+    """Payload: the k numbers in the work dtype, in the order of their places; then the places, int32, ascending."""
 
     def __init__(self, bucket: Bucket, ratio: float) -> None:
         if bucket.n >= 2**31:
