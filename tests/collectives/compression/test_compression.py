@@ -15,7 +15,17 @@ from small_buckets import ALL, REMEMBERING, SHAPES, Shape, bucket, error_of, joi
 from torch import Tensor
 
 from dure.collectives import Group
-from dure.collectives.compression import COMPRESSIONS, Cast, Compression, NoCompression, PowerSGD, TopK, parse
+from dure.collectives.compression import (
+    COMPRESSIONS,
+    Cast,
+    Compression,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    TopK,
+    parse,
+)
+from dure.collectives.compression.gathered import carrier
 from dure.flags import parse_flags
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.strategies import _plain, _typed
@@ -161,6 +171,21 @@ def test_it_is_the_same_whether_tensors_lie_together_apart_or_transposed(compres
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[0], flat)
+
+
+def test_what_is_gathered_goes_by_the_backend_where_the_choice_is_automatic_and_the_backend_made_for_it() -> None:
+    def program(place: Place) -> tuple[list[str], bool]:
+        tensors = bucket(place.group.rank, 0)
+        groups = [place.group, Group(dist.new_group(backend="dure"))]
+        carriers = [carrier("auto", group, torch.empty(9, dtype=torch.uint8)) for group in groups]
+        sums = []
+        for group in groups:
+            copies = [tensor.clone() for tensor in tensors]
+            OneBit().compressor(tensors, 0).all_reduce(copies, group, "auto")
+            sums.append(joined(copies))
+        return carriers, torch.equal(*sums)
+
+    assert on_ranks(2, program) == [(["one_shot", "native"], True)] * 2
 
 
 def test_a_group_of_torch_will_do_and_a_call_may_run_beside_the_program() -> None:

@@ -37,7 +37,8 @@ class Compressor(Protocol):
 
         tensors: of the shapes and the dtype that the compressor was made for; all ranks call it together.
         algorithm: what carries the bytes. A compression whose ranks' bytes are gathered takes `ring` and `native` as
-        they are, and for all others sends directly to everybody; the bytes are the same.
+        they are, `auto` as `native` on a backend that is made for the device, and for all others sends directly to
+        everybody; the bytes are the same.
 
         A number that is not finite on any rank arrives as one on all ranks, and error feedback is then left as it was.
         Raises ValueError for other tensors than expected; PeerLostError if a rank is lost.

@@ -9,11 +9,12 @@ own encoding is approximate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from dure.collectives import auto
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression.error_feedback import ErrorFeedback
@@ -21,6 +22,15 @@ from dure.collectives.group import Group
 
 if TYPE_CHECKING:
     from dure.collectives.compression.compression import Codec
+
+
+def carrier(algorithm: Algorithm, group: Group, payload: Tensor) -> Literal["ring", "one_shot", "native"]:
+    """The all-gather that stands for an all-reduce by `algorithm`."""
+    if algorithm == "ring" or algorithm == "native":
+        return algorithm
+    kind = payload.device.type
+    made_for_it = auto.choose(len(payload), group.size, backend=group.backend(payload.device), device=kind) == "native"
+    return "native" if algorithm == "auto" and made_for_it else "one_shot"
 
 
 class GatheredCompressor:
@@ -46,8 +56,7 @@ class GatheredCompressor:
         vector = bucket.vector(tensors)
         corrected = vector if self.feedback is None else self.feedback.corrected(vector)
         codec.encode(corrected, self.payload, self.seed, (self.calls, group.rank))
-        carrier = algorithm if algorithm in ("ring", "native") else "one_shot"
-        payloads = all_gather(self.payload, group, carrier)
+        payloads = all_gather(self.payload, group, carrier(algorithm, group, self.payload))
         self.calls += 1
         if self.feedback is not None and all(map(codec.is_finite, payloads)):
             codec.add(self.payload, corrected, -1)
