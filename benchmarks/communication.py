@@ -5,11 +5,11 @@ Every system of dure's catalogue trains the same model on the same number of sam
 set beside the formula of the system's leading term, without tails and padding. Time is measured with --ranks workers,
 in rounds in which each system runs once, beginning with another one each time; shares are medians over the rounds.
 
-    python benchmarks/communication.py --out docs/images > benchmarks/results/communication.json
+    python benchmarks/communication.py --out docs/images --page docs/study-communication.md \\
+        > benchmarks/results/communication.json
     python benchmarks/communication.py --systems data-parallel local-sgd --quick
 
-A system of the catalogue that has no cases here runs as its defaults are, without a formula. --figures RESULT draws the
-figures of an earlier result.
+A system of the catalogue that has no cases here runs as its defaults are, without a formula.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from figures import Axis, Panel, bars, save
+from pages import fill, table
 from torch import nn
 from torch.nn import functional as F
 
@@ -397,6 +398,44 @@ def draw(result: JSON, out: Path) -> None:
     save(out / "communication-time.svg", f"{result['timed_with']} workers on two cores: what hides, who waits", panels)
 
 
+def describe(result: JSON, page: Path) -> None:
+    """The tables of the page."""
+    steps = result["steps_per_epoch"]
+
+    def one(row: JSON) -> list[str]:
+        sent = [value / steps / 1e6 for value in row["bytes_sent_per_epoch"]]
+        ratio, most = row["bytes_over_formula"], max(sent)
+        first = row["participants"][0] in ("master", "server")
+        workers = sent[1:] if first else sent
+        return [
+            row["label"],
+            row["what"],
+            row["formula"],
+            f"{statistics.fmean(workers):.3g}",
+            f"{most:.3g}"
+            + (f" ({row['participants'][sent.index(most)]})" if most > 1.01 * max(min(sent), 1e-9) else ""),
+            "" if ratio is None else f"{ratio:.4f}",
+            f"{max(row['messages_per_epoch']) / steps:.3g}",
+        ]
+
+    def other(row: JSON) -> list[str]:
+        time = row["time"]
+        shares = ("compute_share", "communication_share", "idle_share", "hidden_of_communication")
+        each = f"{time['seconds_per_epoch'] / steps * 1e3:.1f}"
+        uneven = f"{time['compute_of_busiest_over_mean']:.2f}"
+        return [row["label"], each, *(f"{time[share]:.0%}" for share in shares), uneven]
+
+    sent = ["system", "what travels", "elements that a worker sends", "MB a worker", "the busiest", "of the formula"]
+    times = ["system", "ms a step", "compute", "communication", "idle", "hidden", "busiest / mean compute"]
+    fill(
+        page,
+        {
+            "sent": table([*sent, "messages"], [one(row) for row in result["rows"]]),
+            "time": table(times, [other(row) for row in result["rows"] if row["time"] is not None]),
+        },
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", default=list(catalog.SYSTEMS), help="names of the catalogue")
@@ -406,15 +445,16 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="fewer epochs a run")
     parser.add_argument("--out", type=Path, help="folder for the figures")
-    parser.add_argument("--figures", type=Path, help="draw this result again and measure nothing")
+    parser.add_argument("--page", type=Path, help="the page whose tables to fill")
+    parser.add_argument("--result", type=Path, help="draw and describe this result again, and measure nothing")
     asked = parser.parse_args()
-    if asked.figures is not None:
-        draw(json.loads(asked.figures.read_text()), asked.out or Path())
-        return
-    result = measured(asked)
+    result = measured(asked) if asked.result is None else json.loads(asked.result.read_text())
     if asked.out is not None:
         draw(result, asked.out)
-    json.dump(result, sys.stdout)
+    if asked.page is not None:
+        describe(result, asked.page)
+    if asked.result is None:
+        json.dump(result, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ Besides: the variance of batch gradients at three points of the way against sigm
 batches drawn without replacement, and the noise scale tr(Sigma)/|G|^2, the batch size beyond which steps stop getting
 fewer in proportion (McCandlish et al. 2018); beside it the critical batch size of a fit of S(B) = S_min * (1 + B_c/B).
 
-    python benchmarks/gradient_descent.py --data DIR --out docs/images > benchmarks/results/gradient_descent.json
+    python benchmarks/gradient_descent.py --data DIR --out docs/images --page docs/study-gradient-descent.md \\
+        > benchmarks/results/gradient_descent.json
 
 Two tasks: digits (64-200-200-10, 1,437 examples), and the first 5,000 examples of MNIST (784-200-200-10) if --data
-names the folder of its files. --figures RESULT draws the figures of an earlier result. Curves are the best so far, as
-steps to a target are counted.
+names the folder of its files. Curves are the best so far, as steps to a target are counted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from figures import NEUTRAL, Axis, Curve, bars, lines, save
+from pages import fill, table
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -378,17 +379,60 @@ def draw_costs(one: dict[str, Any], out: Path) -> None:
     save(out / f"gradient-descent-{one['task']}-costs.svg", title, [steps, rates, variance, costs])
 
 
+def describe(result: dict[str, Any], page: Path) -> None:
+    """The tables of the page."""
+    blocks = {}
+    for one in result["tasks"]:
+        rows = [
+            [
+                name_of(row),
+                f"{row['rate']:g}",
+                f"{row['steps']:,.0f}",
+                f"{row['epochs']:,.2f}",
+                f"{row['operations'] / 1e9:.3g} G",
+                f"{row['seconds']:.2f}",
+                f"{row['microseconds_per_example']:.1f}",
+                row["reached"].replace(" seeds", ""),
+            ]
+            for row in one["rows"]
+        ]
+        head = ["batch", "best rate", "steps", "epochs", "operations", "seconds", "µs an example", "seeds there"]
+        blocks[f"{one['task']}-costs"] = table(head, rows)
+        fitted = one["fit"]
+        noises = [
+            [
+                f"after {when['epochs']} epochs" if when["epochs"] else "at the start",
+                f"{when['gradient_norm_squared']:.3g}",
+                f"{when['trace']:.3g}",
+                f"{when['noise_scale']:.0f}",
+            ]
+            for when in one["gradients"]
+        ]
+        noises.append(["critical batch size of the fit", "", "", f"{fitted['critical_batch']:.0f}"])
+        head = ["", "squared norm of the gradient", "trace of the covariance", "noise scale, examples"]
+        blocks[f"{one['task']}-noise"] = table(head, noises)
+    fill(page, blocks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of MNIST's four IDX files; without it digits alone")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="three batch sizes, targets that are reached soon")
     parser.add_argument("--out", type=Path, help="folder for the figures")
-    parser.add_argument("--figures", type=Path, help="draw this result again and measure nothing")
+    parser.add_argument("--page", type=Path, help="the page whose tables to fill")
+    parser.add_argument("--result", type=Path, help="draw and describe this result again, and measure nothing")
     asked = parser.parse_args()
-    if asked.figures is not None:
-        draw(json.loads(asked.figures.read_text()), asked.out or Path())
-        return
+    result = measured_all(asked) if asked.result is None else json.loads(asked.result.read_text())
+    if asked.out is not None:
+        draw(result, asked.out)
+    if asked.page is not None:
+        describe(result, asked.page)
+    if asked.result is None:
+        json.dump(result, sys.stdout)
+
+
+def measured_all(asked: argparse.Namespace) -> dict[str, Any]:
     tasks = []
     for setting in settings(asked.data, asked.quick):
         rows = batch_sizes(setting, asked.seeds)
@@ -405,10 +449,7 @@ def main() -> None:
         )
     grid = [2.0**exponent for exponent in EXPONENTS]
     about = {"benchmark": "gradient_descent", "grid": grid, "seeds": asked.seeds, "threads": torch.get_num_threads()}
-    result = {**about, "torch": torch.__version__, "tasks": tasks}
-    if asked.out is not None:
-        draw(result, asked.out)
-    json.dump(result, sys.stdout)
+    return {**about, "torch": torch.__version__, "tasks": tasks}
 
 
 if __name__ == "__main__":
