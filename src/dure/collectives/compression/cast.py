@@ -70,7 +70,7 @@ class CastCompressor:
     def all_reduce(
         self,
         tensors: Sequence[Tensor],
-        group: Group | torch.distributed.ProcessGroup,
+        group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
         self.bucket.check(tensors)

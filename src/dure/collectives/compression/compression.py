@@ -30,7 +30,7 @@ class Compressor(Protocol):
     def all_reduce(
         self,
         tensors: Sequence[Tensor],
-        group: Group | torch.distributed.ProcessGroup,
+        group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
         """Replaces each tensor, in place, by an approximation of its sum over the ranks: the same bits on all ranks.

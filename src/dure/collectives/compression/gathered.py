@@ -47,7 +47,7 @@ class GatheredCompressor:
     def all_reduce(
         self,
         tensors: Sequence[Tensor],
-        group: Group | torch.distributed.ProcessGroup,
+        group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
         bucket, codec = self.codec.bucket, self.codec

@@ -82,7 +82,7 @@ class PlainCompressor:
     def all_reduce(
         self,
         tensors: Sequence[Tensor],
-        group: Group | torch.distributed.ProcessGroup,
+        group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
         self.bucket.check(tensors)

@@ -84,12 +84,14 @@ class QSGDCodec:
         norms, levels = numbers(payload[: self.split], vector.dtype), payload[self.split :]
         noise = Noise(derive(seed, "qsgd", *position), vector.dtype, vector.device)
         scratch = vector.new_empty(-(-min(self.step, len(vector)) // self.length), self.length)
+        whole = len(vector) // self.length * self.length
+        norms[: whole // self.length] = norms_of(vector[:whole].view(-1, self.length))
+        if whole < len(vector):
+            norms[-1:] = norms_of(vector[None, whole:])
+        units = torch.where(norms > 0, norms, 1) / self.levels
         for start, end, buckets in self._blocks():
             rows = self._rows(vector[start:end])
-            norm = norms_of(rows)
-            norms[buckets] = norm
-            unit = torch.where(norm > 0, norm, 1) / self.levels
-            exact = torch.div(rows, unit[:, None], out=scratch[: len(rows)]).view(-1)[: end - start]
+            exact = torch.div(rows, units[buckets, None], out=scratch[: len(rows)]).view(-1)[: end - start]
             exact.add_(noise.from_1_to_2(end - start)).floor_().add_(self.levels - 1)
             codes = exact.to(torch.int32).clamp_(0, 2 * self.levels).to(self.code)
             pack(codes, self.bits, levels[start * self.bits // 8 : packed_bytes(end, self.bits)])
