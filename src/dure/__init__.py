@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from dure.averaging.diloco import DiLoCo as DiLoCo
     from dure.averaging.local_sgd import LocalSGD as LocalSGD
     from dure.averaging.parallel_sgd import ParallelSGD as ParallelSGD
+    from dure.collectives.compression import QSGD as QSGD
+    from dure.collectives.compression import Cast as Cast
+    from dure.collectives.compression import NoCompression as NoCompression
+    from dure.collectives.compression import OneBit as OneBit
+    from dure.collectives.compression import PowerSGD as PowerSGD
+    from dure.collectives.compression import Sign as Sign
+    from dure.collectives.compression import TopK as TopK
     from dure.compare import Comparison as Comparison
     from dure.compare import compare as compare
     from dure.data.examples import Examples as Examples
@@ -47,6 +54,13 @@ if TYPE_CHECKING:
     from dure.worlds.torchrun import Torchrun as Torchrun
 
 _WHERE = {
+    "QSGD": "dure.collectives.compression",
+    "Cast": "dure.collectives.compression",
+    "NoCompression": "dure.collectives.compression",
+    "OneBit": "dure.collectives.compression",
+    "PowerSGD": "dure.collectives.compression",
+    "Sign": "dure.collectives.compression",
+    "TopK": "dure.collectives.compression",
     "compare": "dure.compare",
     "Comparison": "dure.compare",
     "Examples": "dure.data.examples",
