@@ -256,6 +256,22 @@ def test_every_rank_of_an_elastic_job_knows_that_it_makes_way(tmp_path: Path) ->
     assert (tmp_path / "run" / "checkpoint" / "00000001").is_dir()
 
 
+@pytest.mark.parametrize(("elastic", "saved"), [(True, [1, 2, 3, 4]), (False, [4])])
+def test_an_elastic_job_does_not_wait_for_an_evaluation_to_save(
+    elastic: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr("dure.drive.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("dure.drive.CHECKPOINT_SHARE", float("inf"))
+    monkeypatch.setattr(RunFolder, "save_checkpoint", lambda folder, step, parts: steps.append(step))
+    world = dure.Processes(1)
+    job, config = prepare(small_task(), dure.SingleWorker(8), world, dure.Stop(steps=4), seed=0, evaluate_every=100)
+    RunFolder.create(tmp_path / "run", config)
+    job = dataclasses.replace(job, folder=tmp_path / "run", elastic=elastic)
+    world.run(functools.partial(drive, job), print)
+    assert steps == saved
+
+
 def does_not_see_it(place: Place, job: Job) -> None:
     drive(job if place.group.rank == 0 else dataclasses.replace(job, folder=Path("elsewhere")), place)
 
