@@ -69,7 +69,7 @@ def usage() -> str:
     """The text of `dure --help`."""
 
     def listed(entries: dict[str, str]) -> str:
-        return "\n".join(f"  {name:<14} {summary}" for name, summary in entries.items())
+        return "\n".join(f"  {name:<15} {summary}" for name, summary in entries.items())
 
     systems = {name: summary for name, (_, _, summary) in catalog.SYSTEMS.items()}
     return USAGE.format(tasks=listed(catalog.TASKS), systems=listed(systems))

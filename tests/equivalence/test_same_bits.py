@@ -26,6 +26,8 @@ SYSTEMS: dict[str, Callable[[], tuple[object, object]]] = {
     "diloco": lambda: (dure.DiLoCo(20, 2), dure.Processes(2)),
     "admm": lambda: (dure.ADMM(20), dure.Processes(2)),
     "parallel-sgd": lambda: (dure.ParallelSGD(20), dure.Processes(2)),
+    "threads": lambda: (dure.DataParallel(20), dure.Threads(3)),
+    "layers-per-core": lambda: (dure.LayersPerCore(20, 3), dure.Threads(2)),
     "fed-avg": lambda: (dure.FedAvg(5, 0.6, 2, batch_size=4), dure.Simulated()),
 }
 

@@ -33,7 +33,7 @@ def test_a_thread_has_a_device_and_named_ones_are_taken_in_turn() -> None:
 @pytest.mark.skipif(CUDA, reason="there are CUDA devices here")
 def test_without_gpus_there_is_a_thread_a_core() -> None:
     assert dure.Threads().devices == ("cpu",) * max(2, len(os.sched_getaffinity(0)))
-    with pytest.raises(ValueError, match="there is no CUDA device here, .* on cuda:0: take cpu"):
+    with pytest.raises(ValueError, match=r"there is no CUDA device here, .* on cuda:0: take cpu"):
         dure.Threads(2, ("cuda:0",))
 
 
