@@ -276,7 +276,8 @@ def test_autocast_and_clipping_by_the_global_norm_work_as_on_one_process() -> No
     assert bits == other[2]
 
 
-def test_a_long_gradient_is_summed_where_it_lies() -> None:
+@pytest.mark.parametrize("backend", ["dure", "gloo"])
+def test_a_long_gradient_does_not_wait_for_small_ones(backend: Any) -> None:
     def program(place: Place) -> Any:
         def wide() -> nn.Module:
             torch.manual_seed(0)
@@ -287,7 +288,7 @@ def test_a_long_gradient_is_summed_where_it_lies() -> None:
         train(model, [part(batch, place) for batch in batches(2, 4)])
         return max(found), model.reducer.lengths()
 
-    for worst, lengths in on_ranks(2, program):
+    for worst, lengths in on_ranks(2, program, backend):
         assert worst < TOLERANCE
         assert lengths == [150_000, 300_000, 3 + 50_000 + 2 + 4], "two long ones; the rest, with the tail, in one"
 

@@ -10,8 +10,7 @@ order in which gradients finish:
               f(0) = 0,   f(j) = min over i < j of  max(f(i), r_j) + alpha + beta·(S_j - S_i)
               is the earliest end of the first j gradients, and f of all is what is sought
 
-A gradient that fills a bucket alone, and is long, stays where autograd has put it and is summed there: copying it would
-cost as much as summing it. All others become views of one flat buffer a bucket.
+A long gradient has a bucket to itself, and does not wait for small ones.
 
 Plans are the same on all ranks, and buckets leave in the order of the plan, whatever the order on a rank.
 
@@ -33,7 +32,7 @@ LIMIT = 1 << 20
 """Bytes of a bucket where nothing better is known."""
 
 LONG = 1 << 20
-"""Bytes from which on a gradient that has a bucket to itself is not copied."""
+"""Bytes from which on a gradient may have a bucket to itself."""
 
 CARRIERS = (torch.float32, torch.float64)
 """Dtypes of buckets that can carry the numbers behind the gradients, the tail."""
@@ -59,7 +58,7 @@ class Kind(NamedTuple):
 class Bucket:
     """Gradients that travel in one message. members: their indices, in the order in which they lie.
 
-    alone: it is one gradient, which stays where it is; otherwise they are views of a flat buffer.
+    alone: it is one long gradient.
     """
 
     members: tuple[int, ...]
@@ -98,8 +97,8 @@ class Plan:
 def filled(kinds: Sequence[Kind], order: Iterable[int], limit: int = LIMIT) -> Plan:
     """Buckets of one dtype and device that are closed as soon as they have `limit` bytes.
 
-    kinds: of all gradients. order: their indices, as they finish. What is left over at the end leaves last, and behind
-    all the bucket that can carry the tail.
+    kinds: of all gradients. order: their indices, as they finish. A long one has a bucket to itself. What is left over
+    at the end leaves last, and behind all the bucket that can carry the tail.
     """
     started: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     buckets: list[Bucket] = []

@@ -180,6 +180,7 @@ class DataParallelLearner(SingleLearner):
         forwarded = time.perf_counter()
         meter, step = self.group.meter, self.step + 1
         meter.compute("forward", started, forwarded, step)
+        self.reducer.look_at([loss])
         if self.reducer.enabled:
             self.reducer.begin()
         (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]

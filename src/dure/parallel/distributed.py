@@ -103,10 +103,11 @@ class DistributedDataParallel(nn.Module):
         if torch._C._current_graph_task_id() == -1:  # not a checkpoint that computes it once more, in a backward pass
             self._check_last_pass()
         outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled() and self.reducer.enabled:
-            for output in tree_leaves(outputs):
-                if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            found = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+            self.reducer.look_at(found)
+            for output in found if self.reducer.enabled else []:
+                output.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
         return outputs
 
     def _check_last_pass(self) -> None:

@@ -71,6 +71,11 @@ def bits_follow_the_plan(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
     return not (own and len(group.hosts()) <= 2)
 
 
+def shares_memory(group: Group, kinds: Sequence[Kind]) -> bool:
+    """Whether the ranks read each other's gradients from memory that they share."""
+    return len(group.hosts()) == 1 and all(group.backend(kind.device) == "dure" for kind in kinds)
+
+
 def way_of(how: How, group: Group, kinds: Sequence[Kind]) -> Overlap:
     """What `auto` means here. Ranks may differ in it."""
     if how.overlap != "auto":

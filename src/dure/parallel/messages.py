@@ -1,7 +1,9 @@
 """The messages of a step: what a plan's buckets hold in memory, how they are filled and summed, and the tail.
 
-Gradients of a flat bucket are copied into its buffer, in one go, and become views of it; if the user keeps them from
-step to step, autograd adds to the views and nothing is copied. A gradient that travels alone stays where it is.
+Gradients are copied into the flat buffer of their bucket, in one go, and become views of it, unless they were computed
+there (`dure.parallel.direct`). If the user keeps them from step to step, autograd adds to the views and nothing is
+copied. The buffers lie in shared memory where ranks share it; elsewhere a long gradient that travels alone stays where
+autograd has put it, since to copy it would help nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from dure.randomness import derive
 class Messages:
     """The messages of `plan`, for the gradients of `parameters`.
 
-    tail: numbers behind them. remembered: states of the compressors, where a run goes on.
+    tail: numbers behind them. shared: whether the ranks read each other's memory. remembered: states of compressors,
+    where a run goes on.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Messages:
         group: Group,
         how: How,
         tail: int,
+        shared: bool,
         remembered: Sequence[Mapping[str, object]] = (),
     ) -> None:
         if how.compresses:  # the tail is exact
@@ -44,7 +48,7 @@ class Messages:
         self.bucket_of = {index: number for number, bucket in enumerate(plan.buckets) for index in bucket.members}
         self._flats = []
         for number, bucket in enumerate(plan.buckets):
-            members = [parameters[index] for index in bucket.members if not bucket.alone]
+            members = [parameters[index] for index in bucket.members if shared or not bucket.alone]
             self._flats.append(Flat.of(members, group, tail if plan.carries and number == len(plan.buckets) - 1 else 0))
         if not plan.carries:
             device = self.kinds[0].device if self.kinds else torch.device("cpu")
@@ -73,7 +77,7 @@ class Messages:
         if number == len(self.plan.buckets):
             return flat.whole, [], {}
         bucket = self.plan.buckets[number]
-        if bucket.alone:
+        if not flat.views:
             return self._fill_alone(bucket.members[0])
         missing, sources, targets = {}, [], []
         for index, view in zip(bucket.members, flat.views, strict=True):
@@ -82,8 +86,9 @@ class Messages:
             if gradient is None:
                 missing[index] = view.zero_()
             elif gradient is not view:
-                sources.append(as_dense(gradient))
-                targets.append(view)
+                if gradient.is_sparse or gradient.requires_grad or gradient.data_ptr() != view.data_ptr():
+                    sources.append(as_dense(gradient))
+                    targets.append(view)
                 parameter.grad = view
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -100,6 +105,12 @@ class Messages:
         if gradient is not parameter.grad:
             parameter.grad = gradient
         return flat_view(gradient), [gradient], {}
+
+    def place_of(self, index: int) -> Tensor | None:
+        """Where a gradient leaves from; None if it leaves from where it is."""
+        number = self.bucket_of[index]
+        views = self._flats[number].views
+        return views[self.plan.buckets[number].members.index(index)] if views else None
 
     def write_tail(self, numbers: Sequence[float]) -> None:
         """Before the last message leaves."""

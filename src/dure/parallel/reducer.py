@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 from dure.parallel.buckets import LIMIT, Kind, Plan, filled
-from dure.parallel.how import How, bits_follow_the_plan, way_of
+from dure.parallel.direct import Direct
+from dure.parallel.how import How, bits_follow_the_plan, shares_memory, way_of
 from dure.parallel.messages import Messages
 from dure.parallel.trials import Trials
 from dure.record.meter import Counters
@@ -92,6 +93,8 @@ class Reducer:
             for index, parameter in enumerate(self.parameters)
         ]
         self.way = way_of(self.how, self.group, self.kinds)
+        self._shares_memory = shares_memory(self.group, self.kinds)
+        self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
         self.messages: Messages | None = None
         self._times = [1] * len(self.parameters)
         self._used: list[bool] | None = None
@@ -108,6 +111,15 @@ class Reducer:
         if self._trainable != [parameter.requires_grad for parameter in self.all_parameters]:
             self.order = None
             self._adopt()
+
+    def look_at(self, outputs: Iterable[Tensor]) -> None:
+        """Prepares the graph of a forward pass, so that long gradients are computed where they leave from."""
+        if self.messages is not None:
+            self._direct.prepare(outputs)
+
+    def _place_of(self, parameter: nn.Parameter) -> Tensor | None:
+        index = next(index for index, other in enumerate(self.parameters) if other is parameter)
+        return self.messages.place_of(index) if self.messages is not None else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -266,7 +278,7 @@ class Reducer:
         self._flags = 0 if self.how.static else len(self.parameters)
         carries = plan.carries and not self.how.compresses
         tail = self.owner.tail_length(len(plan.buckets) + (not carries)) + self._flags
-        self.messages = Messages(plan, self.parameters, self.group, self.how, tail, self._restored)
+        self.messages = Messages(plan, self.parameters, self.group, self.how, tail, self._shares_memory, self._restored)
         self._restored = []
         self._entered = [0.0] * self.messages.count
         self._waiting = [0] * len(plan.buckets)

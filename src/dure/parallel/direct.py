@@ -1,0 +1,105 @@
+"""Gradients of long weights, computed where they leave from.
+
+Autograd makes each gradient in memory of its own, and to copy it into its bucket takes as long as to sum it. The
+gradient of a linear layer's weight is one matrix product, gᵀx, and a product can be written anywhere: into the weight's
+place in its bucket, so that nothing is copied. Megatron-LM calls this gradient accumulation fusion.
+
+Nothing is changed in the graph. In the node that makes the product (found in the graph, once a forward pass) the matrix
+product is told where to write; all else goes its way: hooks, other contributions, which autograd adds, and the
+parameter, which takes the tensor as its gradient. Where any of it ends up elsewhere, it is copied as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WORTH_IT = 4 << 20
+"""Bytes from which on a copy takes longer than Python needs to look into a node."""
+
+PRODUCTS = ("AddmmBackward0", "MmBackward0")
+
+
+class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, the first matrix product of the place's shape is written there."""
+
+    def __init__(self, place: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place: Tensor | None = place
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = self.place
+        if function is torch.ops.aten.mm.default and place is not None:
+            one, other = args
+            if (one.shape[0], other.shape[1]) == place.shape and one.dtype == place.dtype:
+                self.place = None
+                return torch.ops.aten.mm.out(one, other, out=place.detach())  # a tensor of its own, which can be taken
+        return function(*args, **(kwargs or {}))
+
+
+class Direct:
+    """The long weights among `parameters`. place_of: where a parameter's gradient leaves from, if that is known."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], place_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+        self._place_of = place_of
+        self._weights = {
+            id(parameter): parameter
+            for parameter in parameters
+            if parameter.dim() == 2 and parameter.nbytes >= WORTH_IT and parameter.is_contiguous()
+        }
+        self._passes: dict[int, int] = {}
+
+    def prepare(self, outputs: Iterable[Tensor]) -> None:
+        """Looks for the products in the graph of a forward pass."""
+        if not self._weights or torch.compiler.is_compiling():
+            return
+        stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen: set[Any] = set(stack)
+        while stack:
+            node = stack.pop()
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+            if node.name() in PRODUCTS:
+                self._prepare(node)
+
+    def _prepare(self, node: Any) -> None:
+        for transposed, _ in node.next_functions:
+            if transposed is not None and transposed.name() == "TBackward0":
+                leaf = transposed.next_functions[0][0]
+                weight = self._weights.get(id(getattr(leaf, "variable", None)))
+                if weight is not None:
+                    self._watch(node, leaf, weight)
+
+    def _watch(self, node: Any, leaf: Any, weight: nn.Parameter) -> None:
+        entered: list[Into] = []
+
+        def before(gradients: Any) -> None:
+            place = self._place_for(leaf, weight)
+            if place is not None:
+                entered.append(Into(place).__enter__())  # type: ignore[no-untyped-call]
+
+        def after(gradients: Any, _: Any) -> None:
+            if entered:
+                entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+    def _place_for(self, leaf: Any, weight: nn.Parameter) -> Tensor | None:
+        """Where this pass may write: it is the weight's first product in it, and the gradient is for the weight."""
+        current = torch._C._current_graph_task_id()
+        if weight.grad is not None or torch.is_grad_enabled() or self._passes.get(id(weight)) == current:
+            return None
+        try:
+            if not torch._C._will_engine_execute_node(leaf):
+                return None
+        except RuntimeError:  # torch.autograd.grad asks for it
+            return None
+        self._passes[id(weight)] = current
+        return self._place_of(weight)
