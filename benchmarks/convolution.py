@@ -12,7 +12,8 @@ Side by side in one run, on 1 and 2 threads, and on a GPU where there is one:
 Five sweeps around one layer (a batch of 16, 32 to 32 channels, 28x28 pixels, 3x3 kernels, stride 1, padded to the same
 size): kernels, channels, batches, image sizes, strides; then the layers of the FedAvg CNN and of ResNet-8, and fully
 connected layers as a product, as native and as im2col convolutions whose kernel covers the image. Every contender's
-results are compared with native's in float64 before it is timed. Rounds are interleaved; medians. GFLOP/s count
+results are compared with native's in float64 before it is timed. Rounds are interleaved; medians. On one thread seconds
+are those of CPU time. GFLOP/s count
 2·Co·C·k²·oh·ow·B operations forward and twice as many backward. `peak` is the best matrix product of the same run.
 
 Then the steps of two models on 28x28 pixels (forward, backward, SGD): which share of parameters, of operations and of
@@ -161,28 +162,24 @@ def passes(name: str, run: Run) -> tuple[float, float]:
     """Seconds of a forward and a backward pass."""
     forward, leaves = run
     with only_fused() if name == "fused" else torch.enable_grad():
-        wait()
-        started = time.perf_counter()
+        started = clock(leaves[0].device)
         outputs = forward()
-        wait()
-        between = time.perf_counter()
+        between = clock(leaves[0].device)
         torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
-        wait()
-        return between - started, time.perf_counter() - between
+        return between - started, clock(leaves[0].device) - between
 
 
-def wait() -> None:
-    """GPUs work on behind the program's back."""
-    if torch.cuda.is_available():
+def clock(device: torch.device) -> float:
+    """Seconds: CPU time on one thread; otherwise of the clock on the wall, when a GPU has done what it was given."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def timed(call: Callable[[], object]) -> float:
-    wait()
-    started = time.perf_counter()
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    started = clock(device)
     call()
-    wait()
-    return time.perf_counter() - started
+    return clock(device) - started
 
 
 def check_that_all_agree(layer: Layer, device: torch.device) -> None:
@@ -208,7 +205,7 @@ def measure(layer: Layer, device: torch.device, rounds: int) -> JSON:
             for phase, seconds in zip(PHASES, passes(name, run), strict=True):
                 samples.setdefault(f"{name} {phase}", []).append(seconds)
         for name, call in made_of.items():
-            samples.setdefault(name, []).append(timed(call))
+            samples.setdefault(name, []).append(timed(call, device))
     return {
         **dataclasses.asdict(layer),
         "padding": layer.settings["padding"],
@@ -229,7 +226,7 @@ def peak(device: torch.device) -> float:
     n = 1024 if device.type == "cpu" else 8192
     matrix = torch.randn(n, n, device=device)
     torch.mm(matrix, matrix)
-    return 2e-9 * n**3 / min(timed(partial(torch.mm, matrix, matrix)) for _ in range(7))
+    return 2e-9 * n**3 / min(timed(partial(torch.mm, matrix, matrix), device) for _ in range(7))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -273,7 +270,7 @@ def shares(name: str, batch: int, steps: int) -> JSON:
     seconds = dict.fromkeys(KINDS, 0.0)
     for event in profile.key_averages():
         seconds[kind_of_operator(event.key)] += event.self_cpu_time_total * 1e-6 / steps
-    plain = statistics.median(timed(step) for _ in range(steps))
+    plain = statistics.median(timed(step, images.device) for _ in range(steps))
     return {"model": name, "batch": batch, "parameters": parameters, "flops": flops, "seconds": seconds, "step": plain}
 
 
@@ -288,18 +285,18 @@ def kind_of_operator(name: str) -> str:
     return KINDS[1] if any(word in name for word in ("addmm", "aten::mm", "linear", "addmmbackward")) else KINDS[2]
 
 
-def measured(rounds: int, batch: int, only: Sequence[str]) -> JSON:
+def measured(rounds: int, batch: int, threads: Sequence[int], only: Sequence[str]) -> JSON:
     result: JSON = {"benchmark": "convolution", "torch": torch.__version__, "cores": available_cores()}
     result |= {"rounds": rounds, "devices": []}
-    settings = [(torch.device("cpu"), threads) for threads in (1, 2) if threads <= available_cores()]
+    settings = [(torch.device("cpu"), number) for number in threads]
     if torch.cuda.is_available():
         settings.append((torch.device("cuda"), 1))
         torch.backends.cudnn.allow_tf32 = False  # the matrix products have float32's precision too
     else:
         show("no GPU here: its rows are left out")
-    for device, threads in settings:
-        torch.set_num_threads(threads)
-        name = torch.cuda.get_device_name() if device.type == "cuda" else f"{threads} thread" + "s" * (threads > 1)
+    for device, number in settings:
+        torch.set_num_threads(number)
+        name = torch.cuda.get_device_name() if device.type == "cuda" else f"{number} thread" + "s" * (number > 1)
         best = peak(device)
         show(f"{name}: peak {best:.0f} GFLOP/s; GFLOP/s forward/backward")
         rows = []
@@ -436,6 +433,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=64, help="of the steps whose shares are measured")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--sweeps", nargs="*", default=[], help="only these; all by default")
     parser.add_argument("--out", type=Path, help="folder for the figures")
     parser.add_argument("--figures", type=Path, help="draw this result again and measure nothing")
@@ -448,7 +446,7 @@ def main() -> None:
     if asked.tables is not None:
         print(tables(json.loads(asked.tables.read_text())))
         return
-    result = measured(asked.rounds, asked.batch, asked.sweeps)
+    result = measured(asked.rounds, asked.batch, asked.threads, asked.sweeps)
     json.dump(result, sys.stdout)
     if asked.out is not None:
         draw(result, asked.out)

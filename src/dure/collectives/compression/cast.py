@@ -27,6 +27,7 @@ from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.compression import Codec, Compression, Compressor
 from dure.collectives.compression.none import PlainCodec, elements_sent
 from dure.collectives.group import Group
+from dure.collectives.shared_memory.pool import empty_shared
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,8 +64,8 @@ class CastCompressor:
     """An all-reduce of the bucket in halves."""
 
     def __init__(self, bucket: Bucket, half: torch.dtype) -> None:
-        self.bucket = bucket
-        self.message = torch.empty(bucket.n, dtype=half, device=bucket.device)
+        self.bucket, self.half = bucket, half
+        self.message: Tensor | None = None
 
     @torch.no_grad()
     def all_reduce(
@@ -75,16 +76,20 @@ class CastCompressor:
     ) -> None:
         self.bucket.check(tensors)
         group = Group.of(group)
+        if self.message is None:
+            self.message = self._memory(group)
         vector = self.bucket.vector(tensors)
-        if self.message.dtype == torch.float16:
-            self.message.copy_(vector.div_(group.size))
-            all_reduce(self.message, group, algorithm)
-            vector.copy_(self.message).mul_(group.size)
-        else:
-            self.message.copy_(vector)
-            all_reduce(self.message, group, algorithm)
-            vector.copy_(self.message)
-        self.bucket.give_back(vector, tensors)
+        divided = self.half == torch.float16
+        self.message.copy_(vector.div_(group.size) if divided else vector)
+        all_reduce(self.message, group, algorithm)
+        vector.copy_(self.message)
+        self.bucket.give_back(vector.mul_(group.size) if divided else vector, tensors)
+
+    def _memory(self, group: Group) -> Tensor:
+        """Where the halves are, for all calls: shared memory, if the backend reduces there in place."""
+        if self.bucket.device.type == "cpu" and group.backend(self.bucket.device) == "dure":
+            return empty_shared(self.bucket.n, dtype=self.half)
+        return torch.empty(self.bucket.n, dtype=self.half, device=self.bucket.device)
 
     def state(self) -> dict[str, Any]:
         return {}
