@@ -15,6 +15,7 @@ import pytest
 
 from dure import catalog
 from dure.cli import main, usage
+from dure.collectives.compression import COMPRESSIONS
 from dure.data.partition import PARTITIONS
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +62,7 @@ def test_every_system_has_a_page(system: str) -> None:
     [
         ("tasks.md", list(catalog.TASKS)),
         ("partitions.md", list(PARTITIONS)),
+        ("compression.md", list(COMPRESSIONS)),
         ("command-line.md", [*catalog.TASKS, *catalog.SYSTEMS, *catalog.WORLDS]),
     ],
 )
