@@ -41,13 +41,16 @@ def hashed(tensors: Sequence[Tensor]) -> str:
 
 
 class Regular(nn.Module):
-    """Batch norm, whose statistics are buffers of two dtypes, and dropout; a frozen parameter and a tied one."""
+    """Batch norm, whose statistics are buffers of two dtypes, and dropout; a frozen parameter and a tied one; buffers
+    that never change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
         self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, CLASSES))
         self.again = self.body[3]
+        self.register_buffer("mask", torch.tensor([-torch.inf, 0.1, 0.7]))
+        self.register_buffer("expanded", torch.tensor(0.3).expand(2, 2), persistent=False)
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def test_buffers_and_averaged_momentum_are_in_the_formula() -> None:
     task = small_task(n=40, model=Regular, optimizer=partial(torch.optim.Adam, lr=0.01))
     run = run_on(task, dure.LocalSGD(20, 2, momentum="average"), 2, rounds=3)
     trained = run.summary["parameters"] - 42  # those of `frozen` stay at home
-    elements = elements_in_message(trained, 2, floating_buffers=16, other_buffers=1, states=2)
+    elements = elements_in_message(trained, 2, floating_buffers=16 + 3 + 4, other_buffers=1, states=2)
     counted = 8  # num_batches_tracked, of rank 0
     for rank, worker in enumerate(run.summary["per_worker"]):
         assert worker["bytes_sent"] == 3 * (8 * ring.elements_sent(elements, 2, rank) + (counted if rank == 0 else 0))
@@ -105,6 +105,13 @@ def test_batch_norms_statistics_are_averaged() -> None:
     norm = run.model.body[1]  # type: ignore[index]
     assert torch.allclose(norm.running_mean, 0.1 * sum(halves) / 2)  # type: ignore[union-attr, arg-type]
     assert norm.num_batches_tracked == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("strategy", [dure.LocalSGD(12, 1), dure.ADMM(12), dure.ParallelSGD(12)])
+def test_buffers_that_never_change_keep_their_bits(strategy: Any) -> None:
+    run = run_on(small_task(n=36, model=Regular), strategy, 3, rounds=3)
+    assert torch.equal(run.model.mask, Regular().mask)  # type: ignore[arg-type]
+    assert torch.equal(run.model.expanded, Regular().expanded)  # type: ignore[arg-type]
 
 
 def buffers_of(learner: Any) -> list[torch.Tensor]:

@@ -85,13 +85,18 @@ class Meeting:
         buffers = list(replica.model.buffers())
         self.means = [buffer for buffer in buffers if buffer.is_floating_point()]
         self.others = [buffer for buffer in buffers if not buffer.is_floating_point()]
-        self._seen = [buffer.clone() for buffer in self.others]
+        self._note_buffers()
         self.numbers = numbers
         self._fresh = copy.deepcopy(replica.optimizer.state_dict()["state"])
         self.compressors = _compressors(compression, replica)
         self._pack([])
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
+
+    def _note_buffers(self) -> None:
+        """Remembers the buffers, now that they are the same on all ranks."""
+        self._common = [buffer.clone() for buffer in self.means]
+        self._seen = [buffer.clone() for buffer in self.others]
 
     def _now(self) -> float:
         """Seconds on rank 0's clock."""
@@ -116,7 +121,8 @@ class Meeting:
         """
         entered = time.perf_counter()
         states = states_of(self.replica) if self.momentum == "average" else []
-        contents = [*self.means, *(state if state is not None else torch.zeros_like(p) for state, p in states)]
+        changes = [difference(now, common) for now, common in zip(self.means, self._common, strict=True)]
+        contents = [*changes, *(state if state is not None else torch.zeros_like(p) for state, p in states)]
         if len(contents) != len(self.extras):  # optimizers make their state in their first step
             filled = self.bodies
             self._pack(contents[len(self.means) :])
@@ -138,7 +144,7 @@ class Meeting:
         for rank, value in enumerate(losses):
             if not math.isfinite(value):
                 raise LossNotFiniteError(value, f"rank {rank}", f"round {round}", intact=False)
-        self._take([*self.means, *(state for state, _ in states)])
+        self._take([state for state, _ in states])
         self._take_changed(changed, round)
         return met
 
@@ -153,10 +159,7 @@ class Meeting:
         """Which of rank 0's buffers without floating point have changed in this round."""
         if self.group.rank != 0:
             return [0.0] * len(self.others)
-        changed = [not torch.equal(now, seen) for now, seen in zip(self.others, self._seen, strict=True)]
-        if any(changed):
-            self._seen = [buffer.clone() for buffer in self.others]
-        return list(map(float, changed))
+        return [float(not torch.equal(now, seen)) for now, seen in zip(self.others, self._seen, strict=True)]
 
     def _read_tail(self) -> tuple[list[float], Met, float, list[bool]]:
         """(each rank's loss, what all know, the last arrival, the changed buffers)."""
@@ -168,11 +171,13 @@ class Meeting:
         arrival = max(whole + part for _, whole, part in ranks)
         return losses, met, arrival, [bool(flag) for flag in rest[: len(self.others)]]
 
-    def _take(self, owners: Sequence[Tensor | None]) -> None:
-        """The means into those that they are of; or the optimizer as it was at first."""
-        for owner, mean in zip(owners, self.extras, strict=True):
-            if owner is not None:
-                write(owner, mean)
+    def _take(self, states: Sequence[Tensor | None]) -> None:
+        """The means into the buffers and the optimizer's state; or that state as it was at first."""
+        for buffer, common, change in zip(self.means, self._common, self.extras, strict=False):
+            write(buffer, common + change)
+        for state, mean in zip(states, self.extras[len(self.means) :], strict=True):
+            if state is not None:
+                state.copy_(mean)
         if self.momentum == "reset":
             optimizer = self.replica.optimizer
             groups = optimizer.state_dict()["param_groups"]
@@ -183,6 +188,7 @@ class Meeting:
             started = time.perf_counter()
             self.group.broadcast_values([b for b, one in zip(self.others, changed, strict=True) if one])
             self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), round)
+        self._note_buffers()
 
     def state(self) -> list[Any]:
         """What the compressors of this rank remember."""
@@ -192,7 +198,7 @@ class Meeting:
         """Goes on from `state`, with the replica's buffers as they now are."""
         for (compressor, _), remembered in zip(self.compressors, state, strict=True):
             compressor.restore(remembered)
-        self._seen = [buffer.clone() for buffer in self.others]
+        self._note_buffers()
 
 
 def packed(like: Sequence[Tensor], tail: int, group: Group) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -215,6 +221,11 @@ def packed(like: Sequence[Tensor], tail: int, group: Group) -> tuple[list[Tensor
         for tensor, (dtype, start) in zip(like, places, strict=True)
     ]
     return list(buffers.values()), views, buffers[carrier][lengths[carrier] - tail :]
+
+
+def difference(now: Tensor, before: Tensor) -> Tensor:
+    """now - before, exactly 0 where they are equal, as in a mask that is infinite."""
+    return torch.where(now == before, 0, now - before)
 
 
 def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from dure.averaging.meeting import check_exchange, packed
+from dure.averaging.meeting import check_exchange, difference, packed
 from dure.averaging.replica import Replica, check_division, check_partition, copy_model, shards_of, write
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
@@ -99,6 +99,7 @@ class ParallelSGDLearner:
         self.combined = seeded_model(task, seed)
         self.flat = FlatParameters(self.combined, only_trained=True)
         copy_model(self.replica.model, self.combined)
+        self.first = [buffer.clone() for buffer in self.combined.buffers() if buffer.is_floating_point()]
         self.clock_offset = place.clock_offset
         self.where = f"rank {self.group.rank}"
         self.round = self.combined_at = 0
@@ -141,14 +142,17 @@ class ParallelSGDLearner:
     def _average(self, group: Group) -> None:
         """The weighted mean of weights and floating-point buffers; other buffers are rank 0's."""
         buffers = list(self.combined.buffers())
-        means = [*self.flat.buffers, *(buffer for buffer in buffers if buffer.is_floating_point())]
-        message, views, _ = packed(means, 0, group)
-        for view, mean in zip(views, means, strict=True):
-            torch.mul(mean, self.shard.n / len(self.replica.train_examples), out=view)
+        means = [buffer for buffer in buffers if buffer.is_floating_point()]
+        changes = [difference(now, first) for now, first in zip(means, self.first, strict=True)]
+        message, views, _ = packed([*self.flat.buffers, *changes], 0, group)
+        for view, content in zip(views, [*self.flat.buffers, *changes], strict=True):
+            torch.mul(content, self.shard.n / len(self.replica.train_examples), out=view)
         for buffer in message:
             all_reduce(buffer, group, self.strategy.all_reduce)
-        for view, mean in zip(views, means, strict=True):
-            write(mean, view)
+        weights = len(self.flat.buffers)
+        self.flat.load(views[:weights])
+        for mean, first, change in zip(means, self.first, views[weights:], strict=True):
+            write(mean, first + change)
         group.broadcast_values([buffer for buffer in buffers if not buffer.is_floating_point()])
 
     def _best(self, group: Group) -> None:
