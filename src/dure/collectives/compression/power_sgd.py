@@ -14,8 +14,8 @@ lower than r, and the first ones that are not, find the whole space. With r = mi
 
 Compressed are weights of at least two dimensions for which r(n+m)·min_compression < n·m; the rest travels as it is with
 the factors P. With `start_after`, so many first calls are not compressed (the authors' library waits for 100).
-What is not finite makes its matrix NaN on arrival. P and Q' have the same bits on all ranks; so have the sums, where the
-ranks' processors and libraries are alike, for each rank orthonormalises and multiplies by itself.
+What is not finite makes its matrix NaN on arrival. P and Q' have the same bits on all ranks; so have the sums, where
+the ranks' processors and libraries are alike, for each rank orthonormalises and multiplies by itself.
 
 Cost: two all-reduces, of Σ r·n + the rest, and of Σ r·m elements; halves travel as float32.
 
