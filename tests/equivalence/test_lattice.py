@@ -6,6 +6,7 @@ import pytest
 
 import dure
 from dure.collectives.all_reduce import Algorithm
+from dure.strategy import Strategy, World
 from small import EXAMPLES, largest_difference, small_task
 
 TOLERANCE = 1e-12
@@ -103,3 +104,17 @@ def test_local_sgd_and_diloco_with_full_batches_are_fed_avg_where_every_round_is
     for strategy in (dure.LocalSGD(None, 1), dure.DiLoCo(None, 1, outer_lr=1.0, outer_momentum=0.0)):
         many = dure.train(small_task(), strategy, dure.Processes(2), dure.Stop(rounds=5), seed=3)
         assert largest_difference(many, federated) < TOLERANCE
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [dure.DataParallel(8), dure.LayersPerCore(8, 3)], ids=lambda one: one.name)
+def test_worker_threads_walk_the_path_of_one_worker(strategy: Strategy, workers: int) -> None:
+    stop = dure.Stop(epochs=3)
+    many = dure.train(small_task(), strategy, dure.Threads(workers), stop, seed=3)
+    assert largest_difference(many, alone(8, stop)) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", [dure.Threads(1), dure.Processes(1)], ids=lambda one: one.name)
+def test_hogwild_with_one_worker_is_one_worker(world: World) -> None:
+    many = dure.train(small_task(), dure.Hogwild(8), world, dure.Stop(rounds=3), seed=3)
+    assert largest_difference(many, alone(8, dure.Stop(epochs=3))) < TOLERANCE

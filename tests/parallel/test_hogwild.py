@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.collectives.group import Group
 from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.parallel.hogwild import share_weights
 from small import CLASSES, FEATURES, same_bits, small_task
 
 WORLDS = [dure.Threads(1), dure.Processes(1)]
@@ -134,3 +136,11 @@ def test_ctrl_c_ends_a_round_after_the_steps_at_hand(tmp_path: Path) -> None:
 def test_a_period_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="period is 0"):
         dure.train(small_task(), dure.Hogwild(8, 0), dure.Threads(2))
+
+
+def test_processes_of_two_hosts_cannot_share_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group()
+    monkeypatch.setattr(group, "size", 2)
+    monkeypatch.setattr(group, "hosts", lambda: ((0,), (1,)))
+    with pytest.raises(ValueError, match="all ranks have to be on one machine"):
+        share_weights(nn.Linear(1, 1), group)

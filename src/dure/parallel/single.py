@@ -156,7 +156,9 @@ class SingleLearner:
         """The inputs and targets of a batch, where the model is."""
         started = time.perf_counter()
         if self.prefetch is None:
-            inputs, targets = to_device(self.train_examples.batch(indices), self.device)
+            inputs, targets = self.train_examples.batch(indices)
+            if self.device.type != "cpu":
+                inputs, targets = to_device((inputs, targets), self.device)
             self.group.meter.compute("read", started, time.perf_counter(), self.step + 1)
             return inputs, targets
         loaded = self.prefetch.at(self.step)
