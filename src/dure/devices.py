@@ -30,7 +30,8 @@ def device_of(name: str) -> torch.device:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """Inputs or targets, tensors in any structure, on `device`; the same where they are there already."""
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
+    beside = device.type == "cuda"  # a copy to the CPU has to have arrived before it is read
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=beside) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def to_cpu(tree: Any) -> Any:

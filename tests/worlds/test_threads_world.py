@@ -17,7 +17,7 @@ import dure
 from dure.cli import main
 from dure.report.page import command, write_report
 from dure.report.read import read_run
-from small import small_task
+from small import largest_difference, small_task
 
 CUDA = torch.cuda.device_count() > 0
 
@@ -70,6 +70,16 @@ def test_worlds_that_cannot_be_are_refused(arguments: Any, complaint: str) -> No
 def test_systems_say_in_which_worlds_they_live(strategy: Any, world: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         dure.train(small_task(), strategy, world, dure.Stop(steps=1))
+
+
+@pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+@pytest.mark.parametrize("strategy", [dure.DataParallel(8), dure.LayersPerCore(8, 2), dure.Hogwild(8)])
+def test_threads_may_share_a_gpu(strategy: Any) -> None:
+    stop = dure.Stop(epochs=2)
+    run = dure.train(small_task(), strategy, dure.Threads(2, ("cuda:0",)), stop, seed=3)
+    alone = dure.train(small_task(), dure.SingleWorker(8, "cuda"), stop=stop, seed=3)
+    assert run.summary["world"] == "2 threads on cuda:0"
+    assert largest_difference(run, alone) < (1.0 if strategy.name == "hogwild" else 1e-10)
 
 
 def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def refresh(replica: nn.Module, model: nn.Module) -> int:
     for mine, weight in zip(replica.parameters(), model.parameters(), strict=True):
         mine.grad = None
         if mine.device != weight.device:
-            mine.copy_(weight, non_blocking=True)
+            mine.copy_(weight)
             given += weight.nbytes
         elif mine.data_ptr() != weight.data_ptr():
             mine.data = weight.data
@@ -237,7 +237,7 @@ def refresh(replica: nn.Module, model: nn.Module) -> int:
             continue
         given += buffer.nbytes
         if own.device != buffer.device or not torch.equal(own, buffer):  # an expanded one is equal, and not written
-            own.copy_(buffer, non_blocking=True)
+            own.copy_(buffer)
     return given
 
 
