@@ -3,7 +3,7 @@
 The backend does not tell what it sends, so the meter counts an optimum: for an all-reduce 2(N-1)/N·n elements each
 way, which a ring reaches, as one message; for the others what their direct or linear algorithm sends. Which dtypes and
 operations there are, how NaN compares and how halves are rounded is the backend's business too; bool travels as bytes,
-and an average is a sum that is divided here, since not every backend has one.
+and an average is a sum that is divided here where the backend has none.
 
 Source: the documentation of torch.distributed.
 """
@@ -17,6 +17,9 @@ from torch import Tensor
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction, in_torch
 
+AVERAGE = ("dure", "nccl")
+"""Backends whose all-reduce divides on the way, without another pass over the tensor."""
+
 
 def _carried(tensor: Tensor) -> Tensor:
     """As the backends know it: bool as bytes."""
@@ -25,8 +28,11 @@ def _carried(tensor: Tensor) -> Tensor:
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
-    dist.all_reduce(_carried(flat), in_torch(reduction, flat.dtype), group=group.process_group)
-    reduction.finish(flat)
+    averages = reduction.op == "avg" and group.backend(flat.device) in AVERAGE
+    operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
+    dist.all_reduce(_carried(flat), operation, group=group.process_group)
+    if not averages:
+        reduction.finish(flat)
     nbytes = elements_sent(flat.numel(), group.size, group.rank) * flat.itemsize
     group.meter.sent(nbytes)
     group.meter.received(nbytes)
