@@ -101,7 +101,7 @@ def texts(count: int) -> tuple[Tensor, Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], int]] = {
-    "mlp": (partial(mlp, 2800), images, 64),
+    "mlp": (partial(mlp, 2800), images, 112),
     "transformer": (partial(Transformer, 256), texts, 16),
 }
 """The model, its data, and the joint batch."""
@@ -202,7 +202,7 @@ def contest(
         wrapped = contender.training.model
         if isinstance(wrapped, DistributedDataParallel):
             rows[name]["metered_hidden_share"] = wrapped.hidden_share
-            rows[name]["way"] = wrapped.reducer.way
+            rows[name]["way"] = "beside" if wrapped.reducer.beside else "after"
             rows[name]["elements_of_messages"] = wrapped.reducer.lengths()
     return rows
 

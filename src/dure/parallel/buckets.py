@@ -10,8 +10,6 @@ order in which gradients finish:
               f(0) = 0,   f(j) = min over i < j of  max(f(i), r_j) + alpha + beta·(S_j - S_i)
               is the earliest end of the first j gradients, and f of all is what is sought
 
-A long gradient has a bucket to itself, and does not wait for small ones.
-
 Plans are the same on all ranks, and buckets leave in the order of the plan, whatever the order on a rank.
 
 Sources: Li et al. 2020, "PyTorch Distributed" (buckets); Shi, Chu, Li 2019, "MG-WFBP: Efficient Data Communication for
@@ -31,8 +29,13 @@ from torch import Tensor
 LIMIT = 1 << 20
 """Bytes of a bucket where nothing better is known."""
 
-LONG = 1 << 20
-"""Bytes from which on a gradient may have a bucket to itself."""
+LONG = 4 << 20
+"""Bytes from which on a gradient may have a bucket to itself and stay where it is: to copy it would take a while."""
+
+LINE = 64
+
+ALL = 1 << 62
+"""More bytes than there are."""
 
 CARRIERS = (torch.float32, torch.float64)
 """Dtypes of buckets that can carry the numbers behind the gradients, the tail."""
@@ -58,11 +61,16 @@ class Kind(NamedTuple):
 class Bucket:
     """Gradients that travel in one message. members: their indices, in the order in which they lie.
 
-    alone: it is one long gradient.
+    alone: it is one long gradient, which stays where autograd has put it; otherwise they lie in a flat buffer.
     """
 
     members: tuple[int, ...]
     alone: bool = False
+
+    @classmethod
+    def of(cls, kinds: Sequence[Kind], members: Iterable[int]) -> Bucket:
+        """Gradients in a flat buffer, in which as many as possible begin on a cache line."""
+        return cls(tuple(sorted(members, key=lambda member: kinds[member].nbytes % LINE != 0)))
 
 
 @dataclass(frozen=True)
@@ -94,24 +102,24 @@ class Plan:
         return [member for bucket in self.buckets for member in bucket.members]
 
 
-def filled(kinds: Sequence[Kind], order: Iterable[int], limit: int = LIMIT) -> Plan:
+def filled(kinds: Sequence[Kind], order: Iterable[int], limit: int = LIMIT, long: int = LONG) -> Plan:
     """Buckets of one dtype and device that are closed as soon as they have `limit` bytes.
 
-    kinds: of all gradients. order: their indices, as they finish. A long one has a bucket to itself. What is left over
-    at the end leaves last, and behind all the bucket that can carry the tail.
+    kinds: of all gradients. order: their indices, as they finish. long: bytes from which on one has a bucket to itself.
+    What is left over at the end leaves last, and behind all the bucket that can carry the tail.
     """
     started: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     buckets: list[Bucket] = []
     for index in order:
         kind = kinds[index]
-        if kind.nbytes >= max(limit, LONG):
+        if kind.nbytes >= long:
             buckets.append(Bucket((index,), alone=True))
             continue
         members = started.setdefault((kind.dtype, kind.device), [])
         members.append(index)
         if sum(kinds[member].nbytes for member in members) >= limit:
-            buckets.append(Bucket(tuple(started.pop((kind.dtype, kind.device)))))
-    left = [Bucket(tuple(members)) for members in started.values()]
+            buckets.append(Bucket.of(kinds, started.pop((kind.dtype, kind.device))))
+    left = [Bucket.of(kinds, members) for members in started.values()]
     left.sort(key=lambda bucket: _can_carry(kinds, bucket))
     buckets += left
     return Plan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))
@@ -142,15 +150,21 @@ def merged(kinds: Sequence[Kind], order: Sequence[int], ready: Sequence[float], 
     return counts[::-1]
 
 
-def cut(kinds: Sequence[Kind], order: Sequence[int], counts: Iterable[int]) -> Plan:
-    """The plan whose buckets have so many gradients each, of one dtype and device. The last one carries the tail."""
+def cut(kinds: Sequence[Kind], order: Sequence[int], counts: Iterable[int], long: int = LONG) -> Plan:
+    """The plan whose buckets have so many gradients each, of one dtype and device. The last one carries the tail.
+
+    long: bytes from which on a gradient with a bucket to itself stays where it is.
+    """
     buckets: list[Bucket] = []
     start = 0
     for count in counts:
-        members = tuple(order[start : start + count])
+        members = order[start : start + count]
         start += count
         last = start == len(order)  # copied, however long it is, so that the tail needs no message of its own
-        buckets.append(Bucket(members, alone=count == 1 and kinds[members[0]].nbytes >= LONG and not last))
+        if count == 1 and kinds[members[0]].nbytes >= long and not last:
+            buckets.append(Bucket(tuple(members), alone=True))
+        else:
+            buckets.append(Bucket.of(kinds, members))
     return Plan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))
 
 

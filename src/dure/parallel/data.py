@@ -57,7 +57,7 @@ class DataParallel:
             hierarchical, native (the backend's own), or auto, which chooses by size, ranks and hosts. In a world of
             threads the master adds them (`dure.parallel.replicas`).
         bucket_bytes: of gradients that share a message; by default dure chooses.
-        overlap: all-reduces run beside backward on a thread, inline in it, or after it; auto chooses.
+        overlap: all-reduces run beside backward, on a thread, or after it; auto chooses.
         compression: what travels in place of gradients, as top-k:0.01 or power-sgd:2.
         accumulate: pieces in which a worker computes its part of a batch, one after another.
         clip_norm: the largest norm that a step's gradient may have; by default any.
@@ -186,8 +186,7 @@ class DataParallelLearner(SingleLearner):
         (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
         if self.reducer.enabled:
             self.reducer.finish()
-            for start, end in self.reducer.computing(forwarded):
-                meter.compute("backward", start, end, step)
+            meter.compute("backward", forwarded, self.reducer.computed, step)
         else:
             meter.compute("backward", forwarded, time.perf_counter(), step)
         return value

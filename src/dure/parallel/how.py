@@ -1,9 +1,10 @@
 """How gradients are summed: the settings, and what dure chooses where they leave it open.
 
-beside    on a thread (a GPU: on a stream), while backward goes on: between hosts, on GPUs, where cores are idle
-inline    at once, while backward waits: where the ranks of one host keep all of its cores busy. Whatever would run
-          beside them takes their time, and a gradient that was just written is still in the cache
-after     when backward is done: nothing is hidden; to compare with
+beside    all-reduces run on a thread (a GPU: on a stream) while backward goes on: between hosts, on GPUs, and where
+          cores are idle
+after     they run when backward is done, in one message: where the ranks of one host keep all of its cores busy.
+          Whatever would run beside them would take their time, and ranks that meet once a step wait for each other
+          once
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.group import Group
-from dure.parallel.buckets import Kind
+from dure.parallel.buckets import ALL, LIMIT, LONG, Kind, Plan, filled
 
-Overlap = Literal["auto", "beside", "inline", "after"]
+Overlap = Literal["auto", "beside", "after"]
 
 NO_COMPRESSION = NoCompression()
 
@@ -76,12 +77,24 @@ def shares_memory(group: Group, kinds: Sequence[Kind]) -> bool:
     return len(group.hosts()) == 1 and all(group.backend(kind.device) == "dure" for kind in kinds)
 
 
-def way_of(how: How, group: Group, kinds: Sequence[Kind]) -> Overlap:
-    """What `auto` means here. Ranks may differ in it."""
+def runs_beside(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
+    """Whether all-reduces and backward go together, as far as this rank can tell."""
     if how.overlap != "auto":
-        return how.overlap
+        return how.overlap == "beside"
     if any(kind.device.type != "cpu" for kind in kinds) or len(group.hosts()) > 1:
-        return "beside"
+        return True
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     idle = cores > group.size * torch.get_num_threads()
-    return "beside" if idle and sum(kind.nbytes for kind in kinds) >= WORTH_A_THREAD else "inline"
+    return idle and sum(kind.nbytes for kind in kinds) >= WORTH_A_THREAD
+
+
+def first_plan(
+    how: How, kinds: Sequence[Kind], order: Sequence[int], beside: bool, shared: bool, follows: bool
+) -> Plan:
+    """The buckets before anything is measured.
+
+    shared: whether the ranks share memory, in which no gradient stays where it is. follows: whether bits follow the
+    plan, which then depends on sizes alone.
+    """
+    limit = how.bucket_bytes or (LIMIT if beside or follows else ALL)
+    return filled(kinds, order, limit, ALL if shared else max(LONG, how.bucket_bytes or 0))

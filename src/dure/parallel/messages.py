@@ -26,8 +26,7 @@ from dure.randomness import derive
 class Messages:
     """The messages of `plan`, for the gradients of `parameters`.
 
-    tail: numbers behind them. shared: whether the ranks read each other's memory. remembered: states of compressors,
-    where a run goes on.
+    tail: numbers behind them. remembered: states of the compressors, where a run goes on.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class Messages:
         group: Group,
         how: How,
         tail: int,
-        shared: bool,
         remembered: Sequence[Mapping[str, object]] = (),
     ) -> None:
         if how.compresses:  # the tail is exact
@@ -48,7 +46,7 @@ class Messages:
         self.bucket_of = {index: number for number, bucket in enumerate(plan.buckets) for index in bucket.members}
         self._flats = []
         for number, bucket in enumerate(plan.buckets):
-            members = [parameters[index] for index in bucket.members if shared or not bucket.alone]
+            members = [parameters[index] for index in bucket.members if not bucket.alone]
             self._flats.append(Flat.of(members, group, tail if plan.carries and number == len(plan.buckets) - 1 else 0))
         if not plan.carries:
             device = self.kinds[0].device if self.kinds else torch.device("cpu")
@@ -77,7 +75,7 @@ class Messages:
         if number == len(self.plan.buckets):
             return flat.whole, [], {}
         bucket = self.plan.buckets[number]
-        if not flat.views:
+        if bucket.alone:
             return self._fill_alone(bucket.members[0])
         missing, sources, targets = {}, [], []
         for index, view in zip(bucket.members, flat.views, strict=True):
@@ -109,8 +107,8 @@ class Messages:
     def place_of(self, index: int) -> Tensor | None:
         """Where a gradient leaves from; None if it leaves from where it is."""
         number = self.bucket_of[index]
-        views = self._flats[number].views
-        return views[self.plan.buckets[number].members.index(index)] if views else None
+        bucket = self.plan.buckets[number]
+        return None if bucket.alone else self._flats[number].views[bucket.members.index(index)]
 
     def write_tail(self, numbers: Sequence[float]) -> None:
         """Before the last message leaves."""

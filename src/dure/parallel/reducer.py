@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
-from dure.parallel.buckets import LIMIT, Kind, Plan, filled
+from dure.parallel.buckets import ALL, LONG, Kind, Plan
 from dure.parallel.direct import Direct
-from dure.parallel.how import How, bits_follow_the_plan, shares_memory, way_of
+from dure.parallel.how import How, bits_follow_the_plan, first_plan, runs_beside, shares_memory
 from dure.parallel.messages import Messages
 from dure.parallel.trials import Trials
 from dure.record.meter import Counters
@@ -92,7 +92,7 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(partial(_is_there, me, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
         ]
-        self.way = way_of(self.how, self.group, self.kinds)
+        self.beside = False
         self._shares_memory = shares_memory(self.group, self.kinds)
         self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
         self.messages: Messages | None = None
@@ -155,28 +155,25 @@ class Reducer:
                 return
             self.owner.backward_begins()
         self._count[index] += 1
-        messages = self.messages
-        if messages is None or self._count[index] != self._times[index]:
-            self._other_than_learned(index)
-            return
         self._ready_at[index] = time.perf_counter()
-        self._waiting[messages.bucket_of[index]] -= 1
-        if self.way != "after":
-            while self.next < len(self._waiting) and self._waiting[self.next] == 0:
-                self._leave(self.next)
-
-    def _other_than_learned(self, index: int) -> None:
-        """In the first pass the order is noted; checkpoints that run backward inside backward count several times."""
         if self.messages is None:
             self._finished.append(index)
-            self._ready_at[index] = time.perf_counter()
-        elif self._count[index] > self._times[index]:
-            shape, times = tuple(self.parameters[index].shape), self._times[index]
+        elif self.beside:
+            self._may_leave(index, self.messages)
+
+    def _may_leave(self, index: int, messages: Messages) -> None:
+        """A gradient is ready when it was accumulated as often as in the first pass: a checkpoint that runs backward
+        inside backward accumulates in several goes."""
+        count, times = self._count[index], self._times[index]
+        if count > times:
             raise RuntimeError(
-                f"the gradient of a parameter of shape {shape} was accumulated {self._count[index]} times in a "
-                f"backward pass, but {times} in the first: it may have left already. Checkpoint with "
-                "use_reentrant=False, or checkpoint the same parts in every step"
+                f"the gradient of a parameter of shape {tuple(self.parameters[index].shape)} was accumulated {count} "
+                f"times in a backward pass, but {times} in the first: it may have left already. Checkpoint with "
+                "use_reentrant=False, or checkpoint the same parts in every step, or let overlap be 'after'"
             )
+        self._waiting[messages.bucket_of[index]] -= count == times
+        while self.next < len(self._waiting) and self._waiting[self.next] == 0:
+            self._leave(self.next)
 
     def finish(self) -> None:
         """Backward is done: what has not left leaves now, and all sums are there at the return.
@@ -224,7 +221,7 @@ class Reducer:
             used = [float(index not in self.missing) for index in range(self._flags)]
             messages.write_tail([*self.owner.tail_numbers(self._entered), *used])
         transfer = partial(self._transfer, messages, number, flat, views)
-        if self.way != "beside" or self.group.size == 1:
+        if not self.beside or self.group.size == 1:
             transfer()
             return
         name = f"all-reduce of bucket {number}"
@@ -266,19 +263,23 @@ class Reducer:
         if self.how.static:
             used = [float(parameter.grad is not None) for parameter in self.parameters]
             self._used = [any(flags) for flags in zip(*self.group.all_gather_values(used), strict=True)]
-        self._take(filled(self.kinds, self.order, self.how.bucket_bytes or LIMIT))
-        chosen_by_time = self.how.bucket_bytes is None and self.way == "beside" and self.group.size > 1
-        if chosen_by_time and not bits_follow_the_plan(self.how, self.group, self.kinds):
-            self._trials = Trials.of(self.kinds, self.order)
-            if self._trials is not None:
-                self._take(self._trials.plan())
+        beside = [float(runs_beside(self.how, self.group, self.kinds))]
+        self.beside = any(row[0] for row in self.group.all_gather_values(beside))
+        follows = bits_follow_the_plan(self.how, self.group, self.kinds)
+        if self.beside and not follows and self.how.bucket_bytes is None and self.group.size > 1:
+            self._trials = Trials.of(self.kinds, self.order, ALL if self._shares_memory else LONG)
+        if self._trials is not None:
+            self._take(self._trials.plan())
+        else:
+            plan = first_plan(self.how, self.kinds, self.order, self.beside, self._shares_memory, follows)
+            self._take(plan)
 
     def _take(self, plan: Plan) -> None:
         """Follows `plan` from now on."""
         self._flags = 0 if self.how.static else len(self.parameters)
         carries = plan.carries and not self.how.compresses
         tail = self.owner.tail_length(len(plan.buckets) + (not carries)) + self._flags
-        self.messages = Messages(plan, self.parameters, self.group, self.how, tail, self._shares_memory, self._restored)
+        self.messages = Messages(plan, self.parameters, self.group, self.how, tail, self._restored)
         self._restored = []
         self._entered = [0.0] * self.messages.count
         self._waiting = [0] * len(plan.buckets)
@@ -293,22 +294,11 @@ class Reducer:
         self._take(self._trials.decide(self.group))
         self._trials = None
 
-    def computing(self, start: float) -> list[tuple[float, float]]:
-        """When backward computed, from `start` on: all the time but for what it waited for inline."""
-        if self.way != "inline":
-            return [(start, self.computed)]
-        spans = []
-        for transfer in self.transfers:
-            if transfer.end <= self.computed:
-                spans.append((start, transfer.start))
-                start = transfer.end
-        return [*spans, (start, self.computed)]
-
     def account(self, step: int, arrivals: Mapping[int, float] | None = None) -> None:
         """Tells the meter what the last pass took. arrivals: when the last rank entered each message, where known."""
         meter, before = self.group.meter, self.group.meter.counters
         hidden, shown = before.hidden_seconds, before.communication_seconds
-        computed = self.computed if self.way == "beside" else None
+        computed = self.computed if self.beside else None
         for transfer in self.transfers:
             arrival = (arrivals or {}).get(transfer.number)
             name = "compressed all-reduce" if self.how.compresses else f"{self.how.algorithm} all-reduce"

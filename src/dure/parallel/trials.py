@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dure.collectives.group import Group
-from dure.parallel.buckets import LIMIT, Kind, Plan, cost_of_messages, cut, filled, merged
+from dure.parallel.buckets import LIMIT, LONG, Kind, Plan, cost_of_messages, cut, filled, merged
 
 if TYPE_CHECKING:
     from dure.parallel.reducer import Transfer
@@ -29,16 +29,16 @@ TRIALS = 4
 class Trials:
     """The steps that are timed, on one rank."""
 
-    def __init__(self, kinds: Sequence[Kind], order: Sequence[int]) -> None:
-        self.kinds, self.order = kinds, order
-        self.plans = [filled(kinds, order, size) for size in SIZES]
+    def __init__(self, kinds: Sequence[Kind], order: Sequence[int], long: int = LONG) -> None:
+        self.kinds, self.order, self.long = kinds, order, long
+        self.plans = [filled(kinds, order, size, long) for size in SIZES]
         self._ready: list[list[float]] = []
         self._seconds: list[list[float]] = []
 
     @classmethod
-    def of(cls, kinds: Sequence[Kind], order: Sequence[int]) -> Trials | None:
+    def of(cls, kinds: Sequence[Kind], order: Sequence[int], long: int = LONG) -> Trials | None:
         """None where there is nothing to choose: little to send, or gradients that cannot share buckets."""
-        trials = cls(kinds, order)
+        trials = cls(kinds, order, long)
         alike = len({(kind.dtype, kind.device) for kind in kinds}) == 1
         return trials if alike and len(trials.plans[0].buckets) > 1 else None
 
@@ -75,7 +75,7 @@ class Trials:
         cuts = merged(self.kinds, self.order, ready, alpha, beta)
         cuts += [0] * (len(self.order) - len(cuts))
         agreed = group.all_gather_values([float(count) for count in cuts], "agreement on buckets")[0]
-        return cut(self.kinds, self.order, [int(count) for count in agreed if count])
+        return cut(self.kinds, self.order, [int(count) for count in agreed if count], self.long)
 
     def _bytes(self, plan: Plan) -> list[float]:
         return [float(sum(self.kinds[member].nbytes for member in bucket.members)) for bucket in plan.buckets]
