@@ -75,13 +75,14 @@ Formula = Callable[[Facts], list[float]]
 @dataclass(frozen=True)
 class Case:
     """One contender. spec: as `dure compare` takes it. kind: of the world, None is the strategy's own. what: travels,
-    in words. formula: its leading term, in symbols. sent: the same as numbers."""
+    in words. formula: its leading term, in symbols. sent: the same as numbers. also: what its label does not say."""
 
     spec: str
     what: str
     formula: str
     sent: Formula | None = None
     kind: str | None = None
+    also: str = ""
 
     @property
     def system(self) -> str:
@@ -135,6 +136,16 @@ CASES = [
             by_all_reduce(algorithm, every_step),
         )
         for algorithm in ALGORITHMS
+    ),
+    *(
+        Case(
+            f"data-parallel,all_reduce=native,overlap={overlap}",
+            "gradients, summed",
+            RING,
+            by_all_reduce("native", every_step),
+            also=f", {overlap} backward",
+        )
+        for overlap in ("beside", "after")
     ),
     Case(
         "data-parallel",
@@ -232,7 +243,7 @@ def run(case: Case, task: dure.Task, ranks: int, epochs: int) -> tuple[dure.Run,
 def label_of(case: Case, ranks: int) -> str:
     """As tables call it, with the world's name where the strategy has no label of its own for it."""
     world, strategy = world_of(case, ranks), parse_strategy(case.spec.format(n=ranks))
-    label = label_in(strategy, world.kind)
+    label = label_in(strategy, world.kind) + case.also
     return label if case.kind is None or label != strategy.label else f"{label} in {world.name}"
 
 
