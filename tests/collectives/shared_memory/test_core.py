@@ -73,7 +73,7 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
     ids=["a sync without release", "a channel without release", "one window in place of two", "shares not taken"],
 )
 def test_what_is_broken_on_purpose_is_seen(sanitized: Path, tmp_path: Path, file: str, right: str, wrong: str) -> None:
-    """A check of the checker: without each of these pieces of the argument in core.h there is a race, or a wrong sum."""
+    """A check of the checker: without each of these pieces of the argument in core.h there is a race or a wrong sum."""
     shutil.copytree(CORE, tmp_path / "core")
     broken = tmp_path / "core" / file
     assert right in broken.read_text()
