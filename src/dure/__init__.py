@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dure.parallel.hogwild import Hogwild as Hogwild
     from dure.parallel.layers import LayersPerCore as LayersPerCore
     from dure.parallel.single import SingleWorker as SingleWorker
+    from dure.parallel.zero.strategy import ZeRO as ZeRO
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
     from dure.report import write_report as write_report
@@ -78,6 +79,7 @@ _WHERE = {
     "Hogwild": "dure.parallel.hogwild",
     "LayersPerCore": "dure.parallel.layers",
     "SingleWorker": "dure.parallel.single",
+    "ZeRO": "dure.parallel.zero.strategy",
     "Run": "dure.record.run",
     "load_run": "dure.record.run",
     "write_report": "dure.report",

@@ -32,6 +32,7 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
         "one worker: SGD; gradient descent with a full batch",
     ),
     "data-parallel": ("dure.parallel.data", "DataParallel", "ranks divide each batch, gradients are summed"),
+    "zero": ("dure.parallel.zero.strategy", "ZeRO", "data parallel that divides what ranks would hold alike"),
     "parallel-sgd": ("dure.averaging.parallel_sgd", "ParallelSGD", "ranks train apart, models are combined once"),
     "local-sgd": ("dure.averaging.local_sgd", "LocalSGD", "ranks train apart, weights are averaged every few steps"),
     "diloco": ("dure.averaging.diloco", "DiLoCo", "local SGD with long rounds and an outer optimizer"),

@@ -92,19 +92,22 @@ def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
         parameter.__dict__["_before_grad"] = check
 
 
-def send_away(parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
-    """Takes the elements from a parameter. `fetch` makes it whole when asked for, or raises. Returns its class."""
-    kind = type(parameter)
-    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+def send_away(parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None], stays: bool = False) -> None:
+    """Takes the elements from a parameter. `fetch` makes it whole when asked for, or raises.
+
+    stays: its elements stay where they are, and are only kept from being used.
+    """
+    if not stays:
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     parameter.__class__ = Away
     parameter.__dict__["_fetch"] = fetch
-    return kind
 
 
-def bring_back(parameter: nn.Parameter, kind: type[nn.Parameter], elements: Tensor) -> None:
-    """Gives a parameter that is away its class and elements, of the same shape."""
+def bring_back(parameter: nn.Parameter, kind: type[nn.Parameter], elements: Tensor | None) -> None:
+    """Gives a parameter that is away its class, and its elements unless they have stayed."""
     parameter.__class__ = kind
-    parameter.data = elements
+    if elements is not None:
+        parameter.data = elements
 
 
 def _away_among(node: Any) -> list[nn.Parameter]:

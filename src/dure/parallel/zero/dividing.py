@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_map_only
 
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
-from dure.parallel.zero.division import Stage, blocks_of
+from dure.parallel.zero.common import Slices, common_memory
+from dure.parallel.zero.division import Block, Stage, blocks_of
 from dure.parallel.zero.shares import Share
-from dure.parallel.zero.units import Units, plan_units
+from dure.parallel.zero.units import Plan, Units, plan_units
 
 Precision = Literal["full", "bfloat16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -28,29 +29,43 @@ class Cut(NamedTuple):
     around: bool
 
 
-def divide(model: nn.Module, stage: Stage, group: Group, precision: Precision, units: Units) -> list[Cut]:
-    """Takes the parameters over. In stages 1 and 2 frozen ones stay as they are, unless they are shortened."""
+def divide(model: nn.Module, stage: Stage, group: Group, precision: Precision, units: Units, common: bool) -> list[Cut]:
+    """Takes the parameters over. In stages 1 and 2 frozen ones stay as they are, unless they are shortened.
+
+    common: whether stage 3 may keep parameters in memory that all ranks read, where they can. All ranks call it.
+    """
     named = dict(model.named_parameters())
     short = _shortened(model) if precision == "bfloat16" else {}
-
-    def empty(elements: int, dtype: torch.dtype) -> Tensor:
-        device = next(iter(named.values())).device
-        if group.size > 1 and elements and group.backend(device) == "dure":
-            return empty_shared(elements, dtype=dtype)
-        return torch.empty(elements, dtype=dtype, device=device)
-
-    cuts = []
+    planned: list[tuple[Plan, list[Block]]] = []
     for plan in plan_units(model, units):
         names = [name for name in plan.parameters if named[name].numel()]
         names = [name for name in names if named[name].requires_grad or stage == 3 or name in short]
         dtypes = [short.get(name, named[name].dtype) for name in names]
-        shares = [
-            Share(block, [named[name] for name in block.names], group.rank, stage, empty)
-            for block in blocks_of([(name, named[name]) for name in names], group.size, dtypes)
-        ]
-        if shares:
-            cuts.append(Cut(plan.modules, shares, plan.around))
-    return cuts
+        planned.append((plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes)))
+    device = next(iter(named.values())).device
+    common = common and stage == 3 and device.type == "cpu"
+    slices = _slices([block for _, blocks in planned for block in blocks], group) if common else None
+
+    def share(block: Block) -> Share:
+        parameters = [named[name] for name in block.names]
+        if slices is not None:
+            return Share(block, parameters, group.rank, slices.take(block.padded, block.dtype), common=True)
+        elements = block.chunk if stage == 3 else block.padded
+        return Share(block, parameters, group.rank, _sent_from(elements, block.dtype, group, device))
+
+    return [Cut(plan.modules, list(map(share, blocks)), plan.around) for plan, blocks in planned if blocks]
+
+
+def _slices(blocks: list[Block], group: Group) -> Slices | None:
+    memory = common_memory(group, sum(Slices.room(block.padded * block.dtype.itemsize) for block in blocks))
+    return Slices(memory) if memory is not None else None
+
+
+def _sent_from(elements: int, dtype: torch.dtype, group: Group, device: torch.device) -> Tensor:
+    """Memory that others are sent from: shared where the backend is dure."""
+    if group.size > 1 and elements and group.backend(device) == "dure":
+        return empty_shared(elements, dtype=dtype)
+    return torch.empty(elements, dtype=dtype, device=device)
 
 
 def _shortened(model: nn.Module) -> dict[str, torch.dtype]:

@@ -9,9 +9,11 @@ Nothing here knows ranks that run: a test can ask for any division, and what it 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,20 +47,25 @@ class Block:
     trained: bool
     ranks: int
 
-    @property
-    def lengths(self) -> list[int]:
-        return [math.prod(shape) for shape in self.shapes]
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) for shape in self.shapes)
 
-    @property
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter begins in the block."""
+        return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
+
+    @cached_property
     def elements(self) -> int:
         return sum(self.lengths)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Elements that a rank holds, the last ones perhaps of padding."""
         return -(-self.elements // self.ranks)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         return self.chunk * self.ranks
 
@@ -67,24 +74,24 @@ class Block:
         """Whether it is one parameter without padding: what it is divided into lies in the parameter itself."""
         return len(self.names) == 1 and self.elements == self.padded
 
-    def starts(self) -> list[int]:
-        """Where each parameter begins in the block."""
-        starts, at = [], 0
-        for length in self.lengths:
-            starts.append(at)
-            at += length
-        return starts
+    @cached_property
+    def pieces(self) -> tuple[tuple[tuple[int, Piece], ...], ...]:
+        """For each parameter the ranks that hold some of it, with what they hold."""
+        return tuple(
+            tuple((rank, self._piece(first, length, rank)) for rank in self._holders(first, length))
+            for first, length in zip(self.starts, self.lengths, strict=True)
+        )
 
     def piece(self, index: int, rank: int) -> Piece | None:
         """What `rank` holds of parameter `index`; None for nothing."""
-        first = self.starts()[index]
-        low, high = max(first, rank * self.chunk), min(first + self.lengths[index], (rank + 1) * self.chunk)
-        return Piece(low - first, high - first, low - rank * self.chunk) if low < high else None
+        return next((piece for holder, piece in self.pieces[index] if holder == rank), None)
 
-    def pieces(self, index: int) -> list[tuple[int, Piece]]:
-        """All ranks that hold some of parameter `index`, with what they hold."""
-        held = [(rank, self.piece(index, rank)) for rank in range(self.ranks)]
-        return [(rank, piece) for rank, piece in held if piece is not None]
+    def _holders(self, first: int, length: int) -> range:
+        return range(first // self.chunk, -(-(first + length) // self.chunk)) if length else range(0)
+
+    def _piece(self, first: int, length: int, rank: int) -> Piece:
+        low, high = max(first, rank * self.chunk), min(first + length, (rank + 1) * self.chunk)
+        return Piece(low - first, high - first, low - rank * self.chunk)
 
 
 def blocks_of(parameters: Sequence[tuple[str, torch.Tensor]], ranks: int, dtypes: Sequence[torch.dtype]) -> list[Block]:

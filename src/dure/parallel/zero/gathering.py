@@ -4,13 +4,16 @@ A unit is gathered into a buffer, of which its parameters become views; when it 
 saves of them for the backward pass is kept as a place in the unit and not as memory, and read from the buffer that the
 unit then has (torch's saved-tensor hooks); a unit is freed in backward when nothing in the graph needs it any more.
 
+Where all ranks share memory (the backend dure, on one host) nothing is copied: the parameters are views of the memory
+in which every rank keeps its chunk, and only kept from being used while they are not gathered.
+
 A unit is used from the first call of one of its modules to the end of the last. What a module gives back may be a view
 of a parameter; then the unit stays until the forward pass ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,8 +41,8 @@ class Unit:
         self.whole: list[Tensor] | None = None
         self.handles: list[Handle[None]] | None = None
 
-    def give(self, share: int, elements: list[Tensor]) -> None:
-        """Gives the parameters of a share their elements."""
+    def give(self, share: int, elements: Sequence[Tensor | None]) -> None:
+        """Gives the parameters of a share their elements, or None where they have stayed."""
         for parameter, kind, own in zip(self.shares[share].parameters, self.kinds[share], elements, strict=True):
             bring_back(parameter, kind, own)
 
@@ -71,14 +74,21 @@ class Gathering:
     def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
         self.units, self.wire, self.pool = units, wire, pool
         self.in_backward = False
+        self.in_place = all(share.common for unit in units for share in unit.shares)
         self._where: dict[int, tuple[Unit, int]] = {}
         self.need: Any = None
         for unit in units:
+            for share in unit.shares if self.in_place else []:
+                share.install()
             self.send_away(unit)
 
     def issue(self, unit: Unit) -> None:
         """Begins to gather a unit."""
         assert unit.whole is None
+        if self.in_place:
+            unit.whole = [share.whole for share in unit.shares if share.whole is not None]
+            unit.handles = []
+            return
         unit.whole = [self.pool.take(share.block.padded, share.block.dtype) for share in unit.shares]
         unit.handles = [
             self.wire.all_gather(whole, share.own) for whole, share in zip(unit.whole, unit.shares, strict=True)
@@ -94,6 +104,9 @@ class Gathering:
         assert unit.whole is not None
         with torch.inference_mode(False), torch.no_grad():
             for number, (share, whole) in enumerate(zip(unit.shares, unit.whole, strict=True)):
+                if self.in_place:
+                    unit.give(number, [None] * len(share.parameters))
+                    continue
                 self._where[whole.untyped_storage().data_ptr()] = unit, number
                 unit.give(number, share.views(whole))
 
@@ -107,7 +120,7 @@ class Gathering:
             unit.handles = None
         else:
             self.send_away(unit)
-        for whole in unit.whole:
+        for whole in unit.whole if not self.in_place else []:
             self._where.pop(whole.untyped_storage().data_ptr(), None)
             self.pool.give(whole)
         unit.whole = None
@@ -127,7 +140,7 @@ class Gathering:
         with torch.inference_mode(False), torch.no_grad():
             for share in unit.shares:
                 for parameter in share.parameters:
-                    send_away(parameter, fetch)
+                    send_away(parameter, fetch, self.in_place)
 
     def lies_in(self, tensor: Tensor) -> tuple[Unit, int] | None:
         """The unit, and its share, in whose buffer a tensor lies."""
@@ -153,9 +166,18 @@ class Gathering:
 
     # What autograd saves.
 
+    def count(self) -> None:
+        """Memory that all ranks read: each takes what is not its own, once a pass, as if it had been sent."""
+        for unit in self.units if self.in_place else []:
+            for share in unit.shares:
+                self.wire.count(share.own)
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, autograd keeps places in units instead of their memory."""
+        if self.in_place:  # where it stays
+            yield
+            return
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 

@@ -12,9 +12,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dure.collectives.group import Group
+from dure.parallel.direct import Direct
 from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.reducing import Reducing
 from dure.parallel.zero.sweep import Action, Sweep, backward_order, completed, forward_order, guess
@@ -63,8 +65,8 @@ class Orders:
 class Passes:
     """The passes of one model. gathering: None in stages 1 and 2.
 
-    hurried: whether gradients are sent while backward goes on (stages 2 and 3). sends: whether they are sent in this
-    pass. rests: whether all is gathered, so that nothing has to be done.
+    direct: prepares gradients. hurried: whether gradients are sent while backward goes on (stages 2 and 3). sends:
+    whether they are sent in this pass. rests: whether all is gathered, so that nothing has to be done.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Passes:
         gathering: Gathering | None,
         reducing: Reducing,
         orders: Orders,
+        direct: Direct,
         hurried: bool,
     ) -> None:
         self.model, self.group = model, group
@@ -91,9 +94,11 @@ class Passes:
         self._needed: list[int] = []
         self._events: list[Action] = []
         self._set_carrier()
+        self._direct = direct
         if gathering is not None:
             gathering.need = self.need
             self._watch_modules(gathering)
+        model.register_forward_hook(self._look_at)
         if hurried:
             self._watch_gradients()
 
@@ -152,6 +157,11 @@ class Passes:
 
         return after
 
+    def _look_at(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Long gradients are computed where they leave from."""
+        if torch.is_grad_enabled() and not self.rests:
+            self._direct.prepare(output for output in tree_leaves(outputs) if isinstance(output, Tensor))
+
     def _watch_gradients(self) -> None:
         for number, share in enumerate(self.reducing.shares):
             for index, parameter in enumerate(share.parameters):
@@ -190,6 +200,8 @@ class Passes:
         self.scope, self._depth, self._handled = module, 1, sys.exc_info()[1]
         if module is self.model:
             self._needed = []
+            self.gathering.count()
+        if module is self.model and not self.gathering.in_place:
             self.forward = self._forward_sweep()
         self._saving.enter_context(self.gathering.saving())
 
@@ -261,11 +273,13 @@ class Passes:
     def _begin_backward(self) -> None:
         self._events = []
         self.reducing.begin()
-        order = self.orders.backward(self.gathering is not None, self.sends)
+        gathers = self.gathering is not None and not self.gathering.in_place
+        order = self.orders.backward(gathers, self.sends)
         prefetch = self.orders.prefetch
         self.backward = Sweep(order, prefetch, self._gather, self.reducing.issue, self.reducing.ready)
         if self.gathering is not None:
             self.gathering.in_backward = True
+            self.gathering.count()
 
     def _end_backward(self) -> None:
         assert self.backward is not None
@@ -291,8 +305,10 @@ class Passes:
         """Takes part in a forward pass of the others, and in the backward pass, with nothing to compute."""
         if self.gathering is not None:
             self.abandon()
-            self._forward_sweep().finish(self._make_room)
-            self.gathering.free_all()
+            self.gathering.count()
+            if not self.gathering.in_place:
+                self._forward_sweep().finish(self._make_room)
+                self.gathering.free_all()
         if backward and self.hurried:
             self.reduce()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.collectives.handle import Handle
 from dure.parallel.zero.away import gradient_of, set_gradient
@@ -49,15 +49,13 @@ class _Sent(NamedTuple):
 class Reducing:
     """The gradients of one rank, from autograd to the optimizer's parts.
 
-    shares: of the blocks that have gradients. scale: what sums are multiplied with. most: messages under way at once.
+    shares: of the blocks that have gradients. most: messages under way at once.
     tail: the caller's numbers; `heard` are their sums of the last pass.
     """
 
-    def __init__(
-        self, shares: Sequence[Share], wire: Wire, pool: Pool, stage: Stage, scale: float, most: int, tail: Tail
-    ) -> None:
+    def __init__(self, shares: Sequence[Share], wire: Wire, pool: Pool, stage: Stage, most: int, tail: Tail) -> None:
         self.shares, self.wire, self.pool, self.stage = list(shares), wire, pool, stage
-        self.scale, self.most, self.tail = scale, most, tail
+        self.most, self.tail = most, tail
         self.heard: list[float] = [0.0] * tail.length
         self.carrier: int | None = None
         self.passes = 0
@@ -65,6 +63,9 @@ class Reducing:
         self._first = [0]
         for share in self.shares:
             self._first.append(self._first[-1] + len(share.parameters))
+        self._number_of = {id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone}
+        self._places: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []
         self.begin()
 
     @property
@@ -114,7 +115,7 @@ class Reducing:
         tail = self.length if carries else 0
         adds, self._adds[number] = self._adds[number], True
         alone = share.block.alone and not carries
-        message = self._alone(number) if alone else self._rows(number, tail)
+        message, pooled = self._alone(number) if alone else (self._rows(number, tail), True)
         chunk = share.block.chunk
         into = message.view(share.block.ranks, -1)[share.rank]
         if self.stage > 1 and not adds and not tail and share.block.dtype == share.block.master:
@@ -124,7 +125,7 @@ class Reducing:
         elif self.stage == 1 and not adds and not tail and share.block.dtype == share.block.master:
             share.gradient = into[:chunk]
         handle = self.wire.reduce_scatter(message, into)
-        self._sent.append(_Sent(share, message, into, not alone and self.stage > 1, adds, handle))
+        self._sent.append(_Sent(share, message, into, pooled, adds, handle))
 
     def _take(self, number: int, index: int) -> Tensor | None:
         """A parameter's gradient on this rank, flat, which then is gone from there."""
@@ -136,22 +137,33 @@ class Reducing:
         set_gradient(parameter, None)
         return (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
 
-    def _alone(self, number: int) -> Tensor:
-        gradient = self._take(number, 0)
+    def place_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Where the gradient of a parameter can be computed so that it leaves from there (`dure.parallel.direct`)."""
+        number = self._number_of.get(id(parameter))
+        if number is None or number == self.carrier or number in self._places:
+            return None
+        block = self.shares[number].block
+        self._places[number] = self.pool.take(block.padded, block.dtype)
+        return self._places[number].view(block.shapes[0])
+
+    def _alone(self, number: int) -> tuple[Tensor, bool]:
+        """The message of a parameter that is a block, and whether its memory is the pool's."""
+        gradient, place = self._take(number, 0), self._places.pop(number, None)
+        if place is not None:
+            if gradient is not None and gradient.data_ptr() == place.data_ptr():
+                return place, True
+            self.pool.give(place)
         own = self.shares[number].own
-        return gradient if gradient is not None else own.new_zeros(self.shares[number].block.padded)
+        return (gradient if gradient is not None else own.new_zeros(self.shares[number].block.padded)), False
 
     def _rows(self, number: int, tail: int) -> Tensor:
         block, own = self.shares[number].block, self.shares[number].own
         width = block.chunk + tail
-        if self.stage == 1:
-            message = own.new_empty(block.ranks * width)
-        else:
-            message = self.pool.take(block.ranks * width, block.dtype)
+        message = self.pool.take(block.ranks * width, block.dtype)
         rows = message.view(block.ranks, width)
         for index in range(len(block.names)):
             gradient = self._take(number, index)
-            for rank, piece in block.pieces(index):
+            for rank, piece in block.pieces[index]:
                 row = rows[rank, piece.at : piece.at + piece.stop - piece.start]
                 if gradient is None:
                     row.zero_()
@@ -180,8 +192,6 @@ class Reducing:
         share, chunk = sent.share, sent.share.block.chunk
         self.wire.wait(sent.handle, "gradients")
         reduced = sent.into[:chunk]
-        if self.scale != 1:
-            reduced.mul_(self.scale)
         if sent.into.numel() > chunk:
             self._numbers = sent.into[chunk:].clone()
         if sent.adds:
@@ -191,7 +201,9 @@ class Reducing:
             if share.gradient is None or self.stage == 1:
                 share.gradient = torch.empty_like(share.master)
             share.gradient.copy_(reduced)
-        if sent.pooled:
+        if sent.pooled and share.gradient is not None and lies_in(share.gradient, sent.message):
+            self._kept.append(sent.message)
+        elif sent.pooled:
             self.pool.give(sent.message)
 
     @torch.no_grad()
@@ -203,7 +215,8 @@ class Reducing:
             self.wire.wait(self.wire.all_reduce(self._numbers), "the tail")
         self._settle_all()
         numbers = self._numbers.tolist() if self._numbers is not None else []
-        self.heard, flags = numbers[: self.tail.length], numbers[self.tail.length :]
+        size = self.wire.group.size if self.wire.mean and self.carrier is not None else 1
+        self.heard, flags = [number * size for number in numbers[: self.tail.length]], numbers[self.tail.length :]
         used = [flag > 0 for flag in flags[: self._first[-1]]]
         for number, late in enumerate(flags[self._first[-1] :]):
             if late:
@@ -226,7 +239,17 @@ class Reducing:
     def drop(self) -> None:
         """Forgets gradients that have not been sent, and in stage 1 the memory of those that have."""
         for share in self.shares:
-            if self.stage == 1 and not share.accumulates():
-                share.gradient = None
             for parameter in share.parameters:
                 set_gradient(parameter, None)
+            if self.stage == 1 and not share.accumulates():
+                share.gradient = None
+        for buffer in [*self._places.values(), *self._kept]:
+            if not any(share.gradient is not None and lies_in(share.gradient, buffer) for share in self.shares):
+                self.pool.give(buffer)
+                self._kept = [other for other in self._kept if other is not buffer]
+        self._places.clear()
+
+
+def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    """Whether they share memory."""
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

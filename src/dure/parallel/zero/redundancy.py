@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
+from dure.parallel.direct import Direct
 from dure.parallel.zero import checkpoint
 from dure.parallel.zero.away import watch_gradient
 from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
@@ -58,6 +59,8 @@ class ZeroRedundancy:
         prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. None takes
             one, but none where the ranks of one host keep all of its cores busy: it would take their time.
         algorithm: "native" is the backend's own; "ring" and "one_shot" go over sends.
+        in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share a host and the
+            backend is dure, so that no unit is copied; False gathers copies there too.
         tail: numbers that travel with a step.
 
     All ranks run the same loop. One that has no examples in a step calls `take_part` instead of forward and backward.
@@ -76,6 +79,7 @@ class ZeroRedundancy:
         units: Units = None,
         prefetch: int | None = None,
         algorithm: Algorithm = "native",
+        in_place: bool = True,
         tail: Tail = NO_TAIL,
     ) -> None:
         check_settings(stage, precision, prefetch)
@@ -86,16 +90,15 @@ class ZeroRedundancy:
         self.device = check_model(model, self.optimizer)
         check_element_wise(self.optimizer)
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
-        self.wire = Wire(self.group, algorithm, beside=prefetch > 0)
+        self.wire = Wire(self.group, algorithm, beside=prefetch > 0, mean=reduce == "mean")
         for tensor in (*model.parameters(), *model.buffers()):
             self.group.broadcast_values([tensor], counted=False)
-        cuts = divide(model, stage, self.group, precision, units)
+        cuts = divide(model, stage, self.group, precision, units, in_place and algorithm == "native")
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
         self.division = Division(self.optimizer, self.trained)
         self._pool = Pool(self.device)
-        scale = 1 / self.group.size if reduce == "mean" else 1.0
-        self.reducing = Reducing(self.trained, self.wire, self._pool, stage, scale, prefetch + 1, tail)
+        self.reducing = Reducing(self.trained, self.wire, self._pool, stage, prefetch + 1, tail)
         for share in self.trained:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
@@ -105,6 +108,7 @@ class ZeroRedundancy:
         self._quiet = copy.copy(self.group)
         self._quiet.meter = Meter(self.group.meter.name)
         self._whole = Whole(model, self.shares, self.passes, self._quiet, algorithm)
+        self._whole.meet()
         self._reduced = False
         self._stepped = 0
         self.optimizer.register_step_pre_hook(self._before_step)
@@ -113,10 +117,12 @@ class ZeroRedundancy:
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _passes(self, cuts: list[Cut], prefetch: int) -> Passes:
+        own = [parameter for share in self.trained for parameter in share.parameters]
+        direct = Direct(own, self.reducing.place_of)
         gathering = None
         if self.stage == 3:
             modules = [[self.model.get_submodule(name) for name in cut.modules] for cut in cuts]
-            units = [Unit(i, own, cut.shares) for i, (own, cut) in enumerate(zip(modules, cuts, strict=True))]
+            units = [Unit(i, *each) for i, each in enumerate(zip(modules, [cut.shares for cut in cuts], strict=True))]
             gathering = Gathering(units, self.wire, self._pool)
         else:
             for share in self.shares:
@@ -124,7 +130,7 @@ class ZeroRedundancy:
         number = {id(share): number for number, share in enumerate(self.trained)}
         blocks = [[number[id(share)] for share in cut.shares if share.block.trained] for cut in cuts]
         orders = Orders(blocks, {unit for unit, cut in enumerate(cuts) if cut.around}, prefetch)
-        return Passes(self.model, self.group, gathering, self.reducing, orders, hurried=self.stage > 1)
+        return Passes(self.model, self.group, gathering, self.reducing, orders, direct, hurried=self.stage > 1)
 
     # What it costs.
 
@@ -145,12 +151,14 @@ class ZeroRedundancy:
         among it), and buffers for messages and units; not what the user and the model's own buffers hold."""
         state = [value for one in self.optimizer.state.values() for value in one.values() if isinstance(value, Tensor)]
         masters = [share.master for share in self.trained if share.master is not share.own]
-        gradients = [share.gradient for share in self.trained if share.gradient is not None]
+        gradients = [share.gradient for share in self.trained if share.gradient is not None] + self.reducing.local()
+        own = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         return Memory(
-            _nbytes([share.own for share in self.shares]),
-            _nbytes([*gradients, *self.reducing.local()]),
+            _nbytes([share.own for share in self.shares if not share.common])
+            + sum(share.own.nbytes for share in self.shares if share.common),
+            _nbytes(gradients),
             _nbytes([*state, *masters]),
-            self._pool.nbytes,
+            sum(buffer.nbytes for buffer in self._pool.buffers if buffer.data_ptr() not in own),
         )
 
     @contextmanager
@@ -237,10 +245,13 @@ class ZeroRedundancy:
                 "step() before backward(): no rank has a gradient (one without examples calls take_part())"
             )
 
+        self._whole.meet()  # others may still compute with what is updated now
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped, self._reduced = self.reducing.passes, False
         for share in self.trained:
             share.round()
+        self._whole.meet()
         if self.stage < 3:
             self._check_home()
             whole = [(share.whole, share.own) for share in self.trained if share.whole is not None]
@@ -250,11 +261,13 @@ class ZeroRedundancy:
     def _check_home(self) -> None:
         for share in self.trained:
             assert share.whole is not None
-            for parameter, start in zip(share.parameters, share.block.starts(), strict=True):
+            for parameter, start in zip(share.parameters, share.block.starts, strict=True):
                 if parameter.data_ptr() != share.whole.data_ptr() + start * share.whole.itemsize:
                     raise RuntimeError("the model was moved or converted after it was divided; do that before")
 
     def _gradients_are_divided(self) -> None:
+        if self.passes.in_backward():
+            return
         if any(share.accumulates() for share in self.trained) or (self.stage == 1 and self.reducing.local()):
             raise RuntimeError(
                 "gradients are divided over the ranks, and this parameter has none: clip them by "
@@ -307,7 +320,9 @@ class ZeroRedundancy:
 
         Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
         """
+        self._whole.meet()
         checkpoint.load(Path(folder), self.model, self.shares, self.division)
+        self._whole.meet()
 
 
 def prefetch_of(group: Group, device: torch.device) -> int:

@@ -8,11 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.flat import views_of
-from dure.parallel.zero.division import Block, Piece, Stage
-
-Empty = Callable[[int, torch.dtype], Tensor]
-"""empty(elements, dtype) is memory from which others are sent what is in it."""
+from dure.parallel.zero.division import Block, Piece
 
 
 class Held(NamedTuple):
@@ -27,21 +23,22 @@ class Held(NamedTuple):
 class Share:
     """Rank `rank`'s share of a block; the parameters are taken over.
 
-    own: the chunk, in the dtype in which it is gathered. whole: in stages 1 and 2, all chunks; the parameters are views
-    of it. master: the chunk that the optimizer updates: `own`, or a copy in more digits. gradient: the sum that belongs
-    to it, in the master's dtype; None before there is one.
+    own: the chunk, in the dtype in which it is gathered. whole: where the rank has all chunks for good: its own copy in
+    stages 1 and 2; in stage 3 memory that is `common` to all ranks, of which each writes its chunk. master: the chunk
+    that the optimizer updates: `own`, or a copy in more digits. gradient: the sum that belongs to it, in the master's
+    dtype; None before there is one.
     """
 
-    def __init__(self, block: Block, parameters: Sequence[nn.Parameter], rank: int, stage: Stage, empty: Empty) -> None:
-        self.block, self.parameters, self.rank = block, list(parameters), rank
-        self.whole: Tensor | None = None
+    def __init__(
+        self, block: Block, parameters: Sequence[nn.Parameter], rank: int, memory: Tensor, common: bool = False
+    ) -> None:
+        """memory: of one chunk, or of all chunks."""
+        self.block, self.parameters, self.rank, self.common = block, list(parameters), rank, common
+        self.whole = memory if block.ranks == 1 or memory.numel() > block.chunk else None
+        self.own = memory if self.whole is None else memory[rank * block.chunk : (rank + 1) * block.chunk]
+        self._places = list(zip(block.starts, block.lengths, block.shapes, strict=True))
         self.gradient: Tensor | None = None
         mixed = block.dtype != block.master
-        if stage == 3:
-            self.own = empty(block.chunk, block.dtype)
-        else:
-            self.whole = empty(block.padded, block.dtype)
-            self.own = self.whole[rank * block.chunk : (rank + 1) * block.chunk]
         self.master = torch.empty_like(self.own, dtype=block.master) if mixed else self.own
         self.take([parameter.data for parameter in parameters])
         self.held: list[Held] = []
@@ -63,10 +60,10 @@ class Share:
 
     def views(self, whole: Tensor) -> list[Tensor]:
         """The parameters as views of all chunks."""
-        return views_of(whole, [torch.empty(shape, device="meta") for shape in self.block.shapes])
+        return [whole[start : start + length].view(shape) for start, length, shape in self._places]
 
     def install(self) -> None:
-        """Makes the parameters views of `whole`, in stages 1 and 2."""
+        """Makes the parameters views of `whole`."""
         assert self.whole is not None
         for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
             parameter.data = view
@@ -85,7 +82,7 @@ class Share:
             if piece is not None:
                 self.of(self.master, piece).copy_(read(name, piece.start, piece.stop))
         self.round()
-        if self.whole is None:
+        if self.whole is None or self.common:
             return
         self.whole[self.block.elements :].zero_()
         for name, length, view in zip(self.block.names, self.block.lengths, self.views(self.whole), strict=True):
@@ -139,5 +136,6 @@ class Pool:
         self.free.append(self.used.pop(tensor.data_ptr()))
 
     @property
-    def nbytes(self) -> int:
-        return sum(buffer.numel() for buffer in [*self.free, *self.used.values()])
+    def buffers(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.free, *self.used.values()]

@@ -31,7 +31,7 @@ class Whole:
     def values(self, share: Share) -> list[Tensor]:
         """A block's parameters in their own dtype; in stages 1 and 2 the model's own memory, if that is it."""
         if share.whole is not None and share.master is share.own:
-            return share.views(share.whole)
+            return share.views(share.whole.clone() if share.common else share.whole)
         whole = torch.empty(share.block.padded, dtype=share.block.master, device=share.own.device)
         self.wire.all_gather(whole, share.master).wait()
         return share.views(whole)
@@ -65,14 +65,21 @@ class Whole:
                 parameter.data = value
 
     def _take_back(self, values: Mapping[int, list[Tensor]]) -> None:
+        self.meet()
         for share in self.shares:
-            if share.whole is None or share.master is not share.own:
+            if share.whole is None or share.common or share.master is not share.own:
                 share.take([parameter.data for parameter in share.parameters])
             if share.whole is not None:
                 share.install()
         if self.passes.gathering is not None:
             for unit in self.passes.gathering.units:
                 self.passes.gathering.send_away(unit)
+        self.meet()
+
+    def meet(self) -> None:
+        """Where memory is common: nobody writes before all have read, and nobody reads before all have written."""
+        if any(share.common for share in self.shares):
+            self.wire.meet()
 
     @torch.no_grad()
     def state_dict(self, everywhere: bool) -> dict[str, Any]:
@@ -112,7 +119,9 @@ class Whole:
                         f"{name} has the shape {tuple(state[name].shape)} here, {tuple(own.shape)} in the model"
                     )
                 values[id(own)] = state[name]
+        self.meet()
         for share in self.shares:
             share.take([values[id(parameter)] for parameter in share.parameters])
         rest = {name: value for name, value in state.items() if id(known[name]) not in divided}
         self.model.load_state_dict(rest, strict=False)
+        self.meet()

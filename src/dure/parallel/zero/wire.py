@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from dure.collectives.handle import Handle
 
 Algorithm = Literal["native", "ring", "one_shot"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+_AVERAGING = ("dure", "nccl")
+"""Backends that divide a sum on their way; the others leave that to be done behind them."""
 
 
 class Span(NamedTuple):
@@ -29,12 +33,13 @@ class Span(NamedTuple):
 class Wire:
     """Messages of one group. beside: whether they travel beside the program, in the order of their issue.
 
-    transfers: those that have ended since they were last asked for; waits: when the program waited for one.
+    mean: whether sums of gradients are divided by N. transfers: those that have ended since they were last asked for;
+    waits: when the program waited for one.
     """
 
-    def __init__(self, group: Group, algorithm: Algorithm, beside: bool) -> None:
+    def __init__(self, group: Group, algorithm: Algorithm, beside: bool, mean: bool = False) -> None:
         check_algorithm("way to send", algorithm, ALGORITHMS)
-        self.group, self.algorithm, self.beside = group, algorithm, beside
+        self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
 
@@ -47,7 +52,8 @@ class Wire:
 
         def work() -> None:
             if self.algorithm == "native":
-                _native_all_gather(chunks, own, self.group)
+                dist.all_gather(chunks, own, group=self.group.process_group)
+                self.count(own)
                 return
             if apart:
                 mine.copy_(own)
@@ -61,20 +67,39 @@ class Wire:
         return self._send("all-gather", work, whole)
 
     def reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
-        """`into` becomes the sum of the ranks' chunk r of `message`, on rank r; it may be that chunk itself."""
+        """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk."""
         chunks = list(message.view(self.group.size, -1))
+        divides = self.mean and self.algorithm == "native" and self.group.backend(message.device) in _AVERAGING
 
         def work() -> None:
             if self.algorithm == "native":
-                _native_reduce_scatter(chunks, into, self.group)
+                op = dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
+                dist.reduce_scatter(into, chunks, op, group=self.group.process_group)
+                self.count(into)
             elif self.algorithm == "ring":
                 ring.reduce_scatter(chunks[-1:] + chunks[:-1], self.group, into=into)
             else:
                 one_shot.reduce_scatter(chunks, self.group, into=into)
+            if self.mean and not divides:
+                into.div_(self.group.size)
 
         if self.group.size == 1 and into.data_ptr() != message.data_ptr():
             into.copy_(chunks[0])
         return self._send("reduce-scatter", work, message)
+
+    def meet(self) -> None:
+        """Waits until all ranks are here."""
+        if self.group.size > 1:
+            started = time.perf_counter()
+            self.group.perform("meeting", lambda: dist.barrier(group=self.group.process_group), torch.empty(0))
+            self.waits.append(Span("wait for all ranks", started, time.perf_counter()))
+
+    def count(self, chunk: Tensor) -> None:
+        """The backend does not tell what it sends; whatever it does, N-1 chunks have to leave and to come."""
+        if chunk.numel():
+            for _ in range(self.group.size - 1):
+                self.group.meter.sent(chunk.nbytes)
+                self.group.meter.received(chunk.nbytes)
 
     def all_reduce(self, tensor: Tensor) -> Handle[None]:
         """The sum over all ranks, in place."""
@@ -122,20 +147,3 @@ class Wire:
                 lane = f"{meter.name}, beside"
                 meter.mark(transfer.name, "communication", transfer.start, transfer.end, step, lane)
         return sum(wait.end - wait.start for wait in waits)
-
-
-def _native_all_gather(chunks: list[Tensor], own: Tensor, group: Group) -> None:
-    dist.all_gather(chunks, own, group=group.process_group)
-    _count(group, own)
-
-
-def _native_reduce_scatter(chunks: list[Tensor], into: Tensor, group: Group) -> None:
-    dist.reduce_scatter(into, chunks, group=group.process_group)
-    _count(group, into)
-
-
-def _count(group: Group, chunk: Tensor) -> None:
-    """The backend does not tell what it sends; whatever it does, N-1 chunks have to leave and to come."""
-    for _ in range(group.size - 1):
-        group.meter.sent(chunk.nbytes)
-        group.meter.received(chunk.nbytes)

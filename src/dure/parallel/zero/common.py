@@ -1,0 +1,62 @@
+"""Memory that all ranks of a host map: what one of them writes, the others read where it lies.
+
+It is a file without a name (memfd), which vanishes with the last process that maps it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.collectives.shared_memory.pool import Mapping, open_of
+
+_LINE = 64
+
+
+def common_memory(group: Group, nbytes: int) -> Tensor | None:
+    """Bytes, zeros, that are the same on all ranks; None where the ranks do not share memory. All ranks call it.
+
+    They do if the backend is dure and all of them are on one host, and may open each other's files.
+    """
+    if group.size == 1:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    if nbytes == 0 or group.backend(torch.device("cpu")) != "dure" or len(group.hosts()) > 1:
+        return None
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    descriptor = -1
+    if group.rank == 0:
+        descriptor = os.memfd_create("dure-zero")
+        os.ftruncate(descriptor, nbytes)
+    pid, theirs = group.all_gather_values([float(os.getpid()), float(descriptor)], "sharing memory")[0]
+    mapped: Tensor | None = None
+    try:
+        if group.rank != 0:
+            descriptor = open_of(int(pid), int(theirs))
+        mapped = Mapping(descriptor, nbytes).tensor()
+    except (OSError, ValueError):
+        mapped = None
+    everybody = all(row[0] for row in group.all_gather_values([float(mapped is not None)], "sharing memory"))
+    if descriptor >= 0:
+        os.close(descriptor)
+    return mapped if everybody else None
+
+
+class Slices:
+    """Hands out pieces of common memory, each on a cache line of its own."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.at = memory, 0
+
+    @staticmethod
+    def room(nbytes: int) -> int:
+        return -(-nbytes // _LINE) * _LINE
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        nbytes = elements * dtype.itemsize
+        piece = self.memory[self.at : self.at + nbytes]
+        self.at += self.room(nbytes)
+        return piece.view(dtype)

@@ -1,0 +1,197 @@
+"""ZeRO for `dure.train`: data parallel in which every rank holds its part of what they would all hold alike.
+
+The joint batch is divided as in data parallel (`dure.parallel.data`), so N ranks walk the path of one worker. What all
+ranks have to agree on travels in the tail of a step's last message: rank 0's wishes, the loss of every rank, when each
+arrived, and which buffers rank 0's forward has changed; these follow in a broadcast. Evaluations gather units as a
+forward pass does, and checkpoints gather the optimizer's state to whole tensors, block by block: neither is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from dure.collectives.arguments import check_algorithm
+from dure.data.batches import check_batch_size
+from dure.data.partition import Description
+from dure.errors import LossNotFiniteError
+from dure.evaluation import evaluate
+from dure.parallel.single import SingleLearner
+from dure.parallel.speaker import Buffers
+from dure.parallel.zero.dividing import Precision
+from dure.parallel.zero.division import Stage
+from dure.parallel.zero.reducing import Tail
+from dure.parallel.zero.redundancy import ZeroRedundancy, check_settings
+from dure.parallel.zero.wire import ALGORITHMS, Algorithm
+from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers
+from dure.task import Task
+
+
+@dataclass(frozen=True)
+class ZeRO:
+    """Ranks divide each batch, and what data parallel would repeat on every rank.
+
+    Args:
+        stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
+        batch_size: examples of a step over all workers together; None is all the data.
+        algorithm: how sums and parameters travel: native (the backend's own), ring or one_shot.
+        precision: full, or bfloat16 to compute in bfloat16 and update in full.
+        unit_size: elements that are gathered at once in stage 3; by default a million.
+        prefetch: units gathered ahead in stage 3, beside the computation; by default one, or none on busy cores.
+    """
+
+    stage: Stage = 2
+    batch_size: int | None = 64
+    algorithm: Algorithm = "native"
+    precision: Precision = "full"
+    unit_size: int | None = None
+    prefetch: int | None = None
+
+    name: ClassVar[str] = "zero"
+    kind: ClassVar[Kind] = "ranks"
+    unit: ClassVar[str] = "step"
+
+    @property
+    def label(self) -> str:
+        return f"ZeRO {self.stage}" + ("" if self.precision == "full" else f" {self.precision}")
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_batch_size(self.batch_size)
+        check_settings(self.stage, self.precision, self.prefetch)
+        check_algorithm("way to send", self.algorithm, ALGORITHMS)
+        if self.unit_size is not None and self.unit_size < 1:
+            raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
+        examples = len(task.train)
+        if workers is not None and workers > examples:
+            raise ValueError(f"{workers} workers are more than the {examples} training examples")
+        if workers is not None and self.batch_size is not None and workers > self.batch_size:
+            raise ValueError(f"a joint batch of {self.batch_size} cannot be divided over {workers} workers")
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return ZeROLearner(task, place, seed, self)
+
+
+class ZeROLearner(SingleLearner):
+    """SGD over a model that is divided. `self.model` and `self.optimizer` are the task's own, divided in place."""
+
+    def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
+        super().__init__(task, place, seed, strategy.batch_size)
+        self._flops = super().flops_per_step()
+        self.zero = ZeroRedundancy(
+            self.model,
+            self.optimizer,
+            strategy.stage,
+            self.group,
+            reduce="sum",
+            precision=strategy.precision,
+            units=strategy.unit_size,
+            prefetch=strategy.prefetch,
+            algorithm=strategy.algorithm,
+            tail=Tail(1 + 3 * self.group.size + len(list(self.model.buffers())), self._say),
+        )
+        self.buffers = Buffers(self.model)
+        self.clock_offset = place.clock_offset
+        self.started = self.group.all_gather_values([self._now()])[0][0]
+        self._wish, self._loss = 0, 0.0
+
+    def _now(self) -> float:
+        """Seconds on rank 0's clock."""
+        return time.perf_counter() + self.clock_offset
+
+    def flops_per_step(self) -> float:
+        return self._flops
+
+    def gradients(self, indices: Tensor, wish: int) -> Progress:
+        part = indices.tensor_split(self.group.size)[self.group.rank]
+        self._wish, self._loss = wish, 0.0
+        if len(part):
+            self.backward(part, len(part) / len(indices))
+        else:
+            self.zero.zero_grad()
+            self.zero.take_part()
+        self.zero.reduce()
+        losses, wish, arrival, changed = self._heard()
+        self._account(arrival)
+        for rank, loss in enumerate(losses):
+            if not math.isfinite(loss):  # nobody can save the last good state alone
+                raise LossNotFiniteError(loss, f"rank {rank}", f"step {self.step + 1}", intact=False)
+        if any(changed):
+            started = time.perf_counter()
+            self.buffers.take(self.group, changed)
+            self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), self.step + 1)
+        return Progress(sum(losses), len(indices), wish)
+
+    def backward(self, indices: Tensor, share: float) -> float:
+        """Forward and backward; the loss is said in the tail of the last message, so before backward ends."""
+        inputs, targets = self.read(indices)
+        started = time.perf_counter()
+        self.zero.zero_grad()
+        loss = self.task.loss(self.model(inputs), targets)
+        value = float(loss.item())
+        self._loss = share * value
+        forwarded = time.perf_counter()
+        (loss * share).backward()  # type: ignore[no-untyped-call]
+        meter = self.group.meter
+        meter.compute("forward", started, forwarded, self.step + 1)
+        meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
+        return value
+
+    def _say(self) -> list[float]:
+        """The tail: a wish; a loss and a time of arrival a rank, in whole seconds and the rest; a flag a buffer."""
+        size, rank = self.group.size, self.group.rank
+        numbers = [0.0] * (1 + 3 * size)
+        whole, rest = divmod(self._now() - self.started, 1.0)
+        numbers[0] = float(self._wish)
+        numbers[1 + 3 * rank : 4 + 3 * rank] = self._loss, whole, rest
+        changed = self.buffers.changed() if rank == 0 else [False] * len(self.buffers)
+        return [*numbers, *map(float, changed)]
+
+    def _heard(self) -> tuple[list[float], int, float, list[bool]]:
+        """(loss of each rank, wish, last arrival on this machine's clock, which buffers have changed)."""
+        numbers, size = self.zero.reducing.heard, self.group.size
+        rows = [numbers[1 + 3 * rank : 4 + 3 * rank] for rank in range(size)]
+        arrival = max(whole + rest for _, whole, rest in rows) + self.started - self.clock_offset
+        return [row[0] for row in rows], int(numbers[0]), arrival, [flag > 0 for flag in numbers[1 + 3 * size :]]
+
+    def _account(self, arrival: float | None = None) -> None:
+        """What the program waited for was counted as computing."""
+        self.group.meter.counters.compute_seconds -= self.zero.wire.account(self.step + 1, arrival)
+
+    def advance(self, wish: int) -> Progress:
+        progress = super().advance(wish)
+        self._account()
+        return progress
+
+    def evaluate(self) -> dict[str, float]:
+        def idle() -> None:
+            self.zero.take_part(backward=False)
+
+        with self.zero.uncounted():
+            return evaluate(self.task, self.model, self.test_examples, self.group, self.step, idle)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.zero.state_dict()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "optimizer": self.zero.optimizer_state_dict(),
+            "buffers": passing_buffers(self.model),
+            "order": self.zero.passes.orders.numbers(),
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        self.zero.load_state_dict(weights)
+        load_passing_buffers(self.model, state["buffers"])
+        self.zero.load_optimizer_state_dict(state["optimizer"])
+        self.zero.passes.restore_order(state["order"])
+        self.buffers = Buffers(self.model)
+        self.step = state["step"]
