@@ -3,7 +3,7 @@
 Side by side in one run, on 1 and 2 threads, and on a GPU where there is one:
 
     native      torch's conv2d: oneDNN on a CPU, cuDNN on a GPU
-    fused       torch's conv2d with oneDNN and NNPACK switched off: im2col and a matrix product in C++, image by image
+    fused       torch's conv2d with oneDNN and NNPACK switched off: im2col in C++, and a matrix product for each image
     im2col      dure.convolution.conv2d_im2col: the same in a few operations of torch, a part of the batch at a time
     whole       the same for the whole batch at once
     copies      im2col alone (forward), im2col and col2im alone (backward)

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 Pair = int | tuple[int, int]
 
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements of the columns that are made at once: on a CPU so few that the product finds them in the cache."""
+"""Elements of the columns that are made at once; on a CPU few, for they stay in the cache and in memory used again."""
 
 
 class Window(NamedTuple):
