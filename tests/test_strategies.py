@@ -15,6 +15,7 @@ from dure.data.partition import IID, Dirichlet, LabelShards, NaturalKey, Quantit
 from dure.federated.fed_avg import FedAvg
 from dure.parallel.data import DataParallel
 from dure.parallel.single import SingleWorker
+from dure.parallel.zero.strategy import ZeRO
 from dure.strategies import (
     decode_strategy,
     decode_world,
@@ -102,6 +103,7 @@ def test_every_world_of_the_catalog_is_there(name):
         ("data-parallel,all_reduce=master,batch_size=8", DataParallel(8, "master")),
         ("fed-avg,clients=20,fraction=0.5", FedAvg(clients=20, fraction=0.5)),
         ("fed-avg,partition=dirichlet:0.3:2,server_lr=2", FedAvg(partition=Dirichlet(0.3, 2), server_lr=2.0)),
+        ("zero,stage=3,algorithm=ring", ZeRO(3, algorithm="ring")),
         ("fed-avg,clients=null,partition=natural-key", FedAvg(clients=None, partition=NaturalKey())),
     ],
 )

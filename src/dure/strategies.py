@@ -117,7 +117,9 @@ def parse_strategy(text: str) -> Strategy:
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
         _check_fields(kind, [field])
-        is_text = hints.get(field) in TEXTS or typing.get_origin(hints.get(field)) is typing.Literal
+        hint = hints.get(field)
+        words = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+        is_text = hint in TEXTS or any(isinstance(word, str) for word in words)
         try:
             written[field] = value if is_text else None if value == "None" else msgspec.json.decode(value.encode())
         except msgspec.DecodeError:

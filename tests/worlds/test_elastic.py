@@ -200,6 +200,7 @@ LIKE_ONE_WORKER = [
     dure.DataParallel(batch_size=8),
     dure.LocalSGD(batch_size=8, period=1),
     dure.DiLoCo(batch_size=8, period=1, outer_lr=1.0, outer_momentum=0.0),
+    dure.ZeRO(batch_size=8, stage=3),
 ]
 
 
