@@ -163,8 +163,8 @@ def memory(blocks: Sequence[Block], stage: Stage, state: float = 8, buffers: int
         if not block.trained:
             continue
         optimizer += block.chunk * (state + (block.master.itemsize if mixed else 0))
-        if stage == 1 and not mixed:
-            gradients += block.padded * block.dtype.itemsize
+        if stage == 1:
+            gradients += block.elements * block.dtype.itemsize
         else:
             gradients += block.chunk * block.master.itemsize
     return Memory(int(parameters), int(gradients), int(optimizer), buffers)

@@ -233,6 +233,8 @@ class ZeroRedundancy:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError("ZeRO takes no closure: call forward and backward, then step()")
+        if self.passes.rests:
+            raise RuntimeError("step() inside gathered(), where nothing is divided; leave it first")
         if self._reduced and self.reducing.local():
             raise RuntimeError(
                 "a backward pass came after the gradients were reduced; call step() or zero_grad() before"
