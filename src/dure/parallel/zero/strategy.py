@@ -112,12 +112,15 @@ class ZeROLearner(SingleLearner):
     def gradients(self, indices: Tensor, wish: int) -> Progress:
         part = indices.tensor_split(self.group.size)[self.group.rank]
         self._wish, self._loss = wish, 0.0
+        started = time.perf_counter()
         if len(part):
             self.backward(part, len(part) / len(indices))
+            started = time.perf_counter()
         else:
             self.zero.zero_grad()
             self.zero.take_part()
         self.zero.reduce()
+        self.group.meter.compute("reduce", started, time.perf_counter(), self.step + 1)
         losses, wish, arrival, changed = self._heard()
         self._account(arrival)
         for rank, loss in enumerate(losses):
