@@ -17,6 +17,8 @@ block of layers) computes, in forward and once more in backward, its parameters 
     units       which parameters are gathered together
     sweep       the order of messages, the same on all ranks whatever each computes
     shares      what a rank holds of a block, and memory that is used again
+    common      memory that all ranks of a host read
+    dividing    a model's parameters become shares
     wire        reduce-scatters and all-gathers, beside the program or not
     away        parameters that are not here
     gathering   units gathered and freed; what autograd saves of them
@@ -31,6 +33,7 @@ block of layers) computes, in forward and once more in backward, its parameters 
 Source: Rajbhandari, Rasley, Ruwase and He 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
+from dure.parallel.zero.checkpoint import read_whole
 from dure.parallel.zero.redundancy import ZeroRedundancy
 
-__all__ = ["ZeroRedundancy"]
+__all__ = ["ZeroRedundancy", "read_whole"]

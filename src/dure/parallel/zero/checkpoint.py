@@ -135,40 +135,55 @@ class Checkpoint:
                     parts.append(own[low - first : high - first])
         return torch.cat(parts) if parts else None
 
+    def weights(self, name: str, start: int, stop: int) -> Tensor:
+        """The elements [start, stop) of a parameter."""
+        if name not in self.shapes:
+            return self.rest[name].reshape(-1)[start:stop]
+        found = self.read("weights", name, start, stop)
+        assert found is not None, "the parts of a checkpoint have all elements"
+        return found
+
     def state_of(self, name: str, start: int, stop: int) -> dict[str, Any]:
         """The optimizer's state of a run of elements; empty if there is none."""
         tensors = {key: self.read(f"state/{key}", name, start, stop) for key in sorted(self._keys.get(name, ()))}
         return {**self._numbers.get(name, {}), **{key: value for key, value in tensors.items() if value is not None}}
 
 
+@torch.no_grad()
 def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division) -> None:
     """Takes this rank's pieces out of a checkpoint of the same model. Every rank calls it.
 
     Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
     """
     with Checkpoint(folder) as checkpoint:
-        own = {
-            name: shape for share in shares for name, shape in zip(share.block.names, share.block.shapes, strict=True)
-        }
-        if own != checkpoint.shapes:
-            differ = sorted(name for name in own | checkpoint.shapes if own.get(name) != checkpoint.shapes.get(name))
-            raise ValueError(f"{folder} is of another model: {', '.join(differ)} differ in shape or are in one of them")
+        _check_model(model, checkpoint, folder)
         states: dict[int, dict[str, Any]] = {}
         for share in shares:
-            share.fill(lambda name, start, stop: _known(checkpoint.read("weights", name, start, stop)))
             for held in share.held:
                 name = share.block.names[held.place]
                 states[id(held.part)] = checkpoint.state_of(name, held.piece.start, held.piece.stop)
         division.load_parts(states, checkpoint.groups)
-        model.load_state_dict(checkpoint.rest, strict=False)
+        for share in shares:
+            share.fill(checkpoint.weights)
+        divided = {id(parameter) for share in shares for parameter in share.parameters}
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in divided:  # frozen ones are divided in stage 3 only
+                parameter.copy_(checkpoint.weights(name, 0, parameter.numel()).view(parameter.shape))
+        buffers = {name for name, _ in model.named_buffers()}
+        model.load_state_dict({name: v for name, v in checkpoint.rest.items() if name in buffers}, strict=False)
 
 
-def _known(found: Tensor | None) -> Tensor:
-    assert found is not None, "the parts of a checkpoint have all elements"
-    return found
+def _check_model(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None:
+    state = model.state_dict(keep_vars=True)
+    own = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+    there = {name: checkpoint.shapes[divided] for name, divided in checkpoint.names.items()}
+    there |= {name: tuple(value.shape) for name, value in checkpoint.rest.items()}
+    if own != there:
+        differ = sorted(name for name in own | there if own.get(name) != there.get(name))
+        raise ValueError(f"{folder} is of another model: {', '.join(differ)} differ in shape or are in one of them")
 
 
-def read_whole(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_whole(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(the model's state_dict, the optimizer's) of a checkpoint, for one process.
 
     Raises RunFolderError if there is no whole checkpoint.
@@ -176,8 +191,7 @@ def read_whole(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with Checkpoint(Path(folder)) as checkpoint:
         lengths = {name: torch.Size(shape).numel() for name, shape in checkpoint.shapes.items()}
         values = {
-            name: _known(checkpoint.read("weights", name, 0, lengths[name])).view(shape)
-            for name, shape in checkpoint.shapes.items()
+            name: checkpoint.weights(name, 0, lengths[name]).view(shape) for name, shape in checkpoint.shapes.items()
         }
         weights = {**checkpoint.rest, **{name: values[divided] for name, divided in checkpoint.names.items()}}
         state: dict[int, Any] = {}
