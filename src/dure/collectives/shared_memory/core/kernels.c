@@ -1,5 +1,7 @@
-/* Reductions: out = in_0 op in_1 op … op in_(n-1), in this order, a tile of some KB at a time so that partial
- * results stay in the first-level cache. Half precision is summed in float32 and rounded once, at the end.
+/* Reductions: out = in_0 op in_1 op … op in_(n-1), in this order. A cache line of each input is read, the result stays
+ * in registers, and is written to all outputs while their lines are still in the first-level cache: memory sees every
+ * line once in and once out, and all inputs are read ahead at once. Half precision is summed in float32, a tile of
+ * some KB at a time, and rounded once, at the end.
  *
  * Every kernel is compiled for plain, AVX2 and AVX-512 machines (kernels.inc); which one runs is found out at the
  * first call. They give the same bits: the order of additions does not depend on the width of a vector.
@@ -8,7 +10,7 @@
 
 #include <string.h>
 
-#define TILE 16384 /* bytes of a tile in the type that sums are formed in: long enough to read each tensor in runs */
+#define TILE 16384 /* bytes of a tile of float32 in which half precision is summed */
 
 typedef uint8_t u8;
 typedef int8_t i8;
@@ -18,15 +20,15 @@ typedef int64_t i64;
 typedef float f32;
 typedef double f64;
 
-/* out[i] = a[i] op b[i]; out may be a or b. */
-typedef void fold_function(void *out, const void *a, const void *b, uint64_t n);
+/* Bytes `from` to `to` of every output = in_0 op in_1 op …; an output may be an input. */
+typedef void fold_function(char *const *outs, int n_outs, const char *const *ins, int n_ins, uint64_t from,
+                           uint64_t to);
 typedef void convert_function(void *out, const void *in, uint64_t n);
-typedef void divide_function(void *inout, uint64_t n, int by);
 
 struct kernels {
     fold_function *fold[DTYPES][OPS];
     convert_function *widen[2], *narrow[2]; /* f16, bf16 */
-    divide_function *divide[2];             /* f32, f64 */
+    void (*divide)(float *inout, uint64_t n, int by);
     const char *name;
 };
 
@@ -71,22 +73,28 @@ static uint16_t to_bfloat(float value) {
 
 #define NAMED(name) name##_plain
 #define TARGET
+#define WIDTH 16
 #include "kernels.inc"
 #undef NAMED
+#undef WIDTH
 #undef TARGET
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define HALF_INTRINSICS
 #define NAMED(name) name##_avx2
+#define WIDTH 32
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #include "kernels.inc"
 #undef NAMED
+#undef WIDTH
 #undef TARGET
 #define NAMED(name) name##_avx512
+#define WIDTH 64
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 #include "kernels.inc"
 #undef NAMED
+#undef WIDTH
 #undef TARGET
 #endif
 
@@ -108,43 +116,29 @@ uint64_t core_width(int dtype) {
     return dtype >= 0 && dtype < DTYPES ? widths[dtype] : 1;
 }
 
-/* One tile of n elements whose sums are formed in the type they travel in. */
-static void tile(const struct kernels *use, char *const *dsts, int nd, const char *const *srcs, int ns, uint64_t at,
-                 uint64_t n, int dtype, int op) {
-    _Alignas(LINE) char sums[TILE];
-    uint64_t bytes = n * core_width(dtype);
-    fold_function *fold = use->fold[dtype][op];
-    /* The last fold writes straight to the first destination, unless a later step still reads what lies there. */
-    char *target = dsts[0] + at;
-    if (ns == 1) {
-        if (target != srcs[0] + at) memcpy(target, srcs[0] + at, bytes);
-    } else {
-        fold(ns == 2 ? target : sums, srcs[0] + at, srcs[1] + at, n);
-        for (int s = 2; s < ns; s++) fold(s == ns - 1 ? target : sums, sums, srcs[s] + at, n);
-    }
-    if (op == AVG) use->divide[dtype == F64](target, n, ns);
-    for (int d = 1; d < nd; d++)
-        if (dsts[d] != dsts[0]) memcpy(dsts[d] + at, target, bytes);
-}
-
-static void tile_of_halves(const struct kernels *use, char *const *dsts, int nd, const char *const *srcs, int ns,
+/* Elements `at` to `at + n` of halves, n at most a tile's. */
+static void tile_of_halves(const struct kernels *use, char *const *outs, int n_outs, const char *const *ins, int n_ins,
                            uint64_t at, uint64_t n, int dtype, int op) {
     _Alignas(LINE) char sums[TILE], next[TILE];
-    use->widen[dtype == BF16](sums, srcs[0] + at, n);
-    for (int s = 1; s < ns; s++) {
-        use->widen[dtype == BF16](next, srcs[s] + at, n);
-        use->fold[F32][op](sums, sums, next, n);
+    char *const out[] = {sums};
+    const char *const both[] = {sums, next};
+    uint64_t bytes = n * sizeof(float);
+    use->widen[dtype == BF16](sums, ins[0] + 2 * at, n);
+    for (int k = 1; k < n_ins; k++) {
+        use->widen[dtype == BF16](next, ins[k] + 2 * at, n);
+        use->fold[F32][op == AVG ? SUM : op](out, 1, both, 2, 0, bytes);
     }
-    if (op == AVG) use->divide[0](sums, n, ns);
-    for (int d = 0; d < nd; d++) use->narrow[dtype == BF16](dsts[d] + at, sums, n);
+    if (op == AVG) use->divide((float *)sums, n, n_ins);
+    for (int k = 0; k < n_outs; k++) use->narrow[dtype == BF16](outs[k] + 2 * at, sums, n);
 }
 
-void core_reduce(char *const *dsts, int nd, const char *const *srcs, int ns, uint64_t count, int dtype, int op) {
+void core_reduce(char *const *outs, int n_outs, const char *const *ins, int n_ins, uint64_t count, int dtype, int op) {
     const struct kernels *use = kernels();
-    int halves = dtype == F16 || dtype == BF16;
-    uint64_t width = core_width(dtype), most = TILE / (halves ? 4 : width);
-    for (uint64_t done = 0; done < count; done += most) {
-        uint64_t n = count - done < most ? count - done : most;
-        (halves ? tile_of_halves : tile)(use, dsts, nd, srcs, ns, done * width, n, dtype, op);
+    if (dtype != F16 && dtype != BF16) {
+        use->fold[dtype][op](outs, n_outs, ins, n_ins, 0, count * core_width(dtype));
+        return;
     }
+    uint64_t most = TILE / sizeof(float);
+    for (uint64_t at = 0; at < count; at += most)
+        tile_of_halves(use, outs, n_outs, ins, n_ins, at, count - at < most ? count - at : most, dtype, op);
 }
