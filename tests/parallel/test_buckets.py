@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.buckets import ALL, LONG, Bucket, Kind, Plan, cost_of_messages, cut, filled, merged
+from dure.parallel.buckets import ALL, LONG, Bucket, Cost, Kind, cost_of_messages, end_of, filled
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -62,38 +60,15 @@ def test_a_long_gradient_stays_where_it_is_unless_all_are_to_be_in_buffers():
     assert filled(kinds, [2, 1, 0], long=ALL).buckets == (Bucket((1, 2)), Bucket((0,)))
 
 
-def end_of(kinds, order, ready, counts, alpha, beta) -> float:
-    """When the last of these buckets has arrived, sent one after another."""
-    end, start = 0.0, 0
-    for count in counts:
-        members = order[start : start + count]
-        start += count
-        end = max(end, ready[start - 1]) + alpha + beta * sum(kinds[member].nbytes for member in members)
-    return end
-
-
-@given(ALIKE, st.data(), st.floats(1e-4, 1.0), st.floats(0, 1e-6))
-def test_no_cut_ends_earlier_than_the_merged_one(kinds, data, alpha, beta):
-    order = list(range(len(kinds)))
-    ready = sorted(data.draw(st.lists(st.floats(0, 3), min_size=len(kinds), max_size=len(kinds))))
-    counts = merged(kinds, order, ready, alpha, beta)
-    assert sum(counts) == len(kinds)
-    own = end_of(kinds, order, ready, counts, alpha, beta)
-    for size in range(len(kinds)):
-        for places in itertools.combinations(range(1, len(kinds)), size):
-            others = [b - a for a, b in itertools.pairwise((0, *places, len(kinds)))]
-            # each of the buckets may be worse by a hundredth of alpha, for being longer
-            assert own <= end_of(kinds, order, ready, others, alpha, beta) + 0.01 * alpha * len(kinds) + 1e-9
-
-
-def test_on_a_link_without_cost_all_is_sent_at_once_and_with_dear_messages_in_one():
-    kinds, order, ready = [Kind(1000, torch.float32, CPU)] * 5, [4, 3, 2, 1, 0], [0.1, 0.2, 0.3, 0.4, 0.5]
-    assert merged(kinds, order, ready, alpha=1e-3, beta=2e-5) == [1] * 5
-    assert merged(kinds, order, ready, alpha=10.0, beta=2e-5) == [5]
-    assert isinstance(cut(kinds, order, [2, 3]), Plan)
-    assert [bucket.members for bucket in cut(kinds, order, [2, 3]).buckets] == [(4, 3), (2, 1, 0)]
-    long = [Kind(LONG, torch.float32, CPU)] * 2
-    assert cut(long, [1, 0], [1, 1]).buckets == (Bucket((1,), alone=True), Bucket((0,))), "the last has the tail"
+def test_a_message_waits_for_its_last_gradient_for_the_link_and_for_the_cores():
+    kinds = [Kind(25, torch.float32, CPU)] * 3
+    plan = filled(kinds, [2, 1, 0], limit=1)
+    ready = [0.5, 0.2, 0.1]
+    assert end_of(plan, kinds, ready, Cost(0.0, 0.0)) == 0.5
+    assert end_of(plan, kinds, ready, Cost(alpha=0.2, beta=0.0)) == pytest.approx(0.1 + 3 * 0.2)
+    assert end_of(plan, kinds, ready, Cost(alpha=0.1, beta=0.002)) == pytest.approx(0.1 + 3 * 0.3)
+    assert end_of(plan, kinds, ready, Cost(0.0, 0.0, gamma=0.1)) == pytest.approx(0.5 + 2 * 0.1)
+    assert end_of(filled(kinds, [2, 1, 0]), kinds, ready, Cost(0.1, 0.002)) == pytest.approx(0.5 + 0.1 + 0.6)
 
 
 @given(st.floats(1e-6, 1.0), st.floats(1e-12, 1e-6), st.lists(st.integers(1, 10**8), min_size=2, unique=True))

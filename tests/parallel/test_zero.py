@@ -224,7 +224,7 @@ def test_bfloat16_computes_alike_in_all_stages_and_updates_in_float32() -> None:
         for options in STAGES:
             model = network().float()
             zero = ZeroRedundancy(
-                model, partial(torch.optim.AdamW, lr=1e-3), process_group=place.group, precision="bfloat16", **options
+                model, partial(torch.optim.AdamW, lr=1e-3), process_group=place.group, precision="bf16", **options
             )
             for batch in joint:
                 outputs = model(part(batch, place)[0])

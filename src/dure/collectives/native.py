@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction, in_torch
+from dure.collectives.shared_memory.backend import SharedMemoryGroup
+from dure.collectives.shared_memory.calls import operation_of
 
 AVERAGE = ("dure", "nccl")
 """Backends whose all-reduce divides on the way, without another pass over the tensor."""
@@ -30,7 +32,10 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
     averages = reduction.op == "avg" and group.backend(flat.device) in AVERAGE
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
-    dist.all_reduce(_carried(flat), operation, group=group.process_group)
+    if group.agreed and isinstance(group.process_group, SharedMemoryGroup):
+        group.process_group.all_reduce_agreed(_carried(flat), operation_of(operation))
+    else:
+        dist.all_reduce(_carried(flat), operation, group=group.process_group)
     if not averages:
         reduction.finish(flat)
     nbytes = elements_sent(flat.numel(), group.size, group.rank) * flat.itemsize

@@ -1,14 +1,14 @@
 """Which gradients travel together, in what order: the plan of a step's all-reduces, as data.
 
 Backward finishes gradients one after another, the last layer's first. Each message has a price of its own, so small
-gradients share one, a *bucket*; but a bucket leaves only when its last gradient is there. Two rules make a plan of the
-order in which gradients finish:
+gradients share one, a *bucket*; but a bucket leaves only when its last gradient is there. A plan is made of the order
+in which gradients finish: a bucket is closed as soon as it has `limit` bytes (`filled`).
 
-    filled    a bucket is closed as soon as it has `limit` bytes
-    merged    the cut that ends earliest on a link that carries one message after another and takes alpha + beta·n
-              seconds for n bytes. With r_j the time at which gradient j is ready and S_j the bytes up to it,
-              f(0) = 0,   f(j) = min over i < j of  max(f(i), r_j) + alpha + beta·(S_j - S_i)
-              is the earliest end of the first j gradients, and f of all is what is sought
+When a step's gradients have arrived follows from when they are ready and what messages cost (`end_of`). On a link that
+carries one message after another, each alpha + beta·n seconds for n bytes, with r_k the time at which the last gradient
+of message k is ready where nothing is sent, and gamma the seconds that a message takes from the cores that compute,
+
+    end_k = max(end_(k-1), r_k + gamma·k) + alpha + beta·n_k        k = 0, 1, …
 
 Plans are the same on all ranks, and buckets leave in the order of the plan, whatever the order on a rank.
 
@@ -129,43 +129,22 @@ def _can_carry(kinds: Sequence[Kind], bucket: Bucket) -> bool:
     return not bucket.alone and kinds[bucket.members[0]].dtype in CARRIERS
 
 
-def merged(kinds: Sequence[Kind], order: Sequence[int], ready: Sequence[float], alpha: float, beta: float) -> list[int]:
-    """How many gradients each bucket has if their all-reduces are to end earliest: for `cut`.
+class Cost(NamedTuple):
+    """What messages cost, in seconds. alpha: each of them, and beta: each byte, on the link; gamma: each, the cores."""
 
-    order: the indices of all gradients, as they finish. ready: when each of `order` is there, in seconds, never
-    falling. alpha, beta: seconds of a message and of a byte. Of cuts that end within a hundredth of alpha of each other
-    the one with the longer bucket is taken.
-    """
-    sent = np.concatenate([[0.0], np.cumsum([float(kinds[index].nbytes) for index in order])])
-    ends, cuts = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)
-    for j in range(1, len(order) + 1):
-        candidates = np.maximum(ends[:j], ready[j - 1]) + alpha + beta * (sent[j] - sent[:j])
-        cuts[j] = int(np.argmax(candidates <= candidates.min() + 0.01 * alpha))  # the first is the longest bucket
-        ends[j] = candidates[cuts[j]]
-    counts: list[int] = []
-    end = len(order)
-    while end:
-        counts.append(end - int(cuts[end]))
-        end = int(cuts[end])
-    return counts[::-1]
+    alpha: float
+    beta: float
+    gamma: float = 0.0
 
 
-def cut(kinds: Sequence[Kind], order: Sequence[int], counts: Iterable[int], long: int = LONG) -> Plan:
-    """The plan whose buckets have so many gradients each, of one dtype and device. The last one carries the tail.
-
-    long: bytes from which on a gradient with a bucket to itself stays where it is.
-    """
-    buckets: list[Bucket] = []
-    start = 0
-    for count in counts:
-        members = order[start : start + count]
-        start += count
-        last = start == len(order)  # copied, however long it is, so that the tail needs no message of its own
-        if count == 1 and kinds[members[0]].nbytes >= long and not last:
-            buckets.append(Bucket(tuple(members), alone=True))
-        else:
-            buckets.append(Bucket.of(kinds, members))
-    return Plan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))
+def end_of(plan: Plan, kinds: Sequence[Kind], ready: Sequence[float], cost: Cost) -> float:
+    """When the last message has arrived, in seconds. ready: when each of `kinds` is ready where nothing is sent."""
+    end = 0.0
+    for number, bucket in enumerate(plan.buckets):
+        nbytes = sum(kinds[member].nbytes for member in bucket.members)
+        begin = max(ready[member] for member in bucket.members) + cost.gamma * number
+        end = max(end, begin) + cost.alpha + cost.beta * nbytes
+    return end if plan.carries else end + cost.alpha
 
 
 def cost_of_messages(samples: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -118,7 +118,8 @@ class Messages:
     def sum(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
         """All-reduces a message that is filled."""
         if not views or not self.compressors:
-            all_reduce(flat, self.group, self.how.algorithm, self.how.op)
+            with self.group.agreeing():
+                all_reduce(flat, self.group, self.how.algorithm, self.how.op)
             return
         self.compressors[number].all_reduce(views, self.group, self.how.algorithm)
         if self.how.op == "avg":

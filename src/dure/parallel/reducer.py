@@ -287,7 +287,8 @@ class Reducer:
     def _try(self) -> None:
         """One more trial; at the end rank 0 chooses the plan from what all have measured."""
         assert self._trials is not None
-        self._trials.note([at - self.started for at in self._ready_at], self.transfers)
+        ready = [max(0.0, at - self.started) for at in self._ready_at]
+        self._trials.note(ready, self.transfers, self.computed - self.started)
         if self._trials.go_on():
             self._take(self._trials.plan())
             return

@@ -115,6 +115,11 @@ def test_reductions_are_right_and_the_same_on_all_ranks(hosts: TwoHosts, core: C
             own = whole.new_empty(5)
             dist.reduce_scatter_tensor(own, given[rank][: 5 * size].clone(), ours)
             same_bits(own, whole[5 * rank : 5 * rank + 5])
+        for op in (OPERATIONS.index("sum"), OPERATIONS.index("avg")):
+            given = [torch.arange(1000.0) + 7 * r for r in range(size)]
+            own = given[rank].clone()
+            world().all_reduce_agreed(own, op)
+            same_bits(own, reduced(given, op))
         noise = random_bits(100_000, torch.float32, rank)
         dist.all_reduce(noise)
         everybodys = [torch.empty_like(noise) for _ in range(size)]
@@ -177,6 +182,7 @@ def crossing() -> dict[str, tuple[int, int, Callable[[int], object]]]:
     part = S // 4
     return {
         "all-reduce": (S, S, lambda rank: dist.all_reduce(torch.ones(S // 4))),
+        "agreed all-reduce": (S, S, lambda rank: world().all_reduce_agreed(torch.ones(S // 4))),
         "broadcast": (S, 0, lambda rank: dist.broadcast(torch.ones(S // 4), 1)),
         "all-gather": (
             2 * part,

@@ -9,7 +9,8 @@ The first rank of each host is its leader, and only leaders use the network for 
 
 With two hosts every byte that has to cross the link crosses it once per direction. What ranks send each other one by
 one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision is summed in float32 and rounded
-once. Before every call the leaders exchange what their ranks have called, so that all ranks see the same mistake.
+once. Before every call the leaders exchange what their ranks have called, so that all ranks see the same mistake; but
+for all-reduces that ranks have agreed on before (`all_reduce_agreed`), which have connections of their own.
 """
 
 from __future__ import annotations
@@ -101,26 +102,43 @@ class Across:
         options = _Gloo._Options()
         options._timeout = timedelta(seconds=host.timeout + 2)  # this end has its own limit, and says more
         options._devices = [make(hostname=address) if address else _Gloo.create_default_device()]
+        self._options = options
         self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
         self._leaders: Any = None
+        self._steady: Any = None
         if self._leads:
             store.set(f"address {self._here}", address or "unknown")
-            self._leaders = _Gloo(PrefixStore("leaders", store), self._here, len(hosts), options)
+            self._leaders = self._group_of_leaders("leaders")
         host.tell, host.remote = self._tell, self._told
         host.grace = 0.0 if self._leads else 2 * _PATIENCE  # leaders wait for each other, and know better who is late
+
+    def _group_of_leaders(self, name: str) -> Any:
+        return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
 
     # Collectives, as `Host` has them.
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         self._agree(Call(ALL_REDUCE if root < 0 else REDUCE, NUMBER_OF[tensor.dtype], op, root, tensor.numel()))
+        self._all_reduce(tensor, op, root, self._leaders)
+
+    def all_reduce_agreed(self, tensor: Tensor, op: int) -> None:
+        """All ranks know that all of them call this, for as many elements: nobody asks."""
+        self._number += 1
+        call = Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())
+        self._host.doing = (str(call), f"call {self._number}")
+        if self._leads and self._steady is None:
+            self._steady = self._group_of_leaders("agreed")
+        self._all_reduce(tensor, op, -1, self._steady)
+
+    def _all_reduce(self, tensor: Tensor, op: int, root: int, leaders: Any) -> None:
         work, operation = _workable(tensor, op)
         if root >= 0 and work.data_ptr() == tensor.data_ptr():
             work = work.clone()  # what a rank that is not the root gave stays as it was
         self._host.all_reduce(work, operation, 0)
         if self._leads:
-            self._between(lambda leaders: leaders.allreduce([work], _options(operation)))
+            self._wait(leaders.allreduce([work], _options(operation)))
         self._share(work, 0)
-        if root in (-1, self._rank):
+        if root in (-1, self._rank) and (op == AVG or work is not tensor):
             tensor.copy_(self._finished(work, op).to(tensor.dtype))
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:

@@ -17,7 +17,7 @@ from dure.parallel.zero.division import Block, Stage, blocks_of
 from dure.parallel.zero.shares import Share
 from dure.parallel.zero.units import Plan, Units, plan_units
 
-Precision = Literal["full", "bfloat16"]
+Precision = Literal["full", "bf16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
@@ -35,7 +35,7 @@ def divide(model: nn.Module, stage: Stage, group: Group, precision: Precision, u
     common: whether stage 3 may keep parameters in memory that all ranks read, where they can. All ranks call it.
     """
     named = dict(model.named_parameters())
-    short = _shortened(model) if precision == "bfloat16" else {}
+    short = _shortened(model) if precision == "bf16" else {}
     planned: list[tuple[Plan, list[Block]]] = []
     for plan in plan_units(model, units):
         names = [name for name in plan.parameters if named[name].numel()]

@@ -2,7 +2,8 @@
 
 A unit is gathered into a buffer, of which its parameters become views; when it is freed they are `Away`. What autograd
 saves of them for the backward pass is kept as a place in the unit and not as memory, and read from the buffer that the
-unit then has (torch's saved-tensor hooks); a unit is freed in backward when nothing in the graph needs it any more.
+unit then has (torch's saved-tensor hooks). A unit is freed in backward when all its gradients are there and nothing in
+the graph needs it; before that some module of it may come again, as a part whose activations are computed anew.
 
 Where all ranks share memory (the backend dure, on one host) nothing is copied: the parameters are views of the memory
 in which every rank keeps its chunk, and only kept from being used while they are not gathered.
@@ -29,7 +30,8 @@ from dure.parallel.zero.wire import Wire
 
 class Unit:
     """Shares that are gathered together. calls: of its modules in this forward pass; saved: places that autograd keeps;
-    stays: until the end of the pass; whole: one buffer a share, where it is gathered or on its way."""
+    stays: until the end of the pass; complete: all its gradients of this backward pass are there; comes_again: a
+    backward pass needed it after it was freed; whole: one buffer a share, where it is gathered or on its way."""
 
     def __init__(self, number: int, modules: list[nn.Module], shares: list[Share]) -> None:
         self.number, self.modules, self.shares = number, modules, shares
@@ -38,6 +40,8 @@ class Unit:
         self.saved = 0
         self.stays = False
         self.always_stays = False
+        self.complete = False
+        self.comes_again = False
         self.whole: list[Tensor] | None = None
         self.handles: list[Handle[None]] | None = None
 
@@ -198,12 +202,18 @@ class Gathering:
         assert kept.unit.whole is not None
         return kept.unit.whole[kept.number].as_strided(kept.size, kept.stride, kept.offset)
 
+    def begin_backward(self) -> None:
+        self.in_backward = True
+        for unit in self.units:
+            unit.complete = not (unit.comes_again or any(share.block.trained for share in unit.shares))
+
     def unneeded(self, unit: Unit) -> None:
         """Autograd keeps no place in this unit any more."""
-        if self.in_backward and unit.handles is None and not unit.stays:
+        if self.in_backward and unit.complete and unit.handles is None and not unit.stays:
             self.free(unit)
 
     def complete(self, unit: Unit) -> None:
         """All gradients of the unit are there."""
+        unit.complete = True
         if not unit.saved and not (unit.stays and unit.frozen):
             self.free(unit)

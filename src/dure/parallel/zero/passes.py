@@ -253,6 +253,7 @@ class Passes:
             again = unit.whole is None and sweep.has_gathered(unit.number)
             sweep.need(unit.number)
             unit.always_stays |= again and self.scope is not None
+            unit.comes_again |= again and self.scope is None
         if unit.whole is None:  # used again after it was freed, or outside of a pass of the whole model: on all ranks
             self.gathering.issue(unit)
         self.gathering.arrive(unit)
@@ -278,7 +279,7 @@ class Passes:
         prefetch = self.orders.prefetch
         self.backward = Sweep(order, prefetch, self._gather, self.reducing.issue, self.reducing.ready)
         if self.gathering is not None:
-            self.gathering.in_backward = True
+            self.gathering.begin_backward()
             self.gathering.count()
 
     def _end_backward(self) -> None:

@@ -225,7 +225,7 @@ class Reducing:
         for number, share in enumerate(self.shares):
             share.give_gradients(used[self._first[number] : self._first[number + 1]])
         self.passes += 1
-        self.some_used = any(used)
+        self.some_used = self.some_used or any(used)
 
     def _settle_all(self) -> None:
         while self._sent:
@@ -238,6 +238,7 @@ class Reducing:
 
     def drop(self) -> None:
         """Forgets gradients that have not been sent, and in stage 1 the memory of those that have."""
+        self.some_used = False
         for share in self.shares:
             for parameter in share.parameters:
                 set_gradient(parameter, None)

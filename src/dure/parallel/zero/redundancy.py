@@ -54,7 +54,7 @@ class ZeroRedundancy:
         stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
         process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`; None is all ranks.
         reduce: what becomes of the ranks' gradients: their mean, or their sum.
-        precision: "bfloat16" computes and sends in bfloat16, and updates parameters in their own dtype.
+        precision: "bf16" computes and sends in bfloat16, and updates parameters in their own dtype.
         units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None chooses.
         prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. None takes
             one, but none where the ranks of one host keep all of its cores busy: it would take their time.
@@ -103,7 +103,7 @@ class ZeroRedundancy:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
         self.passes = self._passes(cuts, prefetch)
-        if precision == "bfloat16":
+        if precision == "bf16":
             shorten_numbers(model, lambda: self.passes.rests)
         self._quiet = copy.copy(self.group)
         self._quiet.meter = Meter(self.group.meter.name)
@@ -250,7 +250,7 @@ class ZeroRedundancy:
         self._whole.meet()  # others may still compute with what is updated now
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped, self._reduced = self.reducing.passes, False
+        self._stepped, self._reduced, self.reducing.some_used = self.reducing.passes, False, False
         for share in self.trained:
             share.round()
         self._whole.meet()

@@ -19,6 +19,7 @@ from torch import Tensor
 from dure.collectives.arguments import check_algorithm
 from dure.data.batches import check_batch_size
 from dure.data.partition import Description
+from dure.devices import to_cpu
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
 from dure.parallel.single import SingleLearner
@@ -40,7 +41,10 @@ class ZeRO:
         stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
         batch_size: examples of a step over all workers together; None is all the data.
         algorithm: how sums and parameters travel: native (the backend's own), ring or one_shot.
-        precision: full, or bfloat16 to compute in bfloat16 and update in full.
+        accumulate: pieces in which a worker computes its part of a batch, one after another. From stage 2 on each is
+            reduced at once, so that memory stays what it is.
+        clip_norm: the largest norm that a step's gradient may have; by default any.
+        precision: full, or bf16 to compute in bfloat16 and update in full.
         unit_size: elements that are gathered at once in stage 3; by default a million.
         prefetch: units gathered ahead in stage 3, beside the computation; by default one, or none on busy cores.
     """
@@ -48,6 +52,8 @@ class ZeRO:
     stage: Stage = 2
     batch_size: int | None = 64
     algorithm: Algorithm = "native"
+    accumulate: int = 1
+    clip_norm: float | None = None
     precision: Precision = "full"
     unit_size: int | None = None
     prefetch: int | None = None
@@ -64,6 +70,10 @@ class ZeRO:
         check_batch_size(self.batch_size)
         check_settings(self.stage, self.precision, self.prefetch)
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate is {self.accumulate}, but a part is computed in one piece at least")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}, but a norm above zero can be asked for only")
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
         examples = len(task.train)
@@ -84,6 +94,7 @@ class ZeROLearner(SingleLearner):
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
+        self.strategy = strategy
         self._flops = super().flops_per_step()
         self.zero = ZeroRedundancy(
             self.model,
@@ -110,15 +121,15 @@ class ZeROLearner(SingleLearner):
         return self._flops
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        part = indices.tensor_split(self.group.size)[self.group.rank]
         self._wish, self._loss = wish, 0.0
+        self.zero.zero_grad()
+        part = indices.tensor_split(self.group.size)[self.group.rank]
+        for piece in part.tensor_split(self.strategy.accumulate):
+            if len(piece):
+                self.backward(piece, len(piece) / len(indices))
+            else:
+                self.zero.take_part()
         started = time.perf_counter()
-        if len(part):
-            self.backward(part, len(part) / len(indices))
-            started = time.perf_counter()
-        else:
-            self.zero.zero_grad()
-            self.zero.take_part()
         self.zero.reduce()
         self.group.meter.compute("reduce", started, time.perf_counter(), self.step + 1)
         losses, wish, arrival, changed = self._heard()
@@ -130,16 +141,17 @@ class ZeROLearner(SingleLearner):
             started = time.perf_counter()
             self.buffers.take(self.group, changed)
             self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), self.step + 1)
+        if self.strategy.clip_norm is not None:
+            self.zero.clip_grad_norm_(self.strategy.clip_norm)
         return Progress(sum(losses), len(indices), wish)
 
     def backward(self, indices: Tensor, share: float) -> float:
         """Forward and backward; the loss is said in the tail of the last message, so before backward ends."""
         inputs, targets = self.read(indices)
         started = time.perf_counter()
-        self.zero.zero_grad()
         loss = self.task.loss(self.model(inputs), targets)
         value = float(loss.item())
-        self._loss = share * value
+        self._loss += share * value
         forwarded = time.perf_counter()
         (loss * share).backward()  # type: ignore[no-untyped-call]
         meter = self.group.meter
@@ -181,13 +193,14 @@ class ZeROLearner(SingleLearner):
             return evaluate(self.task, self.model, self.test_examples, self.group, self.step, idle)
 
     def weights(self) -> dict[str, Tensor]:
-        return self.zero.state_dict()
+        weights: dict[str, Tensor] = to_cpu(self.zero.state_dict())
+        return weights
 
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "optimizer": self.zero.optimizer_state_dict(),
-            "buffers": passing_buffers(self.model),
+            "optimizer": to_cpu(self.zero.optimizer_state_dict()),
+            "buffers": to_cpu(passing_buffers(self.model)),
             "order": self.zero.passes.orders.numbers(),
         }
 
