@@ -73,7 +73,6 @@ class Group:
         self.meter = meter if meter is not None else Meter(f"rank {self.rank}")
         self.operation = "a transfer"
         self.step = "the start"
-        self.agreed = False
         self._diagnose = diagnose
         self._shared = _shared_of(process_group)
         self._global = dist.get_process_group_ranks(process_group) if process_group is not None else [0]
@@ -157,15 +156,6 @@ class Group:
                 return here()
 
         return self._shared.line.put(there)
-
-    @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Inside, all ranks know that they call the same, as by a plan: a backend need not ask them first."""
-        before, self.agreed = self.agreed, True
-        try:
-            yield
-        finally:
-            self.agreed = before
 
     def settle(self) -> None:
         """Waits until all operations that were issued on this process group have ended."""

@@ -10,6 +10,9 @@ Source: the documentation of torch.distributed.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,12 +35,29 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
     averages = reduction.op == "avg" and group.backend(flat.device) in AVERAGE
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
-    if group.agreed and isinstance(group.process_group, SharedMemoryGroup):
-        group.process_group.all_reduce_agreed(_carried(flat), operation_of(operation))
-    else:
-        dist.all_reduce(_carried(flat), operation, group=group.process_group)
+    dist.all_reduce(_carried(flat), operation, group=group.process_group)
     if not averages:
         reduction.finish(flat)
+    _count_all_reduce(flat, group)
+
+
+def begin_all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> Callable[[], float]:
+    """`all_reduce`, where all ranks know what comes, as by a plan; over other backends than dure's it is done at once.
+
+    What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`.
+    """
+    backend = group.process_group
+    if not isinstance(backend, SharedMemoryGroup):
+        all_reduce(flat, group, reduction)
+        ended = time.perf_counter()
+        return lambda: ended
+    operation = dist.ReduceOp.AVG if reduction.op == "avg" else in_torch(reduction, flat.dtype)
+    wait = backend.begin_all_reduce(_carried(flat), operation_of(operation))
+    _count_all_reduce(flat, group)
+    return wait
+
+
+def _count_all_reduce(flat: Tensor, group: Group) -> None:
     nbytes = elements_sent(flat.numel(), group.size, group.rank) * flat.itemsize
     group.meter.sent(nbytes)
     group.meter.received(nbytes)

@@ -8,15 +8,19 @@ autograd has put it, since to copy it would help nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from dure.collectives import native
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.compression import Compressor
 from dure.collectives.group import Group
+from dure.collectives.operation import reduction as reduction_of
 from dure.parallel.buckets import Kind, Plan
 from dure.parallel.gradients import Flat, as_dense, flat_view
 from dure.parallel.how import How
@@ -115,12 +119,22 @@ class Messages:
         if numbers:
             self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
 
-    def sum(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """All-reduces a message that is filled."""
-        if not views or not self.compressors:
-            with self.group.agreeing():
-                all_reduce(flat, self.group, self.how.algorithm, self.how.op)
-            return
-        self.compressors[number].all_reduce(views, self.group, self.how.algorithm)
-        if self.how.op == "avg":
-            torch._foreach_div_(list(views), self.group.size)
+    def begin(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> Callable[[], float]:
+        """Begins the all-reduce of a message that is filled, or does it.
+
+        What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`.
+        """
+        group, how = self.group, self.how
+        if how.algorithm == "native" and group.size > 1 and not (views and self.compressors):
+            reduction = reduction_of(how.op, flat.dtype, group.size)
+            rest = reduction.begin(flat)
+            end = group.perform("native all-reduce", partial(native.begin_all_reduce, flat, group, rest), flat)
+            return partial(group.perform, "native all-reduce", end, flat)
+        if views and self.compressors:
+            self.compressors[number].all_reduce(views, group, how.algorithm)
+            if how.op == "avg":
+                torch._foreach_div_(list(views), group.size)
+        else:
+            all_reduce(flat, group, how.algorithm, how.op)
+        ended = time.perf_counter()
+        return lambda: ended

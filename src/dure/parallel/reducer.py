@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +36,10 @@ from dure.record.meter import Counters
 
 
 class Transfer(NamedTuple):
-    """An all-reduce that has ended: the message's number in the plan; seconds of `time.perf_counter`."""
+    """An all-reduce that has ended: the message's number in the plan; seconds of `time.perf_counter`.
+
+    Where several were under way at once, it starts when the one before has ended.
+    """
 
     number: int
     start: float
@@ -140,6 +144,7 @@ class Reducer:
         self.started = time.perf_counter()
         self.transfers: list[Transfer] = []
         self._handles: list[Handle[None]] = []
+        self._under_way: deque[tuple[int, Callable[[], float]]] = deque()
         self._finished: list[int] = []
         self._ready_at = [0.0] * len(self.parameters)
         self._count = [0] * len(self.parameters)
@@ -234,9 +239,14 @@ class Reducer:
             self._handles.append(self.group.perform(name, transfer, flat, True))  # type: ignore[arg-type]
 
     def _transfer(self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
-        self._entered[number] = start = time.perf_counter()
-        messages.sum(number, flat, views)
-        self.transfers.append(Transfer(number, start, time.perf_counter()))
+        """Begins an all-reduce, and ends the one before: two are under way, so that the link never waits for us."""
+        self._entered[number] = time.perf_counter()
+        self._under_way.append((number, messages.begin(number, flat, views)))
+        while len(self._under_way) > (number < messages.count - 1):
+            earlier, end = self._under_way.popleft()
+            ended = end()
+            before = self.transfers[-1].end if self.transfers else 0.0
+            self.transfers.append(Transfer(earlier, max(self._entered[earlier], before), ended))
 
     def _arrived(self, messages: Messages) -> list[float]:
         """Gives the sums to parameters that only others have used; returns the owner's numbers."""

@@ -118,7 +118,7 @@ def test_reductions_are_right_and_the_same_on_all_ranks(hosts: TwoHosts, core: C
         for op in (OPERATIONS.index("sum"), OPERATIONS.index("avg")):
             given = [torch.arange(1000.0) + 7 * r for r in range(size)]
             own = given[rank].clone()
-            world().all_reduce_agreed(own, op)
+            world().begin_all_reduce(own, op)()
             same_bits(own, reduced(given, op))
         noise = random_bits(100_000, torch.float32, rank)
         dist.all_reduce(noise)
@@ -182,7 +182,7 @@ def crossing() -> dict[str, tuple[int, int, Callable[[int], object]]]:
     part = S // 4
     return {
         "all-reduce": (S, S, lambda rank: dist.all_reduce(torch.ones(S // 4))),
-        "agreed all-reduce": (S, S, lambda rank: world().all_reduce_agreed(torch.ones(S // 4))),
+        "planned all-reduce": (S, S, lambda rank: world().begin_all_reduce(torch.ones(S // 4))()),
         "broadcast": (S, 0, lambda rank: dist.broadcast(torch.ones(S // 4), 1)),
         "all-gather": (
             2 * part,

@@ -10,7 +10,7 @@ The first rank of each host is its leader, and only leaders use the network for 
 With two hosts every byte that has to cross the link crosses it once per direction. What ranks send each other one by
 one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision is summed in float32 and rounded
 once. Before every call the leaders exchange what their ranks have called, so that all ranks see the same mistake; but
-for all-reduces that ranks have agreed on before (`all_reduce_agreed`), which have connections of their own.
+for all-reduces that ranks have agreed on before (`begin_all_reduce`), which have connections of their own.
 """
 
 from __future__ import annotations
@@ -75,6 +75,18 @@ def address_towards(store: Store) -> str | None:
     return None
 
 
+class UnderWay:
+    """A sum that was begun. finish: waits for it; ended: when it had ended, in seconds of `time.perf_counter`."""
+
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self.finish = finish
+        self.ended = 0.0
+        work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: Any) -> None:
+        self.ended = time.perf_counter()
+
+
 class Across:
     """The collectives of one rank, over its host and the network. Ranks are those of the group.
 
@@ -93,6 +105,7 @@ class Across:
         self._hosts, self._host = hosts, host
         self._here = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._leads = hosts[self._here][0] == rank
+        self._alone = len(hosts[self._here]) == 1  # on this host
         self._verdicts = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
         self._store = store
         self._store_is_gone = False
@@ -105,7 +118,7 @@ class Across:
         self._options = options
         self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
         self._leaders: Any = None
-        self._steady: Any = None
+        self._planned: Any = None
         if self._leads:
             store.set(f"address {self._here}", address or "unknown")
             self._leaders = self._group_of_leaders("leaders")
@@ -119,27 +132,38 @@ class Across:
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         self._agree(Call(ALL_REDUCE if root < 0 else REDUCE, NUMBER_OF[tensor.dtype], op, root, tensor.numel()))
-        self._all_reduce(tensor, op, root, self._leaders)
-
-    def all_reduce_agreed(self, tensor: Tensor, op: int) -> None:
-        """All ranks know that all of them call this, for as many elements: nobody asks."""
-        self._number += 1
-        call = Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())
-        self._host.doing = (str(call), f"call {self._number}")
-        if self._leads and self._steady is None:
-            self._steady = self._group_of_leaders("agreed")
-        self._all_reduce(tensor, op, -1, self._steady)
-
-    def _all_reduce(self, tensor: Tensor, op: int, root: int, leaders: Any) -> None:
         work, operation = _workable(tensor, op)
         if root >= 0 and work.data_ptr() == tensor.data_ptr():
             work = work.clone()  # what a rank that is not the root gave stays as it was
-        self._host.all_reduce(work, operation, 0)
+        if not self._alone:
+            self._host.all_reduce(work, operation, 0)
         if self._leads:
-            self._wait(leaders.allreduce([work], _options(operation)))
+            self._between(lambda leaders: leaders.allreduce([work], _options(operation)))
         self._share(work, 0)
-        if root in (-1, self._rank) and (op == AVG or work is not tensor):
-            tensor.copy_(self._finished(work, op).to(tensor.dtype))
+        if root in (-1, self._rank):
+            self._finish(work, op, tensor)
+
+    def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
+        """Where every rank has a host of its own, and knows that all begin this."""
+        self._number += 1
+        doing = str(Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())), f"call {self._number}"
+        if self._planned is None:
+            self._planned = self._group_of_leaders("planned")
+        work, operation = _workable(tensor, op)
+        sum_of_all = self._planned.allreduce([work], _options(operation))
+
+        def finish() -> None:
+            self._host.doing = doing
+            self._wait(sum_of_all)
+            self._finish(work, op, tensor)
+
+        return UnderWay(sum_of_all, finish)
+
+    def _finish(self, total: Tensor, op: int, into: Tensor) -> None:
+        if op == AVG:
+            total.div_(self._size)
+        if total is not into:
+            into.copy_(total)
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
         self._agree(call)
@@ -152,10 +176,7 @@ class Across:
             mine = self._reduced_over_hosts(parts, mine, operation)
         self._share(mine, 0)
         own = torch.split(mine, [parts[rank].numel() for rank in here])[self._host.members.rank]
-        out.view(-1).copy_(self._finished(own, op).to(out.dtype))
-
-    def _finished(self, total: Tensor, op: int) -> Tensor:
-        return total / self._size if op == AVG else total
+        self._finish(own, op, out.view(-1))
 
     def _reduced_over_hosts(self, parts: Sequence[Tensor], mine: Tensor, operation: int) -> Tensor:
         """On a leader: what all hosts have for the ranks of this one, reduced in the order of hosts."""
@@ -226,6 +247,8 @@ class Across:
 
     def _share(self, tensor: Tensor, place: int) -> None:
         """Within this host: the tensor of the rank at `place` to all."""
+        if self._alone:
+            return
         call = Call(BROADCAST, NUMBER_OF[tensor.dtype], 0, place, tensor.numel())
         if self._host.members.rank == place:
             self._host.exchange(call, [tensor], {})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from dure.collectives.shared_memory.across import Across
+from dure.collectives.shared_memory.across import Across, UnderWay
 from dure.collectives.shared_memory.arguments import (
     check_like,
     copy_back,
@@ -159,17 +160,27 @@ class SharedMemoryGroup(dist.ProcessGroup):
         tensor = reducible(tensor, op)
         self._line.now(self._telling(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op))))
 
-    def all_reduce_agreed(self, tensor: Tensor, op: int = SUM) -> None:
-        """`all_reduce`, where all ranks know that all of them call it for as many elements, as by a plan.
+    def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
+        """`all_reduce`, where all ranks know that all of them begin it, for as many elements, as by a plan.
 
-        Within a host that is checked all the same. Between hosts nobody asks the others first, which takes longer than
-        a short sum; ranks that call different things there wait until the group's time-out is over.
+        What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`. Between hosts
+        of one rank each the next one may be begun before, and nobody asks the others first, which takes longer than a
+        short sum: ranks that begin different things there wait until the group's time-out is over. Elsewhere it is
+        done at once, and checked.
         """
-        if self._across is None:
-            self.all_reduce(tensor, op)
-            return
         across, tensor = self._across, reducible(tensor, op)
-        self._line.now(self._telling(lambda: self._in_place(tensor, lambda dense: across.all_reduce_agreed(dense, op))))
+        if across is None or len(self.hosts) < self._size or not tensor.is_contiguous():
+            self.all_reduce(tensor, op)
+            ended = time.perf_counter()
+            return lambda: ended
+        under_way: list[UnderWay] = []
+        self._line.now(self._telling(lambda: under_way.append(across.begin_all_reduce(tensor, op))))
+
+        def end() -> float:
+            self._line.now(self._telling(under_way[0].finish))
+            return under_way[0].ended
+
+        return end
 
     @staticmethod
     def _in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
