@@ -232,7 +232,7 @@ def apart(models: Any, rounds: int, steps: int, hosts: Any, addresses: Any, cabl
 
 def two_hosts(rate: str) -> tuple[AbstractContextManager[Any], Any, str]:
     """The emulated hosts of the tests, their addresses, and the name of the cable."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "collectives" / "shared_memory"))
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
     import two_hosts as emulation
 
     cloudpickle.register_pickle_by_value(emulation)

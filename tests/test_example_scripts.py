@@ -35,9 +35,10 @@ def test_an_example_is_short_and_runs(script, tmp_path):
     said = run(tmp_path, str(script))
     assert list(tmp_path.iterdir()) == []
     numbers = [float(number) for number in re.findall(r"\b[01]\.\d+", said)]
-    if script.stem == "data_parallel":
+    if script.stem in ("data_parallel", "zero"):
         losses = [float(loss) for loss in re.findall(r"test loss (\S+?)[,\n]", said)]
-        assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
+        assert len(losses) >= 3
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
     else:
         assert max(numbers) >= LEAST_ACCURACY[script.stem]
 

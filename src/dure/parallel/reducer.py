@@ -245,8 +245,8 @@ class Reducer:
         while len(self._under_way) > (number < messages.count - 1):
             earlier, end = self._under_way.popleft()
             ended = end()
-            before = self.transfers[-1].end if self.transfers else 0.0
-            self.transfers.append(Transfer(earlier, max(self._entered[earlier], before), ended))
+            start = max(self._entered[earlier], self.transfers[-1].end if self.transfers else 0.0)
+            self.transfers.append(Transfer(earlier, start, max(start, ended)))
 
     def _arrived(self, messages: Messages) -> list[float]:
         """Gives the sums to parameters that only others have used; returns the owner's numbers."""

@@ -20,16 +20,16 @@ import pytest
 import thread_ranks
 import torch
 import torch.distributed as dist
-import two_hosts as emulation
 from thread_ranks import CORES, Core, built, random_bits, same_bits
-from two_hosts import ADDRESSES, TwoHosts, bytes_over_the_cable
 
 import dure
+import two_hosts as emulation
 from dure.collectives.shared_memory import Options, SharedMemoryGroup
 from dure.collectives.shared_memory.calls import OPERATIONS, SENSIBLE
 from dure.collectives.shared_memory.portable import reduced
 from dure.errors import DureError, MismatchError, PeerLostError
 from dure.strategy import Place
+from two_hosts import ADDRESSES, TwoHosts, bytes_over_the_cable
 
 for module in (sys.modules[__name__], thread_ranks, emulation):
     cloudpickle.register_pickle_by_value(module)  # a rank need not import pytest
@@ -41,6 +41,7 @@ SOON = 10.0
 Layout = tuple[int, ...]
 PAIRS: Layout = (0, 0, 1, 1)
 UNEQUAL: Layout = (0, 1, 0)
+ALONE: Layout = (0, 1)
 """The host of each rank."""
 
 
@@ -118,7 +119,7 @@ def test_reductions_are_right_and_the_same_on_all_ranks(hosts: TwoHosts, core: C
         for op in (OPERATIONS.index("sum"), OPERATIONS.index("avg")):
             given = [torch.arange(1000.0) + 7 * r for r in range(size)]
             own = given[rank].clone()
-            world().begin_all_reduce(own, op)()
+            world().begin_all_reduce(own, op)()  # done at once where a host has several ranks
             same_bits(own, reduced(given, op))
         noise = random_bits(100_000, torch.float32, rank)
         dist.all_reduce(noise)
@@ -128,6 +129,34 @@ def test_reductions_are_right_and_the_same_on_all_ranks(hosts: TwoHosts, core: C
             same_bits(other, noise)
 
     Stage(hosts, layout, core).play(body)
+
+
+def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hosts(hosts: TwoHosts) -> None:
+    def body(rank: int) -> None:
+        everybodys, ends = [], []
+        for number, (dtype, op) in enumerate(sorted(SENSIBLE, key=str)):
+            given = [((torch.arange(1000 + 7 * number) + r) % 4).to(dtype) for r in range(2)]
+            own = given[rank].clone()
+            everybodys.append((own, reduced(given, op)))
+            ends.append(world().begin_all_reduce(own, op))
+            if number % 5 == 0:  # what is not planned goes its own way meanwhile
+                one = torch.ones(3)
+                dist.all_reduce(one)
+                assert one.eq(2).all()
+        times = [end() for end in ends]
+        assert all(0 < moment <= time.perf_counter() for moment in times)
+        for own, whole in everybodys:
+            same_bits(own, whole)
+        start = bytes_over_the_cable()
+        dist.barrier()
+        idle = [now - then for now, then in zip(bytes_over_the_cable(), start, strict=True)]
+        start = bytes_over_the_cable()
+        for end in [world().begin_all_reduce(torch.ones(S // 16)) for _ in range(4)]:
+            end()
+        for now, then, more in zip(bytes_over_the_cable(), start, idle, strict=True):
+            assert now - then <= 1.05 * S + 30_000 + 3 * more
+
+    Stage(hosts, ALONE, "torch").play(body)
 
 
 @on_both_layouts
@@ -182,7 +211,6 @@ def crossing() -> dict[str, tuple[int, int, Callable[[int], object]]]:
     part = S // 4
     return {
         "all-reduce": (S, S, lambda rank: dist.all_reduce(torch.ones(S // 4))),
-        "planned all-reduce": (S, S, lambda rank: world().begin_all_reduce(torch.ones(S // 4))()),
         "broadcast": (S, 0, lambda rank: dist.broadcast(torch.ones(S // 4), 1)),
         "all-gather": (
             2 * part,
@@ -319,6 +347,21 @@ def test_a_rank_killed_while_megabytes_cross_is_named(hosts: TwoHosts, core: Cor
     told = survivors(Stage(hosts, PAIRS, core), tmp_path, 2, fate, long_sum)
     assert len({str(each.error) for each in told.values()}) == 1, told
     assert all(each.error.ranks == (2,) and each.seconds < SOON for each in told.values()), told
+
+
+def planned_sums() -> None:
+    for end in [world().begin_all_reduce(torch.ones(500_000)) for _ in range(4)]:
+        end()
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["killed", "hung"])
+def test_who_is_lost_while_planned_sums_are_under_way_is_named(hosts: TwoHosts, tmp_path: Path, dies: bool) -> None:
+    def fate() -> None:
+        threading.Timer(0.1, killed).start() if dies else time.sleep(LIMIT + 2)
+
+    told = survivors(Stage(hosts, ALONE, "torch"), tmp_path, 1, fate, planned_sums, 20.0 if dies else LIMIT)
+    assert told[0].error.ranks == (1,)
+    assert told[0].seconds < LIMIT + 2 + SOON
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,8 @@ class Across:
         if self._leads:
             store.set(f"address {self._here}", address or "unknown")
             self._leaders = self._group_of_leaders("leaders")
+        if len(hosts) == self._size:
+            self._planned = self._group_of_leaders("planned")
         host.tell, host.remote = self._tell, self._told
         host.grace = 0.0 if self._leads else 2 * _PATIENCE  # leaders wait for each other, and know better who is late
 
@@ -147,8 +149,6 @@ class Across:
         """Where every rank has a host of its own, and knows that all begin this."""
         self._number += 1
         doing = str(Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())), f"call {self._number}"
-        if self._planned is None:
-            self._planned = self._group_of_leaders("planned")
         work, operation = _workable(tensor, op)
         sum_of_all = self._planned.allreduce([work], _options(operation))
 

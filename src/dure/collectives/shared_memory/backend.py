@@ -178,7 +178,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def end() -> float:
             self._line.now(self._telling(under_way[0].finish))
-            return under_way[0].ended
+            return under_way[0].ended or time.perf_counter()  # it may not have been noted yet
 
         return end
 
