@@ -424,12 +424,12 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help="draw and describe this result again, and measure nothing")
     asked = parser.parse_args()
     result = measured_all(asked) if asked.result is None else json.loads(asked.result.read_text())
+    if asked.result is None:
+        json.dump(result, sys.stdout)
     if asked.out is not None:
         draw(result, asked.out)
     if asked.page is not None:
         describe(result, asked.page)
-    if asked.result is None:
-        json.dump(result, sys.stdout)
 
 
 def measured_all(asked: argparse.Namespace) -> dict[str, Any]:

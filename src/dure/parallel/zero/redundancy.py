@@ -328,9 +328,9 @@ class ZeroRedundancy:
 
 
 def prefetch_of(group: Group, device: torch.device) -> int:
-    """One unit ahead, or none where nothing would be gained; as rank 0 sees it, the same on all ranks."""
+    """One unit ahead, or none where ranks sum in memory that they share and keep all cores busy; as rank 0 sees it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = device.type == "cpu" and len(group.hosts()) == 1
+    here = device.type == "cpu" and len(group.hosts()) == 1 and group.backend(device) == "dure"
     busy = here and cores <= group.size * torch.get_num_threads()
     return 1 - int(group.all_gather_values([float(busy)], "choice of prefetching")[0][0])
 
