@@ -6,7 +6,7 @@ rate with the least training loss over the last epoch is the one that is shown, 
 The curve of a system is its test accuracy at every half epoch, against epochs and against the bytes that a worker has
 sent. "At equal bytes" is the accuracy when a worker has sent what it sends in a whole run of a system that sends less.
 
-    python benchmarks/averaging.py --data DIR [--figures docs/images] > result.json
+    python benchmarks/averaging.py --data DIR [--figures docs/images] [--page docs/study-averaging.md] > result.json
 
 Progress goes to standard error, the result as JSON to standard output. Run folders are kept under --out: called again
 with the same --out it takes the runs that are there, and goes on with one that was interrupted.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import NEUTRAL, Axis, Curve, bars, lines, save
+from pages import fill, table
 
 import dure
 from dure.record.run import Run
@@ -146,6 +147,33 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     )  # fmt: skip
 
 
+def describe(rows: list[dict[str, Any]], page: Path) -> None:
+    """The table of the page. Accuracy at the bytes of DiLoCo: what a worker may send there."""
+    budget = next(row for row in rows if row["system"].startswith("DiLoCo"))["bytes_sent_per_worker"]
+
+    def one(row: dict[str, Any]) -> list[str]:
+        there = at_bytes(row, budget)
+        return [
+            row["system"],
+            f"{row['rate']:g}",
+            f"{row['test_accuracy']:.1%}",
+            f"{row['test_loss']:.3f}",
+            f"{row['bytes_sent_per_worker'] / 1e6:,.1f}",
+            "" if there is None else f"{there:.1%}",
+        ]
+
+    head = [
+        "system",
+        "rate",
+        "test accuracy",
+        "test loss",
+        "MB a worker",
+        f"accuracy at {budget / 1e6:.0f} MB",
+        "seconds",
+    ]
+    fill(page, {"averaging": table(head, [one(row) for row in rows])})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of Fashion-MNIST's four IDX files")
@@ -154,17 +182,20 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[0.03, 0.1, 0.3])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/averaging"))
-    parser.add_argument("--figures", type=Path, default=None)
+    parser.add_argument("--figures", type=Path, default=None, help="folder for the figures")
+    parser.add_argument("--page", type=Path, default=None, help="the page whose table to fill")
     asked = parser.parse_args()
     steps = round(asked.epochs * 60_000 / BATCH)
     rows = [measured(asked, name, strategy) for name, strategy in systems(steps).items()]
     budgets = sorted(row["bytes_sent_per_worker"] for row in rows)
     for row in rows:
         row["accuracy_at_bytes"] = {f"{budget:.0f}": at_bytes(row, budget) for budget in budgets}
-    if asked.figures is not None:
-        draw(rows, asked.figures)
     setting = f"Fashion-MNIST, 2NN, {asked.workers} workers, joint batch {BATCH}, {asked.epochs:g} epochs"
     json.dump({"benchmark": "averaging", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout)
+    if asked.figures is not None:
+        draw(rows, asked.figures)
+    if asked.page is not None:
+        describe(rows, asked.page)
 
 
 if __name__ == "__main__":

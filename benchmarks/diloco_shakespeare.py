@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from figures import NEUTRAL, Axis, Curve, lines, save
+from pages import fill, table
 from torch.nn import functional as F
 
 import dure
@@ -120,6 +121,22 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     save(path, "DiLoCo and data parallel on Shakespeare, four workers", panels)
 
 
+def describe(rows: list[dict[str, Any]], page: Path) -> None:
+    """The table of the page."""
+    head = ["system", "best rate", "test loss", "test accuracy", "MB a worker"]
+    cells = [
+        [
+            row["system"],
+            f"{row['rate']:g}",
+            f"{row['test_loss']:.4f}",
+            f"{row['test_accuracy']:.1%}",
+            f"{row['bytes_sent_per_worker'] / 1e6:,.1f}",
+        ]
+        for row in rows
+    ]
+    fill(page, {"diloco": table(head, cells)})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a text file")
@@ -131,10 +148,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/diloco-shakespeare"))
     parser.add_argument("--figure", type=Path, default=None)
+    parser.add_argument("--page", type=Path, default=None, help="the page whose table to fill")
     asked = parser.parse_args()
     rows = measured(asked)
-    if asked.figure is not None:
-        draw(rows, asked.figure)
     together, apart = rows
     worse = apart["test_loss"] / together["test_loss"] - 1
     fewer = together["bytes_sent_per_worker"] / apart["bytes_sent_per_worker"]
@@ -142,6 +158,10 @@ def main() -> None:
     setting = f"transformer {LAYERS}x{WIDTH}, {asked.workers} workers, batch {asked.batch}, {asked.steps} steps, H={H}"
     result = {"benchmark": "diloco_shakespeare", "setting": setting, "seed": asked.seed, "loss_excess": worse}
     json.dump({**result, "bytes_ratio": fewer, "rows": rows}, sys.stdout)
+    if asked.figure is not None:
+        draw(rows, asked.figure)
+    if asked.page is not None:
+        describe(rows, asked.page)
 
 
 if __name__ == "__main__":

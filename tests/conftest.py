@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ from process_tree import descendants
 
 settings.register_profile("dure", deadline=None)  # how long an example takes is the machine's business
 settings.load_profile("dure")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so does a shell start what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
 
 
