@@ -169,7 +169,6 @@ def describe(rows: list[dict[str, Any]], page: Path) -> None:
         "test loss",
         "MB a worker",
         f"accuracy at {budget / 1e6:.0f} MB",
-        "seconds",
     ]
     fill(page, {"averaging": table(head, [one(row) for row in rows])})
 
