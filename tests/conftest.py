@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from dure.worlds.fork_server import server
 from process_tree import descendants
+from two_hosts import TwoHosts, two_hosts
 
 settings.register_profile("dure", deadline=None)  # how long an example takes is the machine's business
 settings.load_profile("dure")
@@ -24,6 +25,15 @@ torch.set_num_threads(1)  # the tensors here are tiny: a second thread only wait
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sequences", type=int, default=60, help="random schedules of collectives for each backend")
     parser.addoption("--first-sequence", type=int, default=0, help="the seed of the first of them")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import cloudpickle
 import loops
-import pytest
 import torch.distributed as dist
 from loops import batches, both, network, part, train
 
@@ -24,15 +23,6 @@ from two_hosts import ADDRESSES, TwoHosts
 
 for module in (sys.modules[__name__], loops, emulation):
     cloudpickle.register_pickle_by_value(module)
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    try:
-        with emulation.two_hosts() as made:
-            yield made
-    except RuntimeError as error:
-        pytest.skip(str(error))
 
 
 def on_two_hosts(hosts: TwoHosts, body: Callable[[Place], Any]) -> list[Any]:

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
-from dure.averaging.replica import Replica, check_division, check_partition, copy_buffers, copy_model, shards_of
+from dure.averaging.replica import Replica, check_partition, copy_buffers, copy_model, shards_of
 from dure.collectives.all_reduce import Algorithm
+from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
 from dure.evaluation import evaluate
 from dure.flat import FlatParameters
@@ -94,7 +95,7 @@ class ADMM:
         return " ".join(["ADMM" if self.duals else "ADMM without duals", rho, *parts])
 
     def check(self, task: Task, workers: int | None) -> None:
-        check_division(self.batch_size, task, workers)
+        check_joint_batch(self.batch_size, len(task.train), workers)
         check_exchange(self.all_reduce, self.momentum)
         check_partition(self.partition, task, workers)
         if not (math.isfinite(self.rho) and self.rho > 0):

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
-from dure.averaging.replica import Replica, check_division
+from dure.averaging.replica import Replica
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
-from dure.data.batches import Batches
+from dure.data.batches import Batches, check_joint_batch
 from dure.data.partition import Description
 from dure.evaluation import evaluate
 from dure.record.meter import Meter
@@ -68,7 +68,7 @@ class LocalSGD:
         return " ".join(parts)
 
     def check(self, task: Task, workers: int | None) -> None:
-        check_division(self.batch_size, task, workers)
+        check_joint_batch(self.batch_size, len(task.train), workers)
         check_exchange(self.all_reduce, self.momentum)
         if self.period < 1:
             raise ValueError(f"period is {self.period}, but a round has at least one step")

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from dure.averaging.meeting import check_exchange, difference, packed
-from dure.averaging.replica import Replica, check_division, check_partition, copy_model, shards_of, write
+from dure.averaging.replica import Replica, check_partition, copy_model, shards_of, write
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
+from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
 from dure.errors import LossNotFiniteError
 from dure.evaluation import BATCH, evaluate
@@ -72,7 +73,7 @@ class ParallelSGD:
         return " ".join(["parallel SGD", self.combine, *([] if self.partition == IID() else [str(self.partition)])])
 
     def check(self, task: Task, workers: int | None) -> None:
-        check_division(self.batch_size, task, workers)
+        check_joint_batch(self.batch_size, len(task.train), workers)
         check_exchange(self.all_reduce, "keep")
         check_partition(self.partition, task, workers)
         if self.combine not in get_args(Combination):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.data.batches import Batches, check_batch_size
+from dure.data.batches import Batches
 from dure.data.partition import Partition
 from dure.flat import FlatParameters, by_dtype, views_of
 from dure.randomness import seed_generators
@@ -149,16 +149,6 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
     own = None if batch_size is None else -(-batch_size // ranks)
     parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed)
     return [Shard(part, own, seed, rank) for rank, part in enumerate(parts)]
-
-
-def check_division(batch_size: int | None, task: Task, workers: int | None) -> None:
-    """Raises ValueError if a batch, or the training data, cannot be divided over the workers."""
-    check_batch_size(batch_size)
-    examples = len(task.train)
-    if workers is not None and workers > examples:
-        raise ValueError(f"{workers} workers are more than the {examples} training examples")
-    if workers is not None and batch_size is not None and workers > batch_size:
-        raise ValueError(f"a joint batch of {batch_size} cannot be divided over {workers} workers")
 
 
 def check_partition(partition: Partition, task: Task, workers: int | None) -> None:

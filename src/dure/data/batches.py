@@ -38,3 +38,12 @@ def check_batch_size(batch_size: int | None) -> None:
     """Raises ValueError unless `batch_size` is None or at least 1."""
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but a batch has at least one example (None: all the data)")
+
+
+def check_joint_batch(batch_size: int | None, examples: int, workers: int | None) -> None:
+    """Raises ValueError if a joint batch, or the training data, cannot be divided over the workers."""
+    check_batch_size(batch_size)
+    if workers is not None and workers > examples:
+        raise ValueError(f"{workers} workers are more than the {examples} training examples")
+    if workers is not None and batch_size is not None and workers > batch_size:
+        raise ValueError(f"a joint batch of {batch_size} cannot be divided over {workers} workers")

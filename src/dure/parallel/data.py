@@ -32,13 +32,13 @@ from torch import Tensor
 
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
-from dure.data.batches import check_batch_size
+from dure.data.batches import check_joint_batch
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.parallel.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.reducer import Reducer
 from dure.parallel.replicas import ReplicasLearner
-from dure.parallel.single import SingleLearner
+from dure.parallel.single import SingleLearner, check_gradient
 from dure.parallel.speaker import Buffers
 from dure.randomness import derive
 from dure.strategy import Kind, Learner, Place, Progress
@@ -89,19 +89,11 @@ class DataParallel:
         return How(self.all_reduce, "sum", self.bucket_bytes, self.overlap, self.compression, seed=seed)
 
     def check(self, task: Task, workers: int | None) -> None:
-        check_batch_size(self.batch_size)
+        check_joint_batch(self.batch_size, len(task.train), workers)
         self.how()
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate}, but a part is computed in one piece at least")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}, but a norm above zero can be asked for only")
+        check_gradient(self.accumulate, self.clip_norm)
         if self.precision not in ("full", "bf16"):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
-        examples = len(task.train)
-        if workers is not None and workers > examples:
-            raise ValueError(f"{workers} workers are more than the {examples} training examples")
-        if workers is not None and self.batch_size is not None and workers > self.batch_size:
-            raise ValueError(f"a joint batch of {self.batch_size} cannot be divided over {workers} workers")
 
     def check_in(self, kind: Kind) -> None:
         """Raises ValueError for fields that say something about messages, where there are none."""

@@ -41,6 +41,14 @@ from dure.task import Task
 from dure.threads import flops_per_step
 
 
+def check_gradient(accumulate: int, clip_norm: float | None) -> None:
+    """Raises ValueError for a number of pieces, or a largest norm, that no gradient can have."""
+    if accumulate < 1:
+        raise ValueError(f"accumulate is {accumulate}, but a part is computed in one piece at least")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm is {clip_norm}, but a norm above zero can be asked for only")
+
+
 @dataclass(frozen=True)
 class SingleWorker:
     """One worker trains alone.

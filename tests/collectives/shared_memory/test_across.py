@@ -45,15 +45,6 @@ ALONE: Layout = (0, 1)
 """The host of each rank."""
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    try:
-        with emulation.two_hosts() as made:
-            yield made
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
 @dataclass
 class Stage:
     """Two hosts, and where the ranks of a group live. keeper: the rank that keeps the store."""

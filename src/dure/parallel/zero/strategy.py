@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from dure.collectives.arguments import check_algorithm
-from dure.data.batches import check_batch_size
+from dure.data.batches import check_joint_batch
 from dure.data.partition import Description
 from dure.devices import to_cpu
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
-from dure.parallel.single import SingleLearner
+from dure.parallel.single import SingleLearner, check_gradient
 from dure.parallel.speaker import Buffers
 from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
@@ -67,20 +67,12 @@ class ZeRO:
         return f"ZeRO {self.stage}" + ("" if self.precision == "full" else f" {self.precision}")
 
     def check(self, task: Task, workers: int | None) -> None:
-        check_batch_size(self.batch_size)
+        check_joint_batch(self.batch_size, len(task.train), workers)
         check_settings(self.stage, self.precision, self.prefetch)
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate}, but a part is computed in one piece at least")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}, but a norm above zero can be asked for only")
+        check_gradient(self.accumulate, self.clip_norm)
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
-        examples = len(task.train)
-        if workers is not None and workers > examples:
-            raise ValueError(f"{workers} workers are more than the {examples} training examples")
-        if workers is not None and self.batch_size is not None and workers > self.batch_size:
-            raise ValueError(f"a joint batch of {self.batch_size} cannot be divided over {workers} workers")
 
     def division(self, task: Task, seed: int) -> Description | None:
         return None
