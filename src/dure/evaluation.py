@@ -54,7 +54,7 @@ def evaluate(
             *(metric(outputs, targets) for metric in task.measures.values()),
         ]
         for position, value in enumerate(values):
-            total, count = _sum_and_count(value, len(indices))
+            total, count = sum_and_count(value, len(indices))
             totals[position] += total
             counts[position] += count
     for _ in range(-(-len(shares[0]) // BATCH) - -(-len(share) // BATCH)):
@@ -63,16 +63,16 @@ def evaluate(
     parts = group.all_gather_values(totals + counts)
     sums = [sum(column) for column in zip(*parts, strict=True)]
     group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), step)
-    return {f"test_{name}": _ratio(sums[position], sums[len(names) + position]) for position, name in enumerate(names)}
+    return {f"test_{name}": ratio(sums[position], sums[len(names) + position]) for position, name in enumerate(names)}
 
 
-def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
+def sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
     """A metric gives the batch's mean, or a pair (sum, count)."""
     if isinstance(value, tuple):
         return float(value[0]), float(value[1])
     return float(value) * examples, float(examples)
 
 
-def _ratio(total: float, count: float) -> float:
+def ratio(total: float, count: float) -> float:
     """NaN where there was nothing to count, as of targets that are all ignored."""
     return total / count if count else float("nan")

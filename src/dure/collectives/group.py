@@ -27,6 +27,10 @@ Diagnose = Callable[[str, str, "int | None", Exception], "PeerLostError | None"]
 """diagnose(operation, step, peer, error) finds out which peer was lost, if any; worlds know how."""
 
 
+_Started = tuple[int, "dist.Work | None"]
+"""A peer, and what is under way with it."""
+
+
 class _Shared:
     """What all groups over one process group have in common: the order of their operations, and what was found out."""
 
@@ -103,6 +107,27 @@ class Group:
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part._global = [self._global[rank] for rank in ranks]
         return part
+
+    def parted(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The one of these groups of my ranks that this rank is in, for transfers and collectives.
+
+        All ranks call it together, with the same parts, of which each rank is in one. It counts on the same meter.
+        """
+        mine = next(list(part) for part in parts if self.rank in part)
+        if len(mine) == self.size:
+            return self
+        own: Group | None = None
+        for part in parts:
+            if len(part) > 1:
+                ranks = [self._global[rank] for rank in part]
+                limit = dist.distributed_c10d._get_default_store().timeout
+                made = dist.new_group(ranks, timeout=limit, use_local_synchronization=False)
+                if self.rank in part:
+                    own = Group(made, self.meter, self._diagnose)
+        if own is None:
+            own = Group(None, self.meter)
+            own._global = [self._global[self.rank]]
+        return own
 
     def unmetered(self) -> Group:
         """The same ranks with a meter of their own, for what only a measurement exchanges."""
@@ -223,12 +248,45 @@ class Group:
             self.meter.received(into.nbytes)
 
     def _transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        self._wait(self._start(sends, receives))
+
+    def _start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[_Started]:
         leaving = [(to, dist.isend(tensor, self._at(to), group=self.process_group)) for tensor, to in sends]
         coming = [(source, dist.irecv(into, self._at(source), group=self.process_group)) for into, source in receives]
-        for peer, work in coming + leaving:
+        return coming + leaving
+
+    def _wait(self, started: Sequence[_Started]) -> None:
+        for peer, work in started:
             self._at(peer)
             assert work is not None  # torch gives None to those who are not in the group
             work.wait()
+
+    def begin_transfer(
+        self, operation: str, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        """`transfer`, beside the program: what is returned waits for its end.
+
+        operation: its name, for errors. Between two ranks messages arrive in the order in which they were begun.
+        Tensors of a GPU travel by way of the CPU's memory.
+        """
+        sends = [(tensor.cpu(), to) for tensor, to in sends if tensor.numel()]
+        receives = [(into, source) for into, source in receives if into.numel()]
+        arrivals = [(torch.empty_like(into, device="cpu") if into.is_cuda else into, peer) for into, peer in receives]
+        step = self.step
+        with self.during(operation):
+            started = self._start(sends, arrivals)
+        for tensor, _ in sends:
+            self.meter.sent(tensor.nbytes)
+
+        def end() -> None:
+            with self.during(operation, step):
+                self._wait(started)
+            for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
+                if arrived is not into:
+                    into.copy_(arrived)
+                self.meter.received(into.nbytes)
+
+        return end
 
     def _at(self, peer: int) -> int:
         """The global rank of `peer`, which is to blame for what fails until the next one is asked for."""

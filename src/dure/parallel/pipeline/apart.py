@@ -1,0 +1,120 @@
+"""Input and weight gradients apart, as zero-bubble schedules want them.
+
+    y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w = ∂yᵀ x  for later: nobody waits for it
+
+The operations that hold nearly all of a model's weight gradients have such a form here: linear layers, products with a
+weight, convolutions. All other gradients are computed at once. What is left keeps x and ∂y alive until it is done.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Remaining = list[Callable[[], None]]
+"""Weight gradients that are still to be computed, in the order of backward."""
+
+aten = torch.ops.aten
+
+
+def apart(operation: Any, remaining: Remaining) -> tuple[int, Callable[..., Any] | None]:
+    """Where `operation` has its weight among its arguments, and the same operation with the weight's gradient apart;
+    None for operations that have no such form."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return _Product.apply(x, weight, bias, True, remaining)  # type: ignore[no-untyped-call]
+
+    def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
+        return _Product.apply(x, weight, bias, False, remaining)  # type: ignore[no-untyped-call]
+
+    def convolution(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        if isinstance(padding, str):
+            return operation(x, weight, bias, stride, padding, dilation, groups)
+        settings = (*(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)), groups)
+        return _Convolution.apply(x, weight, bias, settings, remaining)  # type: ignore[no-untyped-call]
+
+    if operation is aten.linear.default:
+        return 1, linear
+    if operation is aten.addmm.default:
+        return 2, addmm
+    if operation in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
+        return 1, convolution
+    return 0, None
+
+
+def _each(value: Any, dimensions: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dimensions if len(values) == 1 else values
+
+
+def _add(weight: Tensor, gradient: Tensor) -> None:
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient
+
+
+class _Product(torch.autograd.Function):
+    """x w + b with w of shape (in, out), or (out, in) if `across`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, remaining: Remaining
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.across, ctx.remaining = across, remaining
+        return F.linear(x, weight if across else weight.T, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (g,) = gradients
+        x, weight = ctx.saved_tensors
+        outs = g.reshape(-1, g.shape[-1])
+
+        def later() -> None:
+            rows = x.reshape(-1, x.shape[-1])
+            _add(weight, outs.T @ rows if ctx.across else rows.T @ outs)
+
+        ctx.remaining.append(later)
+        back = (g @ weight if ctx.across else g @ weight.T) if ctx.needs_input_grad[0] else None
+        return back, None, outs.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], remaining: Remaining
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings, ctx.remaining = settings, remaining
+        stride, padding, dilation, groups = settings
+        out: Tensor = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (g,) = gradients
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.settings
+
+        def parts(wanted: list[bool]) -> Any:
+            settings = (stride, padding, dilation, False, [0] * len(stride), groups)
+            return aten.convolution_backward(g, x, weight, [len(weight)], *settings, wanted)
+
+        ctx.remaining.append(lambda: _add(weight, parts([False, True, False])[1]))
+        back, _, bias = parts([ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]])
+        return back, None, bias, None, None

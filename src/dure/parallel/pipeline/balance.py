@@ -1,0 +1,218 @@
+"""Where to cut a model: so that the stages take equally long, or need equally much memory.
+
+With c(i, j) the cost of a stage of operations i … j-1, and of the message that leaves it, the best cut has the least
+
+    max over stages of c(i, j)
+
+found exactly by dynamic programming over all positions, O(stages x operations^2), one vector operation a position.
+Among the cuts that are within 2 % of the best the one is taken over whose boundaries the fewest bytes travel.
+
+Costs of an operation:
+    estimated  floating-point operations, counted, and what its output takes to write, at 30 GFLOP/s
+    measured   seconds, forward and backward, on one micro-batch: the best of three
+    memory     bytes: parameters four times (gradient, two states of Adam), outputs once for each micro-batch that is
+               under way in 1F1B
+
+A message takes its bytes at 1 GB/s.
+
+Source: the linear partition problem, Skiena 2020, "The Algorithm Design Manual", section 10.7.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.parallel.pipeline.trace import Trace, takes_apart
+from dure.randomness import generators_state, restore_generators
+
+Balance = Literal["estimated", "measured", "memory"]
+
+SPEED = 3e10
+LINK = 1e9
+WORK_OF_AN_ELEMENT = 10
+SLACK = 1.02
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of each operation of `Trace.moving`: its cost, and the bytes that would travel if the model were cut before it."""
+
+    own: tuple[float, ...]
+    crossing: tuple[int, ...]
+    link: float
+    """What a byte of a message costs."""
+
+
+def costs_of(trace: Trace, balance: Balance, inputs: Sequence[Any]) -> Costs:
+    """inputs: the leaves of a micro-batch's inputs, for measuring."""
+    if balance == "memory":
+        return Costs(tuple(_memory(trace)), tuple(crossing_bytes(trace)), 0.0)
+    own = measured(trace, inputs) if balance == "measured" else [_estimated(trace, node) for node in trace.moving]
+    return Costs(tuple(own), tuple(crossing_bytes(trace)), 1 / LINK)
+
+
+def crossing_bytes(trace: Trace) -> list[int]:
+    """For each place in `trace.moving`: bytes of the values made before and used from there on."""
+    place = {node: index for index, node in enumerate(trace.moving)}
+    last: dict[fx.Node, int] = {}
+    for node in trace.moving:
+        for source in node.all_input_nodes:
+            if source in place:
+                last[source] = place[node]
+    last |= {leaf: len(place) for leaf in trace.outputs if isinstance(leaf, fx.Node) and leaf in place}
+    steps = numpy.zeros(len(place) + 2, dtype=numpy.int64)
+    for node, until in last.items():
+        if isinstance(node.meta["val"], Tensor):
+            source = node.args[0] if takes_apart(node) else node
+            made = place[source] if isinstance(source, fx.Node) and source in place else place[node]
+            steps[made + 1] += trace.value(node).nbytes
+            steps[until + 1] -= trace.value(node).nbytes
+    return [int(nbytes) for nbytes in steps.cumsum()[: len(place)]]
+
+
+def _estimated(trace: Trace, node: fx.Node) -> float:
+    """Seconds, forward and backward."""
+    elements = sum(leaf.numel() for leaf in _tensors(node.meta["val"]))
+    return 3 * (_flops(trace, node) + WORK_OF_AN_ELEMENT * elements) / SPEED
+
+
+def _flops(trace: Trace, node: fx.Node) -> float:
+    def without_data(leaf: Any) -> Any:
+        found = trace.tensor(leaf) if isinstance(leaf, fx.Node) and leaf.op == "get_attr" else leaf
+        found = found.meta["val"] if isinstance(found, fx.Node) else found
+        return tree_map(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, found)
+
+    if takes_apart(node):
+        return 0.0
+    weights = [tensor for tensor in map(trace.tensor, trace.attributes(node)) if isinstance(tensor, nn.Parameter)]
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), without_data)  # type: ignore[attr-defined]
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        return float(counter.get_total_flops())
+    except Exception:  # an operation that does nothing without data: products with its weights
+        outputs = _tensors(node.meta["val"])
+        rows = outputs[0].numel() / outputs[0].shape[-1] if outputs and outputs[0].dim() else 1
+        return 2 * rows * sum(weight.numel() for weight in weights)
+
+
+def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
+    """Seconds of each operation, forward and backward, on this micro-batch: the best of `repeats`."""
+    before = generators_state()
+    buffers = {name: buffer.clone() for name, buffer in trace.module.named_buffers()}
+    best = [float("inf")] * len(trace.moving)
+    for _ in range(repeats):
+        timer = _Timer(trace)
+        with torch.no_grad():
+            timer.run(*inputs, enable_io_processing=False)
+        best = [min(pair) for pair in zip(best, (timer.seconds[node] for node in trace.moving), strict=True)]
+    with torch.no_grad():
+        for name, buffer in trace.module.named_buffers():
+            buffer.copy_(buffers[name])
+    restore_generators(before)
+    return best
+
+
+class _Timer(fx.Interpreter):
+    """Runs a trace, each operation on its own, and notes how long it takes forward and backward."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.module)
+        self.seconds: dict[fx.Node, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or takes_apart(n):
+            self.seconds[n] = 0.0
+            return super().run_node(n)
+        args, kwargs = tree_map(_alone, self.fetch_args_kwargs_from_env(n))
+        with torch.enable_grad():
+            started = time.perf_counter()
+            outputs = n.target(*args, **kwargs)  # type: ignore[operator]
+            ends = [leaf for leaf in _tensors(outputs) if leaf.requires_grad]
+            if ends:
+                sources = [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad and leaf.is_leaf]
+                ones = [torch.ones_like(end) for end in ends]
+                torch.autograd.grad(ends, sources, ones, allow_unused=True)
+            self.seconds[n] = time.perf_counter() - started
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+
+
+def _alone(leaf: Any) -> Any:
+    """A value as an operation may have it to itself: cut from the graph, and free to be written."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.is_floating_point()).mul(1) if leaf.is_floating_point() else leaf
+
+
+def _memory(trace: Trace) -> list[float]:
+    counted: set[fx.Node] = set()
+    costs = []
+    for node in trace.moving:
+        new = [source for source in trace.attributes(node) if source not in counted]
+        counted.update(new)
+        weights = sum(t.nbytes for t in map(trace.tensor, new) if isinstance(t, nn.Parameter))
+        outputs = 0 if takes_apart(node) else sum(leaf.numel() * leaf.dtype.itemsize for leaf in _tensors(node.meta["val"]))
+        costs.append(float(4 * weights + outputs))
+    return costs
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def best_starts(costs: Costs, stages: int) -> list[int]:
+    """Where stages 1 … begin, so that the dearest stage is as cheap as can be.
+
+    Raises ValueError if there are fewer operations than stages.
+    """
+    n = len(costs.own)
+    if n < stages:
+        raise ValueError(f"a model of {n} operations cannot be cut into {stages} stages")
+    sums = numpy.concatenate([[0.0], numpy.cumsum(costs.own)])
+    leaving = numpy.append(numpy.asarray(costs.crossing, dtype=float), 0.0)
+
+    def dearest(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
+        result: numpy.ndarray = numpy.maximum(least[start], sums[end] - sums[start] + costs.link * leaving[end])
+        return result
+
+    bound = SLACK * _path(n, stages, dearest)[0]
+
+    def bytes_within(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
+        fits = sums[end] - sums[start] + costs.link * leaving[end] <= bound
+        result: numpy.ndarray = numpy.where(fits, least[start] + leaving[end], numpy.inf)
+        return result
+
+    return _path(n, stages, bytes_within)[1]
+
+
+def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
+    """The least value of a division of n operations, and where its stages 1 … begin.
+
+    join(least, end, start): the values of divisions whose last stage begins at each of `start` and ends before `end`.
+    """
+    least = numpy.full(n + 1, numpy.inf)
+    least[0] = 0.0
+    origins = []
+    for stage in range(1, stages + 1):
+        following, origin = numpy.full(n + 1, numpy.inf), numpy.zeros(n + 1, dtype=int)
+        for end in range(stage, n - (stages - stage) + 1):
+            start = slice(stage - 1, end)
+            values = join(least, end, start)
+            best = int(values.argmin())
+            following[end], origin[end] = values[best], best + stage - 1
+        least = following
+        origins.append(origin)
+    starts, end = [], n
+    for origin in reversed(origins):
+        end = int(origin[end])
+        starts.append(end)
+    return float(least[n]), starts[::-1][1:]

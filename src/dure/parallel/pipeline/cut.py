@@ -1,0 +1,186 @@
+"""A model that is cut into stages: by the names of modules, or by itself, in balance.
+
+All ranks make the same model and trace it; each keeps the parameters of its own stages and lets go of the rest. Rank
+0's cut is that of all. A cut is made on one trace, in training mode, and followed by those of other sizes and of
+evaluation, whose operations go where their parameters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec
+
+from dure.parallel.pipeline.apart import Remaining
+from dure.parallel.pipeline.balance import Balance, best_starts, costs_of
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.program import Program, check_buffers, crossing, parameters_of, program, stages_of
+from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of, takes_apart
+from dure.randomness import generators_state, restore_generators
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """For tables. share: of the cost of all stages. message: bytes that leave it for one micro-batch."""
+
+    first: str
+    operations: int
+    parameters: int
+    share: float
+    message: int
+
+
+def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
+    """Where the stages begin that begin with these modules.
+
+    Raises ValueError for a module that computes nothing, or modules that are not in the order of their computation.
+    """
+    starts: list[int] = []
+    owners = [owner_of(node) for node in trace.moving]
+    for name in names:
+        places = [index for index, owner in enumerate(owners) if owner == name or owner.startswith(f"{name}.")]
+        if not places:
+            known = ", ".join(list(dict.fromkeys(owner for owner in owners if owner))[:12])
+            raise ValueError(f"no operation belongs to a module {name!r}, where a stage was to begin; there are {known}")
+        if places[0] <= (starts[-1] if starts else 0):
+            before = names[len(starts) - 1] if starts else "the first operation"
+            raise ValueError(f"the stage at {name!r} would begin before {before} has begun: name modules in their order")
+        starts.append(places[0])
+    return starts
+
+
+class CutModel:
+    """`model` in `stages` stages. sample: inputs of so many examples.
+
+    starts: where stages 1 … begin; None is not decided yet (`decide`).
+    """
+
+    def __init__(self, model: nn.Module, sample: Callable[[int], Any], stages: int, examples: int) -> None:
+        self.model, self.stages, self.examples = model, stages, examples
+        self._sample = sample
+        self._traces: dict[tuple[int, bool], Trace] = {}
+        self._homes: dict[tuple[int, bool], dict[fx.Node, int]] = {}
+        self._programs: dict[tuple[int, int, bool], Program] = {}
+        self.reference = self.trace(examples, True)
+
+    def trace(self, examples: int, training: bool) -> Trace:
+        """The trace of a micro-batch of so many examples."""
+        key = (examples, training)
+        if key not in self._traces:
+            before, mode = generators_state(), self.model.training
+            inputs = self._sample(examples)
+            self.model.train(training)
+            self._traces[key] = Trace(self.model, inputs)
+            self.model.train(mode)
+            restore_generators(before)
+        return self._traces[key]
+
+    def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
+        """Where stages 1 … should begin."""
+        if names is not None:
+            if len(names) != self.stages - 1:
+                raise ValueError(
+                    f"{self.stages} stages begin at {self.stages - 1} modules behind the first stage, not {len(names)}: "
+                    f"{', '.join(names) or 'none'}"
+                )
+            return named_starts(self.reference, names)
+        self.costs = costs_of(self.reference, balance, leaves_of(self._sample(self.examples)))
+        return best_starts(self.costs, self.stages)
+
+    def decide(self, starts: Sequence[int]) -> None:
+        """Cuts there. Raises ValueError where a model cannot be cut so."""
+        self.starts = list(starts)
+        self._kinds = [str(node.target) for node in self.reference.moving]
+        homes = stages_of(self.reference, self.starts)
+        check_buffers(self.reference, homes)
+        self._homes[self.examples, True] = homes
+        self.names = parameters_of(self.reference, homes, self.stages)
+        self.holders: dict[str, list[int]] = {}
+        for stage, names in enumerate(self.names):
+            for name in names:
+                self.holders.setdefault(name, []).append(stage)
+
+    def homes(self, examples: int, training: bool) -> dict[fx.Node, int]:
+        """The stage of every operation of a trace."""
+        key = (examples, training)
+        if key not in self._homes:
+            trace = self.trace(examples, training)
+            if [str(node.target) for node in trace.moving] == self._kinds:
+                self._homes[key] = stages_of(trace, self.starts)
+            else:
+                self._homes[key] = stages_by_parameters(trace, self.holders)
+        return self._homes[key]
+
+    def program(self, stage: int, examples: int, training: bool, stream: Stream, remaining: Remaining | None) -> Program:
+        """The program of a stage for micro-batches of so many examples."""
+        key = (stage, examples, training)
+        if key not in self._programs:
+            trace, homes = self.trace(examples, training), self.homes(examples, training)
+            self._programs[key] = program(trace, homes, self.stages, stage, stream, remaining)
+        return self._programs[key]
+
+    def structure(self, examples: int, training: bool) -> TreeSpec:
+        """Of the model's outputs."""
+        return self.trace(examples, training).structure
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws random numbers in training."""
+        return bool(self.reference.numbers_of_draws())
+
+    def message_bytes(self, boundary: int, examples: int, training: bool = True) -> tuple[int, int]:
+        """Bytes of the values that leave stage `boundary` for a micro-batch, and of the gradients that come back."""
+        trace = self.trace(examples, training)
+        values = [trace.value(node) for node in crossing(trace, self.homes(examples, training), self.stages)[boundary]]
+        return sum(v.nbytes for v in values), sum(v.nbytes for v in values if v.differentiable)
+
+    def sizes(self) -> list[StageSize]:
+        """The stages, for a table."""
+        moving, total = self.reference.moving, sum(self.costs.own) if hasattr(self, "costs") else 0.0
+        bounds = [0, *self.starts, len(moving)]
+        parameters = dict(self.model.named_parameters())
+        sizes = []
+        for stage in range(self.stages):
+            start, end = bounds[stage], bounds[stage + 1]
+            elements = sum(parameters[name].numel() for name in self.names[stage] if name in parameters)
+            share = sum(self.costs.own[start:end]) / total if total else float("nan")
+            message = self.message_bytes(stage, self.examples)[0] if stage < self.stages - 1 else 0
+            sizes.append(StageSize(owner_of(moving[start]), end - start, elements, share, message))
+        return sizes
+
+
+def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> dict[fx.Node, int]:
+    """Stages for a trace of another size or mode: operations go where their parameters are, in order.
+
+    Raises ValueError if they would have to go back.
+    """
+    stage_of: dict[fx.Node, int] = {}
+    stage = 0
+    for node in trace.moving:
+        for source in trace.attributes(node):
+            name = trace.names.get(source)
+            homes = holders.get(name, []) if name is not None else []
+            if homes and stage not in homes:
+                later = [home for home in homes if home > stage]
+                if not later:
+                    raise ValueError(
+                        f"{name} lies in stage {homes[-1]}, but in this mode or size the model uses it after what lies "
+                        f"in stage {stage}: cut it elsewhere"
+                    )
+                stage = later[0]
+        source = node.args[0] if takes_apart(node) else None
+        stage_of[node] = stage_of.get(source, stage) if isinstance(source, fx.Node) else stage
+    return stage_of
+
+
+def forget(model: nn.Module, names: Sequence[str]) -> None:
+    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, and zeros."""
+    own = set(names)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in own:
+            with torch.no_grad():
+                tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

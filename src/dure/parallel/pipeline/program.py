@@ -1,0 +1,191 @@
+"""What one stage computes: its operations of a trace, as a module of its own.
+
+    (received values, inputs) -> (leaving values)       the last stage gives the model's outputs
+
+What travels from stage s to stage s+1 is what operations of stages 0 … s have made and operations of stages s+1 …
+use. A value that skips stages is carried past them, and counts as traffic at every boundary. Inputs do not travel: a
+stage that uses them reads them. Constants, such as masks, are computed where they are used. A parameter that several
+stages use lies in each of them; its gradient is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dure.parallel.pipeline.apart import Remaining, apart
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.trace import Trace, Value, mutates, takes_apart
+
+
+@dataclass
+class Program:
+    """One stage of a trace.
+
+    module: called with the received values and the inputs, as one list of tensors; returns a tuple. inputs: which
+    leaves of the model's inputs it reads. received, leaving: what travels; the last stage's leaving is empty.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    received: tuple[Value, ...]
+    leaving: tuple[Value, ...]
+    mutates: bool
+    """Whether it changes values in place: then it works on copies of what it received."""
+
+
+def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
+    """The stage of every operation that is not constant. starts: the place in `trace.moving` where stages 1 … begin."""
+    stage_of: dict[fx.Node, int] = {}
+    stage = 0
+    for place, node in enumerate(trace.moving):
+        while stage < len(starts) and place >= starts[stage]:
+            stage += 1
+        source = node.args[0] if takes_apart(node) else None
+        stage_of[node] = stage_of.get(source, stage) if isinstance(source, fx.Node) else stage
+    return stage_of
+
+
+def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[str]]:
+    """The names of the parameters and buffers that each stage uses."""
+    names: list[dict[str, None]] = [{} for _ in range(stages)]
+    for node in trace.moving:
+        for source in trace.attributes(node):
+            if source in trace.names:
+                names[stage_of[node]][trace.names[source]] = None
+    for leaf in trace.outputs:
+        if isinstance(leaf, fx.Node) and leaf in trace.names:
+            names[stages - 1][trace.names[leaf]] = None
+    return [list(own) for own in names]
+
+
+def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
+    """Raises ValueError if a buffer is changed in one stage and used in another."""
+    users: dict[str, set[int]] = {}
+    changed: set[str] = set()
+    for node in trace.moving:
+        for source in trace.attributes(node):
+            if source in trace.names and not isinstance(trace.tensor(source), nn.Parameter):
+                users.setdefault(trace.names[source], set()).add(stage_of[node])
+                if mutates(node):
+                    changed.add(trace.names[source])
+    for name in sorted(changed):
+        if len(users[name]) > 1:
+            stages = " and ".join(map(str, sorted(users[name])))
+            raise ValueError(f"buffer {name} changes, and stages {stages} use it: cut the model elsewhere")
+
+
+def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[fx.Node]]:
+    """The values that travel over each boundary, from stage s to s+1, in the order in which they are made."""
+    last_use: dict[fx.Node, int] = {}
+    for node in trace.moving:
+        for source in _moving_sources(trace, node):
+            last_use[source] = max(last_use.get(source, 0), stage_of[node])
+    for leaf in trace.outputs:
+        if isinstance(leaf, fx.Node) and leaf in stage_of:
+            last_use[leaf] = stages - 1
+    return [
+        [node for node in trace.moving if stage_of[node] <= boundary < last_use.get(node, 0)]
+        for boundary in range(stages - 1)
+    ]
+
+
+def _moving_sources(trace: Trace, node: fx.Node) -> Iterable[fx.Node]:
+    return (s for s in node.all_input_nodes if s.op == "call_function" and s not in trace.constant)
+
+
+def program(
+    trace: Trace,
+    stage_of: Mapping[fx.Node, int],
+    stages: int,
+    stage: int,
+    stream: Stream,
+    remaining: Remaining | None = None,
+) -> Program:
+    """The program of `stage`. remaining: where weight gradients wait to be computed, if they are apart."""
+    over = crossing(trace, stage_of, stages)
+    received = over[stage - 1] if stage > 0 else []
+    leaving = over[stage] if stage < stages - 1 else []
+    own = [node for node in trace.moving if stage_of[node] == stage]
+    results = leaving if stage < stages - 1 else [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
+    return _Builder(trace, stream, remaining).build(own, received, leaving, results, stage == stages - 1)
+
+
+class _Builder:
+    """Copies operations of a trace into a graph of their own."""
+
+    def __init__(self, trace: Trace, stream: Stream, remaining: Remaining | None) -> None:
+        self.trace, self.stream, self.remaining = trace, stream, remaining
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.attributes: dict[str, Any] = {}
+        self.numbers = trace.numbers_of_draws()
+
+    def build(
+        self,
+        own: Sequence[fx.Node],
+        received: Sequence[fx.Node],
+        leaving: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+        last: bool,
+    ) -> Program:
+        trace, graph = self.trace, self.graph
+        needed = {source for node in own for source in self._ancestors(node)} | set(results)
+        inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
+        changes = any(mutates(node) and node.args[0] not in trace.names for node in own)
+        for node in [*received, *(trace.placeholders[index] for index in inputs)]:
+            self.copies[node] = graph.placeholder(node.name)
+        if changes:
+            for node in received:
+                self.copies[node] = graph.call_function(torch.clone, (self.copies[node],))
+        for node in trace.module.graph.nodes:
+            if node.op == "get_attr" and node in needed:
+                self._attribute(node)
+        own_set = set(own)
+        for node in trace.operations:
+            if node in own_set or (node in trace.constant and node in needed):
+                self._operation(node)
+        ends = tuple(self.copies[node] for node in results)
+        if last:
+            ends = tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in trace.outputs)
+        graph.output(ends)
+        module = fx.GraphModule(self.attributes, graph)
+        values = [tuple(trace.value(node) for node in nodes) for nodes in (received, leaving)]
+        return Program(module, tuple(inputs), values[0], values[1], changes)
+
+    def _ancestors(self, node: fx.Node) -> Iterable[fx.Node]:
+        """What an operation needs that does not travel: inputs, attributes and constants, through constants."""
+        for source in node.all_input_nodes:
+            yield source
+            if source in self.trace.constant:
+                yield from self._ancestors(source)
+
+    def _attribute(self, node: fx.Node) -> None:
+        target = self.trace.names.get(node, str(node.target))
+        self.attributes[target] = self.trace.tensor(node)
+        self.copies[node] = self.graph.create_node("get_attr", target, name=node.name)
+
+    def _operation(self, node: fx.Node) -> None:
+        copy = self.graph.node_copy(node, lambda source: self.copies[source])
+        self.copies[node] = copy
+        if node in self.numbers:
+            copy.target = self.stream.drawing(copy.target, self.numbers[node])  # type: ignore[arg-type]
+        elif self.remaining is not None:
+            copy.target = self._apart(node, copy.target)
+
+    def _apart(self, node: fx.Node, target: Any) -> Callable[..., Any] | str:
+        """The same operation, whose weight gradient is left for later, where the weight is a parameter."""
+        assert self.remaining is not None
+        place, deferred = apart(target, self.remaining)
+        if deferred is None or place >= len(node.args):
+            return target
+        weight = node.args[place]
+        if isinstance(weight, fx.Node) and weight.op == "get_attr":
+            tensor = self.trace.tensor(weight)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                return deferred
+        return target

@@ -1,0 +1,153 @@
+"""One rank's list of actions, executed.
+
+Receives are begun ahead, two at a time, so that the next message comes in while this one is worked on; sends go on
+beside the computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists
+decide everything else (`dure.parallel.pipeline.schedule`).
+
+A message over the boundary behind stage s holds the values that cross it, in their order, and on the way back a
+gradient for each that has one. So a micro-batch costs 4 b e bytes there and back each, for e float32 numbers an
+example; and STATE_BYTES more on the way there where the generator's state travels (`dure.parallel.pipeline.draws`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.parallel.pipeline.draws import STATE_BYTES, Stream
+from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
+from dure.parallel.pipeline.stage import Microbatch, Stage
+
+AHEAD = 2
+"""Receives that are under way at once."""
+
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+
+
+class Engine:
+    """The stages of this rank, driven by its list. `group`: the ranks of the pipeline, as the schedule numbers them.
+
+    trains: whether gradients come back.
+    """
+
+    def __init__(
+        self, group: Group, schedule: Schedule, stages: Mapping[int, Stage], stream: Stream, device: torch.device
+    ) -> None:
+        self.group, self.schedule, self.stages = group, schedule, stages
+        self._stream, self._device = stream, device
+        self.actions = schedule.actions[group.rank]
+        self.spans: list[tuple[Action, float, float]] = []
+        """What was computed in the last step, with seconds of `time.perf_counter`."""
+
+    def run(self, step: int, batches: Sequence[Microbatch]) -> None:
+        """One step. Gradients are added to those of the parameters.
+
+        Raises PeerLostError if another rank is lost.
+        """
+        self._step, self._batches = step, batches
+        self._inputs: dict[Place, list[Tensor]] = {}
+        self._gradients: dict[Place, list[Tensor]] = {}
+        self._results: dict[Place, list[Tensor]] = {}
+        self._sends: list[Callable[[], None]] = []
+        self._expected = deque(action for action in self.actions if action.kind in RECEIVES)
+        self._coming: deque[tuple[list[Tensor], Callable[[], None]]] = deque()
+        self.spans = []
+        for stage in self.stages.values():
+            stage.begin(step)
+        for action in self.actions:
+            self._do(action)
+        started = time.perf_counter()
+        for end in self._sends:
+            end()
+        if self._sends:
+            self.group.meter.communication("sends", started, time.perf_counter(), step + 1)
+
+    def _do(self, action: Action) -> None:
+        kind, number, microbatch = action
+        place = (number, microbatch)
+        if kind == "receive_input":
+            self._inputs[place] = self._receive(action)
+        elif kind == "receive_gradient":
+            self._gradients[place] = self._receive(action)
+        elif kind == "send_output":
+            self._send(action, self._results.pop(place), self.schedule.home[number + 1])
+        elif kind == "send_gradient":
+            self._send(action, self._results.pop(place), self.schedule.home[number - 1])
+        else:
+            self._compute(action, place)
+
+    def _compute(self, action: Action, place: Place) -> None:
+        """Works on a micro-batch in a stage, and hands the result on where that is on this rank."""
+        kind, number, microbatch = action
+        stage, batch = self.stages[number], self._batches[microbatch]
+        started = time.perf_counter()
+        if kind == "forward":
+            received = self._inputs.pop(place, [])
+            if self._stream.carried and number > 0:
+                self._stream.go_on_from(received.pop())
+            results = stage.forward(microbatch, batch, received)
+            if self._stream.carried:
+                results.append(self._stream.state())
+            self._hand_over(place, number + 1, results, self._inputs)
+        elif kind == "weight_gradient":
+            stage.weight_gradient(microbatch)
+        else:
+            descend = stage.backward if kind == "backward" else stage.input_gradient
+            results = descend(microbatch, batch, self._gradients.pop(place, []))
+            self._hand_over(place, number - 1, results, self._gradients)
+        ended = time.perf_counter()
+        self.spans.append((action, started, ended))
+        name = f"{kind.replace('_', ' ')} {number}.{microbatch}"
+        self.group.meter.compute(name, started, ended, self._step + 1)
+
+    def _hand_over(self, place: Place, to: int, results: list[Tensor], inboxes: dict[Place, list[Tensor]]) -> None:
+        if not 0 <= to < self.schedule.stages:
+            return
+        if self.schedule.home[to] == self.group.rank:
+            inboxes[to, place[1]] = results
+        else:
+            self._results[place] = results
+
+    # Messages.
+
+    def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
+        sends = [(tensor.contiguous(), to) for tensor in tensors]
+        self._sends.append(self.group.begin_transfer(_words(action), sends, []))
+
+    def _receive(self, action: Action) -> list[Tensor]:
+        """The message that `action` waits for; the next ones are begun."""
+        while self._expected and len(self._coming) < AHEAD:
+            self._coming.append(self._begin(self._expected.popleft()))
+        tensors, end = self._coming.popleft()
+        started = time.perf_counter()
+        end()
+        self.group.meter.idle(f"wait: {_words(action)}", started, time.perf_counter(), self._step + 1)
+        if self._expected:
+            self._coming.append(self._begin(self._expected.popleft()))
+        return tensors
+
+    def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:
+        number, examples = action.stage, self._batches[action.microbatch].examples
+        program = self.stages[number].program_for(examples)
+        if action.kind == "receive_input":
+            source = self.schedule.home[number - 1]
+            tensors = [value.empty(self._device) for value in program.received]
+            if self._stream.carried:
+                tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
+        else:
+            source = self.schedule.home[number + 1]
+            tensors = [value.empty(self._device) for value in program.leaving if value.differentiable]
+        return tensors, self.group.begin_transfer(_words(action), [], [(tensor, source) for tensor in tensors])
+
+
+def _words(action: Action) -> str:
+    kind, stage, microbatch = action
+    what = "input" if kind == "receive_input" else "output" if kind == "send_output" else "gradient"
+    verb = "receive" if kind in RECEIVES else "send"
+    return f"{verb} of the {what} of stage {stage}, micro-batch {microbatch}"

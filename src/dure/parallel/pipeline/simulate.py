@@ -1,0 +1,136 @@
+"""How long a schedule takes, and what it holds: its actions run with given times, on no machine.
+
+A rank does its actions one after another. A message is there `send` seconds after it was sent, whatever the ranks do
+meanwhile, and a receive waits for it:
+
+    start(a) = end of the action before it on its rank        end(a) = start(a) + time(a), if a computes
+    end(receive) = max(start(receive), end(its send) + send)
+
+    bubble            = 1 - busy / (p · makespan)             the share of the ranks' time in which they are idle
+    bubble_over_ideal = (makespan - ideal) / ideal            ideal: the computing of the rank that computes longest
+
+A forward's activations are held from its start until its backward, or its weight gradient, has ended. With the times
+of a measured run, action by action, this gives what that run would have been without disturbances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dure.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Schedule
+from dure.parallel.pipeline.validate import running_order
+
+
+class Span(NamedTuple):
+    """An action that computed, with its rank, from start to end in seconds."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each stage's actions, and of a message, which occupies no rank; `measured` goes before all of them.
+
+    backward is not used where input and weight gradients are apart, and the other way round. A receive takes no time
+    but waiting, unless it is measured; of a send it is what its message takes that is measured.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    send: float = 0.0
+    measured: Mapping[Action, float] = field(default_factory=dict)
+
+    @classmethod
+    def uniform(cls, stages: int, forward: float = 1, backward: float = 2, send: float = 0) -> Times:
+        """All stages alike; input and weight gradients are half a backward each."""
+        half = (backward / 2,) * stages
+        return cls((forward,) * stages, (backward,) * stages, half, half, send)
+
+    def of(self, action: Action) -> float:
+        """Seconds of an action: on its rank, or of a send until its message is there."""
+        if action in self.measured:
+            return self.measured[action]
+        if action.kind in SENDS:
+            return self.send
+        if action.kind in RECEIVES:
+            return 0.0
+        stages: tuple[float, ...] = getattr(self, action.kind)
+        return stages[action.stage]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of it, or of a measured run. spans: of the actions that compute. peak_activations: of each rank, the
+    most forwards, of one stage and one micro-batch each, whose activations were held at once."""
+
+    ranks: int
+    spans: tuple[Span, ...]
+    peak_activations: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first action's start to the last one's end."""
+        return max((span.end for span in self.spans), default=0.0) - min(
+            (span.start for span in self.spans), default=0.0
+        )
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds in which each rank computes."""
+        seconds = [0.0] * self.ranks
+        for span in self.spans:
+            seconds[span.rank] += span.end - span.start
+        return tuple(seconds)
+
+    @property
+    def ideal(self) -> float:
+        """Seconds that it would take if the rank that computes longest never waited."""
+        return max(self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they are idle."""
+        return 1 - sum(self.busy) / (self.ranks * self.makespan) if self.makespan else 0.0
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Seconds more than `ideal`, as a share of it."""
+        return (self.makespan - self.ideal) / self.ideal if self.ideal else 0.0
+
+
+def simulate(schedule: Schedule, times: Times) -> Simulation:
+    """Runs a schedule that `check` has passed. Raises ScheduleError at a deadlock, ValueError if times are missing."""
+    for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
+        given = len(getattr(times, kind))
+        if given != schedule.stages:
+            raise ValueError(f"times of {given} stages for {kind}, and there are {schedule.stages}: give one for each")
+    clocks = [0.0] * schedule.ranks
+    arrivals: dict[Action, float] = {}
+    spans = []
+    for rank, action in running_order(schedule):
+        if action.kind in SENDS:
+            arrivals[action] = clocks[rank] + times.of(action)
+            continue
+        start = max(clocks[rank], arrivals[action.counterpart]) if action.kind in RECEIVES else clocks[rank]
+        clocks[rank] = start + times.of(action)
+        if action.computes:
+            spans.append(Span(rank, action, start, clocks[rank]))
+    spans.sort(key=lambda span: (span.start, span.rank))
+    return Simulation(schedule.ranks, tuple(spans), tuple(map(peak_of, schedule.actions)))
+
+
+def peak_of(actions: Sequence[Action]) -> int:
+    """The most activations that a rank holds at once."""
+    held = most = 0
+    for action in actions:
+        held += action.kind == "forward"
+        most = max(most, held)
+        held -= action.kind in ("backward", "weight_gradient")
+    return most

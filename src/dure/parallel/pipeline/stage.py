@@ -1,0 +1,186 @@
+"""A stage at work: forward and backward of its micro-batches, with what it keeps between the two.
+
+    forward   values received, inputs  ->  values leaving       keeps the graph, or, to recompute it, what was received
+    backward  gradients of the leaving ones  ->  those of the received ones, and of the weights
+
+A value that is only carried past is received and leaves, and so is its gradient. The last stage computes the loss; a
+micro-batch of b examples of a batch of B counts b/B, so that the sum of the gradients is that of the mean over the
+batch.
+
+Batch normalisation sees a micro-batch, as it does with accumulated gradients, and updates its running statistics with
+each; recomputation leaves them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from dure.parallel.pipeline.apart import Remaining
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.program import Program
+from dure.parallel.pipeline.trace import leaves_of
+
+
+@dataclass
+class Microbatch:
+    """A micro-batch of so many examples. share: what its loss counts in the batch's.
+
+    read: gives inputs and targets; called once, by the stages that use them.
+    """
+
+    examples: int
+    share: float
+    read: Callable[[], tuple[Any, Any]]
+
+    @cached_property
+    def _content(self) -> tuple[list[Any], Any]:
+        inputs, targets = self.read()
+        return leaves_of(inputs), targets
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The leaves of the model's inputs."""
+        return self._content[0]
+
+    @property
+    def targets(self) -> Any:
+        return self._content[1]
+
+
+@dataclass
+class _Kept:
+    """What a micro-batch needs for its backward pass."""
+
+    received: list[Tensor]
+    ends: list[Tensor] = field(default_factory=list)
+    state: Tensor | None = None
+
+
+class Stage:
+    """One stage. program_for: its program for a micro-batch of so many examples.
+
+    structure_for: of the model's outputs; loss: of outputs and targets; both are the last stage's. recompute: keeps what
+    was received and computes the rest again for backward, but in the last stage, which goes backward at once. trains:
+    else nothing is kept.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        last: bool,
+        program_for: Callable[[int], Program],
+        structure_for: Callable[[int], TreeSpec],
+        loss: Callable[[Any, Any], Tensor],
+        stream: Stream,
+        remaining: Remaining | None,
+        recompute: bool = False,
+        trains: bool = True,
+    ) -> None:
+        self.number, self.last, self.trains = number, last, trains
+        self.recompute = recompute and not last
+        self.program_for, self._structure_for, self._loss = program_for, structure_for, loss
+        self._stream, self._remaining = stream, remaining
+        self._kept: dict[int, _Kept] = {}
+        self._weights: dict[int, list[Callable[[], None]]] = {}
+        self.losses: dict[int, float] = {}
+
+    def begin(self, step: int) -> None:
+        """A step begins; what an interrupted one has left is dropped."""
+        self.step = step
+        self._kept.clear()
+        self._weights.clear()
+        self.losses.clear()
+
+    def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
+        """Computes micro-batch `number`; returns what leaves, cut from the graph."""
+        program = self.program_for(batch.examples)
+        values = [
+            tensor.detach().requires_grad_(value.differentiable and self.trains)
+            for tensor, value in zip(received, program.received, strict=True)
+        ]
+        kept = _Kept(values)
+        if self.trains:
+            self._kept[number] = kept
+        self._stream.at(self.step, number)
+        if not self.trains:
+            ends = self._run(program, batch, values)
+        elif self.recompute:
+            kept.state = self._stream.state() if self._stream.carried else None
+            with torch.no_grad():
+                ends = self._run(program, batch, values)
+        else:
+            ends = kept.ends = self._run(program, batch, values)
+        if self.last:
+            self.losses[number] = float(ends[0].item())
+            return []
+        return [end.detach() for end in ends]
+
+    def _run(self, program: Program, batch: Microbatch, values: Sequence[Tensor]) -> list[Tensor]:
+        inputs = [batch.inputs[index] for index in program.inputs] if program.inputs else []
+        results = program.module(*values, *inputs)
+        if not self.last:
+            return list(results)
+        outputs = tree_unflatten(list(results), self._structure_for(batch.examples))
+        return [self._loss(outputs, batch.targets)]
+
+    def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Computes all gradients; returns those that the stage before waits for."""
+        self._descend(number, batch, gradients)
+        self.weight_gradient(number)
+        return self._returned(number, batch)
+
+    def input_gradient(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Computes gradients but for those of long weights; returns those that the stage before waits for."""
+        self._descend(number, batch, gradients)
+        return self._returned(number, batch)
+
+    def weight_gradient(self, number: int) -> None:
+        """Computes the gradients of long weights that `input_gradient` has left."""
+        for compute in self._weights.pop(number, []):
+            with torch.no_grad():
+                compute()
+
+    def _descend(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> None:
+        kept, program = self._kept[number], self.program_for(batch.examples)
+        if self.recompute:
+            self._compute_again(kept, number, batch, program)
+        if self.last:
+            ends, gradients = kept.ends, [torch.full_like(kept.ends[0], batch.share)]
+        else:
+            ends = [end for end, value in zip(kept.ends, program.leaving, strict=True) if value.differentiable]
+        pairs = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if end.requires_grad]
+        if pairs:
+            torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+        if self._remaining is not None:
+            self._weights[number] = list(self._remaining)
+            self._remaining.clear()
+
+    def _compute_again(self, kept: _Kept, number: int, batch: Microbatch, program: Program) -> None:
+        before = self._stream.state()
+        buffers = {name: buffer.clone() for name, buffer in program.module.named_buffers()}
+        if kept.state is not None:
+            self._stream.go_on_from(kept.state)
+        self._stream.at(self.step, number)
+        kept.ends = self._run(program, batch, kept.received)
+        self._stream.go_on_from(before)
+        with torch.no_grad():
+            for name, buffer in program.module.named_buffers():
+                if not torch.equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
+
+    def _returned(self, number: int, batch: Microbatch) -> list[Tensor]:
+        """The gradients of what was received; zeros where nothing depends on it."""
+        kept, program = self._kept.pop(number), self.program_for(batch.examples)
+        return [
+            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            for tensor, value in zip(kept.received, program.received, strict=True)
+            if value.differentiable
+        ]
+

@@ -1,0 +1,81 @@
+"""Pipeline parallelism: the model is divided between layers, micro-batches pass through the stages.
+
+    stage s computes micro-batch m while stage s-1 computes m+1
+
+Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of one worker. What
+schedules change is how long a rank has nothing to do (the bubble) and how many micro-batches it keeps: see
+`dure.parallel.pipeline.schedule`.
+
+Over each boundary travel the values that cross it, once there, and their gradients, once back, for every example.
+
+Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM"; Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dure.data.partition import Description
+from dure.parallel.combined import Parallel, ParallelLearner
+from dure.parallel.mesh import Mesh
+from dure.parallel.pipeline.balance import Balance
+from dure.strategy import Kind, Learner, Place
+from dure.task import Task
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Ranks hold stages of the model.
+
+    Args:
+        batch_size: examples of a step; None is all the data.
+        microbatches: M, the parts of a batch that pass through the stages one behind the other.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v.
+        stages_per_rank: of the interleaved schedule.
+        cut: names of the modules at which the stages behind the first begin; by default dure cuts in balance.
+        balance: what is balanced: estimated or measured time, or memory.
+        recompute: stages keep their inputs alone, and compute the rest again for backward.
+        clip_norm: the largest norm that a step's gradient may have; by default any.
+    """
+
+    batch_size: int | None = 64
+    microbatches: int = 4
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    cut: tuple[str, ...] | None = None
+    balance: Balance = "estimated"
+    recompute: bool = False
+    clip_norm: float | None = None
+
+    name: ClassVar[str] = "pipeline"
+    kind: ClassVar[Kind] = "ranks"
+    unit: ClassVar[str] = "step"
+
+    @property
+    def label(self) -> str:
+        return f"pipeline {self.schedule}, {self.microbatches} micro-batches"
+
+    def on(self, workers: int) -> Parallel:
+        """The same on a mesh."""
+        return Parallel(
+            Mesh(pipeline=workers),
+            self.batch_size,
+            self.microbatches,
+            self.schedule,
+            self.stages_per_rank,
+            self.cut,
+            self.balance,
+            self.recompute,
+            self.clip_norm,
+        )
+
+    def check(self, task: Task, workers: int | None) -> None:
+        self.on(1 if workers is None else workers).check(task, workers)
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return ParallelLearner(task, place, seed, self.on(place.group.size))

@@ -1,0 +1,203 @@
+"""What a model computes, as a list of operations: the form in which a model that nobody here wrote can be cut.
+
+`torch.export` runs the model once on tensors without data and writes down every operation, with the parameters, the
+buffers and the earlier values that it uses. Control flow that depends on shapes, tuples, dicts, attention masks, skip
+connections and shared weights are all resolved by that: what is left are operations in an order in which values flow
+forward only. So any position in the list is a place where the model can be cut.
+
+A trace holds for the shapes and the mode (training or evaluation) in which it was made.
+
+    random     operations that draw: dropout, attention and recurrent layers with dropout, …
+    constant   operations without parameters and inputs in their ancestry, such as positions and masks: every stage
+               that needs one computes it anew, so that it does not travel
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from dure.randomness import generators_state, restore_generators
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor without its data. differentiable: whether a gradient may come back for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Trace:
+    """The operations of `model` for inputs like `inputs`, in the mode in which it is.
+
+    Raises ValueError if it cannot be traced.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        self.module = exported(model, inputs)
+        nodes = list(self.module.graph.nodes)
+        self.placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.operations = [node for node in nodes if node.op == "call_function"]
+        self.structure: TreeSpec = self.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+        self.outputs: list[Any] = list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
+        self.names = names_of(model, self.module, nodes)
+        self._find_constants()
+
+    def _find_constants(self) -> None:
+        """Which values depend on nothing but constants."""
+        changed = {node.args[0] for node in self.operations if mutates(node) and isinstance(node.args[0], fx.Node)}
+        constant: set[fx.Node] = set()
+        for node in self.module.graph.nodes:
+            if node.op == "get_attr":
+                fixed = not isinstance(self.tensor(node), nn.Parameter) and node not in changed
+            else:
+                fixed = node.op == "call_function" and node not in changed and not mutates(node) and not draws(node)
+                fixed = fixed and all(source in constant for source in node.all_input_nodes)
+            if fixed:
+                constant.add(node)
+        self.constant = frozenset(constant)
+
+    def tensor(self, node: fx.Node) -> Any:
+        """The parameter, buffer, constant or part of the graph that a get_attr node stands for."""
+        found: Any = self.module
+        for name in str(node.target).split("."):
+            found = getattr(found, name)
+        return found
+
+    @cached_property
+    def moving(self) -> list[fx.Node]:
+        """The operations that belong to one place: all but constants."""
+        return [node for node in self.operations if node not in self.constant]
+
+    @cached_property
+    def _differentiable(self) -> frozenset[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in self.module.graph.nodes:
+            if node.op == "get_attr":
+                tensor = self.tensor(node)
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    found.add(node)
+            elif node.op == "call_function" and not _cuts_gradients(node):
+                if any(source in found for source in node.all_input_nodes) and _floats(node):
+                    found.add(node)
+        return frozenset(found)
+
+    def value(self, node: fx.Node) -> Value:
+        """What a node that gives one tensor gives."""
+        fake = node.meta["val"]
+        return Value(tuple(fake.shape), fake.dtype, node in self._differentiable)
+
+    def attributes(self, node: fx.Node) -> list[fx.Node]:
+        """The get_attr nodes that an operation reads, through constants too."""
+        seen: list[fx.Node] = []
+        stack = list(node.all_input_nodes)
+        while stack:
+            source = stack.pop()
+            if source.op == "get_attr":
+                seen.append(source)
+            elif source in self.constant:
+                stack.extend(source.all_input_nodes)
+        return seen
+
+    def numbers_of_draws(self) -> dict[fx.Node, int]:
+        """The random operations, numbered through the model."""
+        return {node: number for number, node in enumerate(filter(draws, self.operations))}
+
+
+def leaves_of(inputs: Any) -> list[Any]:
+    """The tensors of a model's inputs, in the order of a trace."""
+    return list(tree_flatten(((inputs,), {}))[0])
+
+
+def exported(model: nn.Module, inputs: Any) -> fx.GraphModule:
+    before = generators_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = torch.export.export(model, (inputs,), strict=False).module()
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"a {type(model).__name__} cannot be cut, for torch.export cannot trace it ({type(error).__name__}: "
+            f"{reason}); make its control flow independent of the data"
+        ) from error
+    finally:
+        restore_generators(before)
+    for node in list(module.graph.nodes):
+        if node.op == "call_module":  # checks that inputs have the shapes of the trace, which nobody else gives
+            module.graph.erase_node(node)
+    return module
+
+
+def names_of(model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Mapping[fx.Node, str]:
+    """The names that parameters and buffers have in the model: the first ones, where they have several."""
+    known = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    names: dict[fx.Node, str] = {}
+    for node in nodes:
+        if node.op == "get_attr" and str(node.target) in targets:
+            names[node] = known.get(id(targets[str(node.target)]), str(node.target))
+    return names
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether an operation changes one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    if node.target is torch.ops.aten.batch_norm.default:
+        return bool(node.args[5])
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers, by its arguments where these decide."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema, given = node.target._schema, dict(node.kwargs)
+    given.update(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+    for argument in schema.arguments:
+        given.setdefault(argument.name, argument.default_value)
+    for chance in ("dropout_p", "p", "dropout"):
+        if chance in given and ("train" in given or chance == "dropout_p"):
+            return bool(given[chance]) and bool(given.get("train", True))
+    return torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def owner_of(node: fx.Node) -> str:
+    """The name of the module in which an operation was called, "" for the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def takes_apart(node: fx.Node) -> bool:
+    """Whether it picks one value out of several that an operation gave."""
+    return node.target is operator.getitem
+
+
+def _cuts_gradients(node: fx.Node) -> bool:
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return node.args[0] is False
+    return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+
+
+def _floats(node: fx.Node) -> bool:
+    return any(
+        isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        for leaf in tree_leaves(node.meta.get("val"))
+    )

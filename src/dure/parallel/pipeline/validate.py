@@ -1,0 +1,252 @@
+"""Whether a schedule can run, and computes what training needs: checked before anything is sent.
+
+A schedule is right if
+
+    every action is of a stage that lives on its rank, and of every stage something is computed;
+    every stage computes every micro-batch forward once and backward once: B, or I and then W;
+    what an action needs comes before it on its rank: F(s) after F(s-1) or the receive of its output, B(s) and I(s)
+    after F(s), and after B(s+1) or I(s+1) or the receive of its gradient, W(s) after I(s), sends after what they send;
+    every message between ranks is sent once and received once, of each two ranks in the order of sending;
+    and the ranks, which wait at receives but not at sends, all come to their end.
+
+The last is tried: the ranks run, without times. Cost: O(actions).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dure.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Schedule, foreign, receive_before
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot run. rank, place, action: the first thing wrong, and where it is in its rank's list.
+
+    place is None for what is missing, and where no single action is to blame the rest is None too.
+    """
+
+    def __init__(
+        self, message: str, rank: int | None = None, place: int | None = None, action: Action | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.place, self.action = rank, place, action
+
+
+def check(schedule: Schedule, require_backward: bool = True) -> None:
+    """Raises ScheduleError if the schedule is wrong. require_backward: False where forwards alone are enough."""
+    _check_homes(schedule)
+    for rank in range(schedule.ranks):
+        _check_belongs(schedule, rank)
+    _check_stages(schedule)
+    for rank in range(schedule.ranks):
+        _check_order(schedule, rank)
+    _check_complete(schedule, require_backward)
+    _check_messages(schedule)
+    running_order(schedule)
+
+
+def _error(schedule: Schedule, rank: int, place: int, said: str) -> ScheduleError:
+    action = schedule.actions[rank][place]
+    return ScheduleError(f"{action} (rank {rank}, place {place}) {said}", rank, place, action)
+
+
+def _check_homes(schedule: Schedule) -> None:
+    if schedule.microbatches < 1 or not schedule.home:
+        raise ScheduleError(
+            f"the schedule has {schedule.microbatches} micro-batches and {schedule.stages} stages: give at least one"
+        )
+    for stage, rank in enumerate(schedule.home):
+        if not 0 <= rank < schedule.ranks:
+            raise ScheduleError(
+                f"stage {stage} has no home: it is to be on rank {rank}, and there are {schedule.ranks} ranks", rank
+            )
+    for rank in range(schedule.ranks):
+        if rank not in schedule.home:
+            raise ScheduleError(f"rank {rank} has no stage: give it one, or leave the rank out", rank)
+
+
+def _check_belongs(schedule: Schedule, rank: int) -> None:
+    """Every action is of a stage of this rank, and of a transfer that there is to make."""
+    home = schedule.home
+    for place, action in enumerate(schedule.actions[rank]):
+        if not 0 <= action.stage < schedule.stages:
+            raise _error(schedule, rank, place, f"is of a stage that is not there: there are {schedule.stages}")
+        if not 0 <= action.microbatch < schedule.microbatches:
+            raise _error(
+                schedule, rank, place, f"is of a micro-batch that is not there: there are {schedule.microbatches}"
+            )
+        if home[action.stage] != rank:
+            raise _error(
+                schedule, rank, place, f"is on a foreign rank: stage {action.stage} is on rank {home[action.stage]}"
+            )
+        if not action.computes and not foreign(home, action.stage, action.counterpart.stage):
+            raise _error(schedule, rank, place, f"has nothing to transfer: {_neighbour(action, home)}; take it out")
+
+
+def _neighbour(action: Action, home: tuple[int, ...]) -> str:
+    other = action.counterpart.stage
+    if other < 0 or other >= len(home):
+        return f"stage {action.stage} is the {'first' if other < 0 else 'last'} one"
+    return f"stages {action.stage} and {other} are both on rank {home[other]}"
+
+
+def _check_stages(schedule: Schedule) -> None:
+    alive = {action.stage for actions in schedule.computing for action in actions}
+    for stage, rank in enumerate(schedule.home):
+        if stage not in alive:
+            action = Action("forward", stage, 0)
+            raise ScheduleError(
+                f"stage {stage} is dead: rank {rank} computes nothing for it, not even {action}", rank, None, action
+            )
+
+
+def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
+    """What has to come before an action on its rank: one of each of these."""
+    kind, stage, microbatch = action
+    forward, gradient = Action("forward", stage, microbatch), Action("input_gradient", stage, microbatch)
+    if kind in RECEIVES:
+        return []
+    if kind == "weight_gradient":
+        return [(gradient,)]
+    if kind == "send_output":
+        return [(forward,)]
+    if kind == "send_gradient":
+        return [(Action("backward", stage, microbatch), gradient)]
+    needs: list[tuple[Action, ...]] = [] if kind == "forward" else [(forward,)]
+    if message := receive_before(action, home):
+        needs.append((message,))
+    elif kind == "forward" and stage > 0:
+        needs.append((Action("forward", stage - 1, microbatch),))
+    elif kind != "forward" and stage < len(home) - 1:
+        needs.append((Action("backward", stage + 1, microbatch), Action("input_gradient", stage + 1, microbatch)))
+    return needs
+
+
+def _check_order(schedule: Schedule, rank: int) -> None:
+    """Nothing is there twice, and what an action needs of its own rank comes before it."""
+    actions = schedule.actions[rank]
+    places: dict[Action, int] = {}
+    for place, action in enumerate(actions):
+        if action in places:
+            raise _error(schedule, rank, place, f"is there twice, first at place {places[action]}: keep one of them")
+        twin = _twin(action)
+        if twin in places:
+            raise _error(schedule, rank, place, f"is a second backward after {twin}: keep B, or I and W")
+        for choice in _needs(action, schedule.home):
+            if not any(needed in places for needed in choice):
+                raise _error(schedule, rank, place, f"needs {_where(choice, actions)}")
+        places[action] = place
+
+
+def _twin(action: Action) -> Action | None:
+    """Of B the I, of I the B: the other way to compute a gradient of the inputs."""
+    if action.kind == "backward":
+        return action._replace(kind="input_gradient")
+    return action._replace(kind="backward") if action.kind == "input_gradient" else None
+
+
+def _where(choice: tuple[Action, ...], actions: tuple[Action, ...]) -> str:
+    later = next((needed for needed in choice if needed in actions), None)
+    if later is None:
+        return f"{' or '.join(map(str, choice))}, which is missing: put it before"
+    return f"{later}, which comes only at place {actions.index(later)}: put it before"
+
+
+def _check_complete(schedule: Schedule, require_backward: bool) -> None:
+    there = {action for actions in schedule.actions for action in actions}
+    for stage, rank in enumerate(schedule.home):
+        for number in range(schedule.microbatches):
+            forward, backward = Action("forward", stage, number), Action("backward", stage, number)
+            gradient, weight = Action("input_gradient", stage, number), Action("weight_gradient", stage, number)
+            missing = None
+            if forward not in there:
+                missing = forward
+            elif gradient in there and weight not in there:
+                missing = weight
+            elif require_backward and not {backward, gradient} & there:
+                missing = backward
+            if missing:
+                raise ScheduleError(
+                    f"{missing} is missing on rank {rank}: every stage computes every micro-batch forward once and "
+                    "backward once",
+                    rank,
+                    None,
+                    missing,
+                )
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """Every message is sent and received, and of each two ranks in one order."""
+    there = {action for actions in schedule.actions for action in actions}
+    sent: dict[tuple[int, int], list[Action]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for place, action in enumerate(actions):
+            if action.computes:
+                continue
+            other = schedule.home[action.counterpart.stage]
+            if action.counterpart not in there:
+                said = f"is never received: {action.counterpart} is missing on rank {other}"
+                if action.kind in RECEIVES:
+                    said = f"waits for what is never sent: {action.counterpart} is missing on rank {other}"
+                raise _error(schedule, rank, place, said)
+            if action.kind in SENDS:
+                sent.setdefault((rank, other), []).append(action)
+    for rank, actions in enumerate(schedule.actions):
+        queues = {source: iter(sends) for (source, to), sends in sent.items() if to == rank}
+        for place, action in enumerate(actions):
+            if action.kind in RECEIVES:
+                source = schedule.home[action.counterpart.stage]
+                send = next(queues[source])
+                if send != action.counterpart:
+                    raise _error(
+                        schedule, rank, place, f"is in crossed order: rank {source} sends {send} before it; "
+                        f"receive {send.counterpart} first"
+                    )  # fmt: skip
+
+
+def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
+    """All actions with their ranks, in an order in which they can happen. Raises ScheduleError at a deadlock."""
+    order: list[tuple[int, Action]] = []
+    places = [0] * schedule.ranks
+    sent: set[Action] = set()
+    waiting: dict[Action, int] = {}  # the send that a rank waits for
+    ready = deque(range(schedule.ranks))
+    while ready:
+        rank = ready.popleft()
+        for action in schedule.actions[rank][places[rank] :]:
+            if action.kind in RECEIVES and action.counterpart not in sent:
+                waiting[action.counterpart] = rank
+                break
+            if action.kind in SENDS:
+                sent.add(action)
+                if action in waiting:
+                    ready.append(waiting.pop(action))
+            order.append((rank, action))
+            places[rank] += 1
+    if waiting:
+        raise _deadlock(schedule, places, set(waiting.values()))
+    return order
+
+
+def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> ScheduleError:
+    def awaited(rank: int) -> int:
+        return schedule.home[schedule.actions[rank][places[rank]].counterpart.stage]
+
+    chain = [min(stuck)]
+    while awaited(chain[-1]) not in chain:
+        if awaited(chain[-1]) not in stuck:  # it has come to its end without that send
+            rank = chain[-1]
+            send = schedule.actions[rank][places[rank]].counterpart
+            return _error(schedule, rank, places[rank], f"waits for {send}, which is never sent: add it")
+        chain.append(awaited(chain[-1]))
+    circle = chain[chain.index(awaited(chain[-1])) :]
+    start = circle.index(min(circle))
+    circle = circle[start:] + circle[:start]
+    steps = []
+    for rank in circle:
+        action = schedule.actions[rank][places[rank]]
+        send, other = action.counterpart, awaited(rank)
+        behind = schedule.actions[other][places[other]]
+        steps.append(f"{'' if rank == circle[0] else f'{action} '}waits for {send}, which is behind {behind}")
+    first = circle[0]
+    return _error(schedule, first, places[first], f"can never go on (deadlock): it {'; '.join(steps)}")
