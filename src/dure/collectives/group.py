@@ -120,7 +120,7 @@ class Group:
         for part in parts:
             if len(part) > 1:
                 ranks = [self._global[rank] for rank in part]
-                limit = dist.distributed_c10d._get_default_store().timeout
+                limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
                 made = dist.new_group(ranks, timeout=limit, use_local_synchronization=False)
                 if self.rank in part:
                     own = Group(made, self.meter, self._diagnose)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,14 +29,16 @@ from dure.data.batches import Batches, check_joint_batch
 from dure.data.partition import Description
 from dure.devices import to_cpu, to_device
 from dure.errors import LossNotFiniteError
-from dure.evaluation import BATCH, ratio, sum_and_count
+from dure.evaluation import ratio
 from dure.parallel.mesh import Mesh, groups_on
+from dure.parallel.pipeline import validate
 from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.cut import CutModel, forget
 from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.evaluation import totals_of
 from dure.parallel.pipeline.runtime import Engine
-from dure.parallel.pipeline.schedule import Schedule, forward_only, make
+from dure.parallel.pipeline.schedule import Schedule, in_order, make
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.single import check_gradient
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
@@ -46,8 +48,8 @@ from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_m
 from dure.task import Task
 from dure.threads import flops_per_step
 
-ROUND = 32
-"""Micro-batches of an evaluation that are in the pipeline together."""
+OWN = "F0.0"
+"""What every list of actions has in it, and no name."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Parallel:
         mesh: how many ranks lie along each axis.
         batch_size: examples of a step over all workers together; None is all the data.
         microbatches: M, the parts of a pipeline's batch that pass through the stages one behind the other.
-        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v.
-        stages_per_rank: of the interleaved schedule.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your own, as text.
+        stages_per_rank: of the interleaved schedule; by default two.
         cut: names of the modules at which the stages behind the first begin; by default dure cuts in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
@@ -70,7 +72,7 @@ class Parallel:
     batch_size: int | None = 64
     microbatches: int = 4
     schedule: str = "1f1b"
-    stages_per_rank: int = 1
+    stages_per_rank: int | None = None
     cut: tuple[str, ...] | None = None
     balance: Balance = "estimated"
     recompute: bool = False
@@ -85,12 +87,20 @@ class Parallel:
         return f"parallel {'x'.join(map(str, self.mesh.degrees))}"
 
     def list_for(self, microbatches: int) -> Schedule:
-        """The schedule for so many micro-batches."""
-        return make(self.schedule, self.mesh.pipeline, microbatches, self.stages_per_rank)
+        """The schedule for so many micro-batches. Raises ValueError if there is none."""
+        if OWN in self.schedule:
+            own = Schedule.parse(self.schedule)
+            if own.ranks != self.mesh.pipeline:
+                raise ValueError(f"the schedule has lists for {own.ranks} ranks, but the pipeline {self.mesh.pipeline}")
+            return own if own.microbatches == microbatches else in_order(own.home, microbatches)
+        per_rank = self.stages_per_rank or (2 if self.schedule in ("interleaved", "zero-bubble-v") else 1)
+        return make(self.schedule, self.mesh.pipeline, microbatches, per_rank)
 
     @property
     def most(self) -> int:
         """Micro-batches of a batch that is large enough."""
+        if OWN in self.schedule:
+            return Schedule.parse(self.schedule).microbatches
         return 1 if self.schedule == "naive" else self.microbatches
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -101,6 +111,7 @@ class Parallel:
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}, but a batch is one micro-batch at least")
         schedule = self.list_for(self.most)
+        validate.check(schedule)
         model = seeded_model(task, 0)
         train, _ = examples_for(model, task)
         cut = CutModel(model, lambda examples: train.batch(torch.arange(examples))[0], schedule.stages, 1)
@@ -206,7 +217,7 @@ class ParallelLearner:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         indices = self.batches.at(self.step)
-        loss, wish = self._agree(self._gradients(indices), wish)
+        loss, wish = self._agree(self.gradients(indices), wish)
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}", intact=False)
         started = time.perf_counter()
@@ -216,7 +227,7 @@ class ParallelLearner:
         self.step += 1
         return Progress(loss, len(indices), wish)
 
-    def _gradients(self, indices: Tensor) -> float:
+    def gradients(self, indices: Tensor) -> float:
         """Leaves the mean gradient over the joint batch in the parameters held here; returns this rank's loss."""
         part = indices.tensor_split(self.strategy.mesh.data)[self.at.data]
         pieces = part.tensor_split(min(self.strategy.most, len(part))) if len(part) else []
@@ -237,10 +248,10 @@ class ParallelLearner:
             if self.train_examples.draws:  # the first and the last stage read the same
                 before = generators_state()
                 seed_generators(self.seed, "read", self.step, self.at.data, number, everything=True)
-            content = to_device(self.train_examples.batch(indices), self.device)
+            content: tuple[Any, Any] = to_device(self.train_examples.batch(indices), self.device)
             if self.train_examples.draws:
                 restore_generators(before)
-            return content  # type: ignore[no-any-return]
+            return content
 
         return Microbatch(len(indices), len(indices) / of, read)
 
@@ -273,7 +284,7 @@ class ParallelLearner:
                 [(arrived[rank], rank) for rank in others],
             )
             end()
-            parameter.grad = sum(  # type: ignore[assignment]
+            parameter.grad = sum(
                 (arrived.get(rank, mine) for rank in ranks[1:]), start=arrived.get(ranks[0], mine).clone()
             )
 
@@ -292,7 +303,7 @@ class ParallelLearner:
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in same]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             all_reduce(flat, algorithm="native", group=group)
-            for parameter, piece in zip(same, flat.split([p.numel() for p in same]), strict=True):
+            for parameter, piece in zip(same, torch.split(flat, [p.numel() for p in same]), strict=True):
                 parameter.grad = piece.view(parameter.shape)
         self.group.meter.communication("all-reduce of gradients", started, time.perf_counter(), self.step + 1)
 
@@ -310,70 +321,22 @@ class ParallelLearner:
             if parameter.grad is not None and scale < 1:
                 parameter.grad *= scale
 
-    # Evaluation.
-
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""
         if self.test_examples is None:
             return {}
-        examples, task = self.test_examples, self.task
         started = time.perf_counter()
-        names = ["loss", *task.measures]
-        totals, counts = [0.0] * len(names), [0.0] * len(names)
-
-        def measure(outputs: Any, targets: Any) -> Tensor:
-            values = [task.loss(outputs, targets), *(metric(outputs, targets) for metric in task.measures.values())]
-            for position, value in enumerate(values):
-                total, count = sum_and_count(value, size)
-                totals[position] += total
-                counts[position] += count
-            return torch.zeros(())
-
         self.groups.at_step(self.group.step)
-        before, meter = self.groups.pipeline.meter, Meter(self.where)
-        share = torch.arange(len(examples)).tensor_split(self.strategy.mesh.data)[self.at.data]
-        pieces = share.split(max(1, min(BATCH, -(-len(share) // (2 * self.schedule.stages)))))
-        self.groups.pipeline.meter = meter
+        share = torch.arange(len(self.test_examples)).tensor_split(self.strategy.mesh.data)[self.at.data]
         self.model.eval()
-        try:
-            for start in range(0, len(pieces), ROUND):
-                chunk = [piece for piece in pieces[start : start + ROUND] if len(piece)]
-                size = len(chunk[0]) if chunk else 0
-                for alike in _runs_of_one_length(chunk):
-                    size = len(alike[0])
-                    self._forward(alike, examples, measure)
-        finally:
-            self.groups.pipeline.meter = before
-            self.model.train()
+        totals = totals_of(self.task, self.test_examples, share, self.cut, self.schedule.home, self.groups.pipeline)
+        self.model.train()
         if self.at.tensor > 0:
-            totals, counts = [0.0] * len(names), [0.0] * len(names)
-        sums = [sum(column) for column in zip(*self.group.all_gather_values(totals + counts), strict=True)]
+            totals = [0.0] * len(totals)
+        sums = [sum(column) for column in zip(*self.group.all_gather_values(totals), strict=True)]
         self.group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), self.step)
+        names = ["loss", *self.task.measures]
         return {f"test_{name}": ratio(sums[i], sums[len(names) + i]) for i, name in enumerate(names)}
-
-    def _forward(self, pieces: Sequence[Tensor], examples: Any, measure: Callable[[Any, Any], Tensor]) -> None:
-        """Forward alone, of pieces of one length."""
-        stream = Stream(0, carried=False)
-        stages = {
-            number: Stage(
-                number,
-                number == self.schedule.stages - 1,
-                lambda count, number=number: self.cut.program(number, count, False, stream, None),
-                lambda count: self.cut.structure(count, False),
-                measure,
-                stream,
-                None,
-                trains=False,
-            )
-            for number in self.own
-        }
-        schedule = forward_only(self.schedule.home, len(pieces))
-        batches = [
-            Microbatch(len(piece), 1.0, lambda piece=piece: to_device(examples.batch(piece), self.device))
-            for piece in pieces
-        ]
-        Engine(self.groups.pipeline, schedule, stages, stream, self.device).run(self.step, batches)
 
     # What is kept.
 
@@ -428,16 +391,6 @@ class ParallelLearner:
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]
-
-
-def _runs_of_one_length(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-    runs: list[list[Tensor]] = []
-    for piece in pieces:
-        if runs and len(runs[-1][0]) == len(piece):
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return runs
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -12,7 +12,6 @@ Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
@@ -63,8 +62,7 @@ class Mesh:
         """Raises ValueError unless the mesh has as many ranks as there are workers."""
         if self.size != workers:
             raise ValueError(
-                f"data {self.data} x pipeline {self.pipeline} x tensor {self.tensor} are {self.size} ranks, but the world "
-                f"has {workers}: choose degrees whose product is {workers}, or {self.size} workers"
+                f"{self} are {self.size} ranks, but the world has {workers}: choose degrees whose product is {workers}, or {self.size} workers"
             )
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -126,5 +124,3 @@ def groups_on(mesh: Mesh, group: Group) -> Groups:
     """The groups of this rank; all ranks of `group` call it together."""
     made = {axis: group.parted(mesh.groups(axis)) for axis in AXES}
     return Groups(mesh.coordinates(group.rank), made["data"], made["pipeline"], made["tensor"])
-
-

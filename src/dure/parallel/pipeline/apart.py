@@ -72,9 +72,7 @@ class _Product(torch.autograd.Function):
     """x w + b with w of shape (in, out), or (out, in) if `across`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, remaining: Remaining
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, remaining: Remaining) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.across, ctx.remaining = across, remaining
         return F.linear(x, weight if across else weight.T, bias)

@@ -31,7 +31,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.parallel.pipeline.trace import Trace, takes_apart
+from dure.parallel.pipeline.trace import Trace, origin_of, takes_apart
 from dure.randomness import generators_state, restore_generators
 
 Balance = Literal["estimated", "measured", "memory"]
@@ -44,7 +44,7 @@ SLACK = 1.02
 
 @dataclass(frozen=True)
 class Costs:
-    """Of each operation of `Trace.moving`: its cost, and the bytes that would travel if the model were cut before it."""
+    """Of each operation of `Trace.moving`: its cost, and the bytes that would travel if the cut were before it."""
 
     own: tuple[float, ...]
     crossing: tuple[int, ...]
@@ -72,8 +72,7 @@ def crossing_bytes(trace: Trace) -> list[int]:
     steps = numpy.zeros(len(place) + 2, dtype=numpy.int64)
     for node, until in last.items():
         if isinstance(node.meta["val"], Tensor):
-            source = node.args[0] if takes_apart(node) else node
-            made = place[source] if isinstance(source, fx.Node) and source in place else place[node]
+            made = place[origin_of(node)]
             steps[made + 1] += trace.value(node).nbytes
             steps[until + 1] -= trace.value(node).nbytes
     return [int(nbytes) for nbytes in steps.cumsum()[: len(place)]]
@@ -96,7 +95,7 @@ def _flops(trace: Trace, node: fx.Node) -> float:
     weights = [tensor for tensor in map(trace.tensor, trace.attributes(node)) if isinstance(tensor, nn.Parameter)]
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), without_data)  # type: ignore[attr-defined]
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), without_data)
             node.target(*args, **kwargs)  # type: ignore[operator]
         return float(counter.get_total_flops())
     except Exception:  # an operation that does nothing without data: products with its weights
@@ -160,7 +159,8 @@ def _memory(trace: Trace) -> list[float]:
         new = [source for source in trace.attributes(node) if source not in counted]
         counted.update(new)
         weights = sum(t.nbytes for t in map(trace.tensor, new) if isinstance(t, nn.Parameter))
-        outputs = 0 if takes_apart(node) else sum(leaf.numel() * leaf.dtype.itemsize for leaf in _tensors(node.meta["val"]))
+        made = [] if takes_apart(node) else _tensors(node.meta["val"])
+        outputs = sum(leaf.numel() * leaf.dtype.itemsize for leaf in made)
         costs.append(float(4 * weights + outputs))
     return costs
 

@@ -19,7 +19,7 @@ from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.balance import Balance, best_starts, costs_of
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program, check_buffers, crossing, parameters_of, program, stages_of
-from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of, takes_apart
+from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
 from dure.randomness import generators_state, restore_generators
 
 
@@ -45,10 +45,14 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
         places = [index for index, owner in enumerate(owners) if owner == name or owner.startswith(f"{name}.")]
         if not places:
             known = ", ".join(list(dict.fromkeys(owner for owner in owners if owner))[:12])
-            raise ValueError(f"no operation belongs to a module {name!r}, where a stage was to begin; there are {known}")
+            raise ValueError(
+                f"no operation belongs to a module {name!r}, where a stage was to begin; there are {known}"
+            )
         if places[0] <= (starts[-1] if starts else 0):
             before = names[len(starts) - 1] if starts else "the first operation"
-            raise ValueError(f"the stage at {name!r} would begin before {before} has begun: name modules in their order")
+            raise ValueError(
+                f"the stage at {name!r} would begin before {before} has begun: name modules in their order"
+            )
         starts.append(places[0])
     return starts
 
@@ -84,7 +88,7 @@ class CutModel:
         if names is not None:
             if len(names) != self.stages - 1:
                 raise ValueError(
-                    f"{self.stages} stages begin at {self.stages - 1} modules behind the first stage, not {len(names)}: "
+                    f"{self.stages} stages begin at {self.stages - 1} modules behind the first, not at {len(names)}: "
                     f"{', '.join(names) or 'none'}"
                 )
             return named_starts(self.reference, names)
@@ -115,7 +119,9 @@ class CutModel:
                 self._homes[key] = stages_by_parameters(trace, self.holders)
         return self._homes[key]
 
-    def program(self, stage: int, examples: int, training: bool, stream: Stream, remaining: Remaining | None) -> Program:
+    def program(
+        self, stage: int, examples: int, training: bool, stream: Stream, remaining: Remaining | None
+    ) -> Program:
         """The program of a stage for micro-batches of so many examples."""
         key = (stage, examples, training)
         if key not in self._programs:
@@ -172,8 +178,7 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
                         f"in stage {stage}: cut it elsewhere"
                     )
                 stage = later[0]
-        source = node.args[0] if takes_apart(node) else None
-        stage_of[node] = stage_of.get(source, stage) if isinstance(source, fx.Node) else stage
+        stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
 
 

@@ -43,7 +43,7 @@ class Stream:
         def drawn(*args: Any, **kwargs: Any) -> Any:
             seed = derive(self.seed, "micro-batch", *self._position, number)
             torch.default_generator.manual_seed(seed)
-            if torch.cuda.is_initialized():
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.manual_seed(seed)
             return operation(*args, **kwargs)
 

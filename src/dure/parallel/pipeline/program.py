@@ -10,7 +10,7 @@ stages use lies in each of them; its gradient is the sum of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from dure.parallel.pipeline.apart import Remaining, apart
 from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.trace import Trace, Value, mutates, takes_apart
+from dure.parallel.pipeline.trace import Trace, Value, mutates, origin_of
 
 
 @dataclass
@@ -45,8 +45,7 @@ def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
     for place, node in enumerate(trace.moving):
         while stage < len(starts) and place >= starts[stage]:
             stage += 1
-        source = node.args[0] if takes_apart(node) else None
-        stage_of[node] = stage_of.get(source, stage) if isinstance(source, fx.Node) else stage
+        stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
 
 
@@ -177,7 +176,7 @@ class _Builder:
         elif self.remaining is not None:
             copy.target = self._apart(node, copy.target)
 
-    def _apart(self, node: fx.Node, target: Any) -> Callable[..., Any] | str:
+    def _apart(self, node: fx.Node, target: Any) -> Any:
         """The same operation, whose weight gradient is left for later, where the weight is a parameter."""
         assert self.remaining is not None
         place, deferred = apart(target, self.remaining)

@@ -379,6 +379,23 @@ def round_robin(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
     return tuple(range(ranks)) * stages_per_rank
 
 
+def in_order(home: Sequence[int], microbatches: int) -> Schedule:
+    """All forward, then all backward, for stages that live anywhere."""
+    computing = [
+        [
+            *(action for stage, rank in enumerate(home) if rank == own for action in _forwards(stage, microbatches)),
+            *(
+                a
+                for stage, rank in reversed([*enumerate(home)])
+                if rank == own
+                for a in _backwards(stage, microbatches)
+            ),
+        ]
+        for own in range(max(home) + 1)
+    ]
+    return with_transfers("in-order", home, microbatches, computing)
+
+
 def forward_only(home: Sequence[int], microbatches: int) -> Schedule:
     """Forwards alone, for evaluation: of those that can be next a rank takes the one nearest to the end."""
     order = sorted(

@@ -66,9 +66,9 @@ class _Kept:
 class Stage:
     """One stage. program_for: its program for a micro-batch of so many examples.
 
-    structure_for: of the model's outputs; loss: of outputs and targets; both are the last stage's. recompute: keeps what
-    was received and computes the rest again for backward, but in the last stage, which goes backward at once. trains:
-    else nothing is kept.
+    structure_for: of the model's outputs; loss: of outputs and targets; both are the last stage's. recompute: keeps
+    what was received and computes the rest again for backward, but in the last stage, which goes backward at once.
+    trains: else nothing is kept.
     """
 
     def __init__(
@@ -183,4 +183,3 @@ class Stage:
             for tensor, value in zip(kept.received, program.received, strict=True)
             if value.differentiable
         ]
-

@@ -32,8 +32,8 @@ class Pipeline:
     Args:
         batch_size: examples of a step; None is all the data.
         microbatches: M, the parts of a batch that pass through the stages one behind the other.
-        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v.
-        stages_per_rank: of the interleaved schedule.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your own, as text.
+        stages_per_rank: of the interleaved schedule; by default two.
         cut: names of the modules at which the stages behind the first begin; by default dure cuts in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
@@ -43,7 +43,7 @@ class Pipeline:
     batch_size: int | None = 64
     microbatches: int = 4
     schedule: str = "1f1b"
-    stages_per_rank: int = 1
+    stages_per_rank: int | None = None
     cut: tuple[str, ...] | None = None
     balance: Balance = "estimated"
     recompute: bool = False

@@ -94,9 +94,8 @@ class Trace:
                 tensor = self.tensor(node)
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     found.add(node)
-            elif node.op == "call_function" and not _cuts_gradients(node):
-                if any(source in found for source in node.all_input_nodes) and _floats(node):
-                    found.add(node)
+            elif node.op == "call_function" and any(source in found for source in node.all_input_nodes):
+                found.update([node] if _floats(node) and not _cuts_gradients(node) else [])
         return frozenset(found)
 
     def value(self, node: fx.Node) -> Value:
@@ -188,6 +187,12 @@ def owner_of(node: fx.Node) -> str:
 def takes_apart(node: fx.Node) -> bool:
     """Whether it picks one value out of several that an operation gave."""
     return node.target is operator.getitem
+
+
+def origin_of(node: fx.Node) -> fx.Node:
+    """The operation itself, or that whose several values it takes apart: the two stay together."""
+    source = node.args[0] if takes_apart(node) else node
+    return origin_of(source) if isinstance(source, fx.Node) and source is not node else node
 
 
 def _cuts_gradients(node: fx.Node) -> bool:

@@ -213,7 +213,9 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
     ready = deque(range(schedule.ranks))
     while ready:
         rank = ready.popleft()
-        for action in schedule.actions[rank][places[rank] :]:
+        actions = schedule.actions[rank]
+        while places[rank] < len(actions):
+            action = actions[places[rank]]
             if action.kind in RECEIVES and action.counterpart not in sent:
                 waiting[action.counterpart] = rank
                 break

@@ -1,0 +1,331 @@
+"""Pipelines beside torch's: seconds of a step on two ranks, beside what the schedule allows.
+
+A transformer of eight layers computes the gradient of a batch; in every round each contender has some steps behind a
+barrier, and another one begins; the time is that of the slowest rank. Medians over the rounds; ratios are medians of
+the rounds' ratios. All find the same gradients, which is checked.
+
+    single                   one process of one thread, the batch at once
+    micro-batched            the same, a micro-batch after the other
+    torch GPipe, 1F1B, …     torch.distributed.pipelining over gloo, the model cut by hand where dure cuts it
+    dure gpipe, 1f1b, …      dure's, over shared memory
+
+    ideal                    micro-batched / ranks, and the bubble that the schedule cannot avoid
+    predicted                the simulator's, from the times that dure's actions took in that step
+
+    python benchmarks/pipeline.py > benchmarks/results/pipeline.json
+
+Progress and a table go to standard error, the result as JSON to standard output. docs/pipeline.md has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn import functional as F
+
+import dure
+from dure.models import Transformer
+from dure.parallel.combined import Parallel, ParallelLearner
+from dure.parallel.mesh import Mesh
+from dure.parallel.pipeline.schedule import make
+from dure.parallel.pipeline.simulate import Times, simulate
+from dure.strategy import Place
+
+JSON = dict[str, Any]
+CHARACTERS, CONTEXT, LAYERS, HEADS = 65, 64, 8, 4
+RANKS = 2
+
+
+def show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def network(width: int) -> Transformer:
+    return Transformer(CHARACTERS, CONTEXT, LAYERS, HEADS, width)
+
+
+def examples(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    characters = torch.randint(0, CHARACTERS, (count, CONTEXT + 1), generator=generator)
+    return characters[:, :-1].contiguous(), characters[:, 1:].contiguous()
+
+
+def seeded(width: int) -> Transformer:
+    torch.manual_seed(0)
+    return network(width)
+
+
+class Head(nn.Module):
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.norm, self.output = model.norm, model.output
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output(self.norm(hidden)).transpose(1, 2)
+
+
+class Foot(nn.Module):
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.embedding, self.position = model.embedding, model.position
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.embedding(indices) + self.position(torch.arange(indices.shape[1]))
+
+
+# Who competes.
+
+
+class Alone:
+    """One process; the other ranks wait."""
+
+    def __init__(self, width: int, batch: int, microbatches: int) -> None:
+        self.model, self.microbatches = seeded(width), microbatches
+        self.inputs, self.targets = examples(batch)
+
+    def step(self) -> None:
+        if dist.get_rank() != 0:
+            return
+        self.model.zero_grad()
+        pairs = zip(self.inputs.chunk(self.microbatches), self.targets.chunk(self.microbatches), strict=True)
+        for inputs, targets in pairs:
+            (F.cross_entropy(self.model(inputs), targets) / self.microbatches).backward()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+class Torchs:
+    """torch's schedules; stages of whole layers, `per_rank` on each rank."""
+
+    def __init__(
+        self, width: int, batch: int, microbatches: int, kind: Any, group: Any, per_rank: int, v_shaped: bool = False
+    ) -> None:
+        rank, stages = dist.get_rank(), RANKS * per_rank
+        self.model = seeded(width)
+        blocks = list(self.model.blocks)
+        size = len(blocks) // stages
+        pieces = [nn.Sequential(*blocks[i * size : (i + 1) * size]) for i in range(stages)]
+        pieces[0].insert(0, Foot(self.model))
+        pieces[-1].append(Head(self.model))
+        homes = [i if i < RANKS else 2 * RANKS - 1 - i for i in range(stages)] if v_shaped else None
+        mine = [i for i in range(stages) if (homes[i] if homes else i % RANKS) == rank]
+        made = [
+            pipelining.PipelineStage(pieces[i], i, stages, torch.device("cpu"), group=group)  # type: ignore[attr-defined]
+            for i in mine
+        ]
+        self.pieces = [pieces[i] for i in mine]
+        self.first, self.last = 0 in mine, stages - 1 in mine
+        stage: Any = made[0] if per_rank == 1 else made
+        self.schedule = kind(stage, microbatches, loss_fn=F.cross_entropy)
+        self.inputs, self.targets = examples(batch)
+
+    def step(self) -> None:
+        for piece in self.pieces:
+            piece.zero_grad()
+        given = (self.inputs,) if self.first else ()
+        if self.last:
+            losses: list[Tensor] = []
+            self.schedule.step(*given, target=self.targets, losses=losses)
+        else:
+            self.schedule.step(*given)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+class Ours:
+    def __init__(self, width: int, batch: int, microbatches: int, schedule: str, place: Place) -> None:
+        data = examples(batch)
+        per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
+        stages = RANKS * per_rank
+        cut = tuple(f"blocks.{i * LAYERS // stages}" for i in range(1, stages))
+        strategy = Parallel(Mesh(pipeline=RANKS), None, microbatches, schedule, per_rank, cut=cut)
+        task = dure.Task(partial(network, width), F.cross_entropy, torch.utils.data.TensorDataset(*data), optimizer=SGD)
+        self.learner = ParallelLearner(task, place, 0, strategy)
+        with torch.no_grad():
+            mine = dict(seeded(width).named_parameters())
+            for name, parameter in self.learner.parameters.items():
+                parameter.copy_(mine[name])
+        self.indices = torch.arange(batch)
+        self.spans: list[tuple[str, int, int, float]] = []
+
+    def step(self) -> None:
+        for parameter in self.learner.parameters.values():
+            parameter.grad = None
+        self.learner.gradients(self.indices)
+        (engine,) = self.learner._engines.values()
+        self.spans += [(a.kind, a.stage, a.microbatch, end - start) for a, start, end in engine.spans]
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.learner.parameters.items() if p.grad is not None}
+
+    def times(self) -> list[Any]:
+        """The mean seconds of each kind of action in each stage, from all ranks."""
+        rows: list[Any] = [None] * RANKS
+        dist.all_gather_object(rows, self.spans)
+        self.spans = []
+        return [row for rank in rows for row in rank]
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def contenders(width: int, batch: int, microbatches: int, gloo: Any, place: Place) -> dict[str, Callable[[], Any]]:
+    theirs = partial(Torchs, width, batch, microbatches)
+    ours = partial(Ours, width, batch, microbatches)
+    made: dict[str, Callable[[], Any]] = {
+        "single": partial(Alone, width, batch, 1),
+        "micro-batched": partial(Alone, width, batch, microbatches),
+        "torch GPipe": partial(theirs, pipelining.ScheduleGPipe, gloo, 1),
+        "torch 1F1B": partial(theirs, pipelining.Schedule1F1B, gloo, 1),
+        "torch Interleaved1F1B": partial(theirs, pipelining.ScheduleInterleaved1F1B, gloo, 2),
+        "torch ZBV": partial(theirs, pipelining.ScheduleZBVZeroBubble, gloo, 2, v_shaped=True),
+    }
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"):
+        made[f"dure {schedule}"] = partial(ours, schedule, place)
+    return made
+
+
+def seconds_per_step(contender: Any, steps: int, group: Any) -> float:
+    """Of the slowest rank."""
+    dist.barrier(group)
+    started = time.perf_counter()
+    for _ in range(steps):
+        contender.step()
+    seconds = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+    return seconds.item()
+
+
+def bubble(schedule: str, microbatches: int) -> float:
+    """What a schedule takes longer than without a bubble, forward and the two parts of backward taking equally long."""
+    per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
+    made = make(schedule, RANKS, microbatches, per_rank)
+    return simulate(made, Times.uniform(made.stages, 1, 2)).bubble_over_ideal
+
+
+def predicted(schedule: str, microbatches: int, rows: list[Any]) -> JSON:
+    """From the mean seconds of each stage's actions."""
+    per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
+    made = make(schedule, RANKS, microbatches, per_rank)
+
+    def mean(kind: str, stage: int) -> float:
+        found = [seconds for k, s, _, seconds in rows if k == kind and s == stage]
+        return statistics.fmean(found) if found else 0.0
+
+    kinds = ("forward", "backward", "input_gradient", "weight_gradient")
+    times = Times(*(tuple(mean(kind, stage) for stage in range(made.stages)) for kind in kinds), send=0.0)
+    simulation = simulate(made, times)
+    return {"seconds": simulation.makespan, "bubble": simulation.bubble}
+
+
+def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, gloo: Any, place: Place) -> JSON:
+    playing = {name: make() for name, make in contenders(width, batch, microbatches, gloo, place).items()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, contender in playing.items():
+        contender.step()
+        rows: list[Any] = [None] * RANKS
+        dist.all_gather_object(rows, contender.gradients())
+        found[name] = {key: value for row in rows for key, value in row.items()}
+        seconds_per_step(contender, 1, gloo)
+        if isinstance(contender, Ours):
+            contender.times()
+    right = found["single"]
+    apart = {name: max(float((grads[key] - right[key]).abs().max()) for key in right) for name, grads in found.items()}
+    samples: dict[str, list[float]] = {name: [] for name in playing}
+    times: dict[str, list[JSON]] = {name: [] for name in playing}
+    names = list(playing)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            samples[name].append(seconds_per_step(playing[name], steps, gloo))
+            if isinstance(playing[name], Ours):
+                times[name].append(predicted(name.removeprefix("dure "), microbatches, playing[name].times()))
+    result: JSON = {}
+    for name in names:
+        result[name] = {"samples": samples[name], "median": statistics.median(samples[name])}
+        result[name]["largest_difference_of_gradients"] = apart[name]
+        if name.startswith("dure "):
+            share = bubble(name.removeprefix("dure "), microbatches)
+            ideal = [seconds / RANKS * (1 + share) for seconds in samples["micro-batched"]]
+            busy = [1 - row["bubble"] for row in times[name]]
+            measured = [1 - b * row["seconds"] / s for b, row, s in zip(busy, times[name], samples[name], strict=True)]
+            result[name] |= {
+                "ideal": statistics.median(ideal),
+                "over_ideal": statistics.median(a / b for a, b in zip(samples[name], ideal, strict=True)),
+                "over_predicted": statistics.median(
+                    a / row["seconds"] for a, row in zip(samples[name], times[name], strict=True)
+                ),
+                "bubble_measured": statistics.median(measured),
+                "bubble_predicted": statistics.median(row["bubble"] for row in times[name]),
+            }
+    return result
+
+
+def against(rows: JSON) -> JSON:
+    """Each of torch's schedules over dure's of the same kind."""
+    pairs = {
+        "gpipe": "torch GPipe",
+        "1f1b": "torch 1F1B",
+        "interleaved": "torch Interleaved1F1B",
+        "zero-bubble-v": "torch ZBV",
+    }
+    return {
+        ours: statistics.median(
+            a / b for a, b in zip(rows[theirs]["samples"], rows[f"dure {ours}"]["samples"], strict=True)
+        )
+        for ours, theirs in pairs.items()
+    }
+
+
+def program(asked: argparse.Namespace, place: Place) -> JSON:
+    torch.set_num_threads(1)
+    gloo = dist.new_group(backend="gloo")
+    place.group.step = "a benchmark"
+    result: JSON = {}
+    for microbatches in asked.microbatches:
+        rows = contest(asked.width, asked.batch, microbatches, asked.rounds, asked.steps, gloo, place)
+        result[str(microbatches)] = {"rows": rows, "torch_over_dure": against(rows)}
+    return result
+
+
+def describe(result: JSON) -> None:
+    for microbatches, cell in result.items():
+        show(f"\n{microbatches} micro-batches       ms   of ideal  of predicted   bubble (predicted)")
+        for name, row in cell["rows"].items():
+            more = ""
+            if "ideal" in row:
+                more = f"   {row['over_ideal']:6.3f}   {row['over_predicted']:6.3f}"
+                more += f"       {row['bubble_measured']:.3f} ({row['bubble_predicted']:.3f})"
+            show(f"{name:22s} {row['median'] * 1e3:7.1f}{more}")
+        show("torch over dure: " + ", ".join(f"{k} {v:.3f}" for k, v in cell["torch_over_dure"].items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=320)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3)
+    asked = parser.parse_args()
+    world = dure.Processes(RANKS, deadline=120)
+    result = world.run(partial(program, asked), lambda event: None)
+    describe(result)
+    setting = {"width": asked.width, "layers": LAYERS, "context": CONTEXT, "batch": asked.batch, "ranks": RANKS}
+    json.dump({"benchmark": "pipeline", **setting, "torch": torch.__version__, "microbatches": result}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

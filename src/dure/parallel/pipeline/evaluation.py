@@ -1,0 +1,74 @@
+"""Evaluation through a pipeline: the test examples, forward alone, chunk behind chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.data.examples import Examples
+from dure.devices import to_device
+from dure.evaluation import BATCH, sum_and_count
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.runtime import Engine
+from dure.parallel.pipeline.schedule import forward_only
+from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.task import Task
+
+ROUND = 32
+"""Chunks that are in the pipeline together."""
+
+
+@torch.no_grad()
+def totals_of(
+    task: Task, examples: Examples, share: Tensor, cut: CutModel, home: Sequence[int], group: Group
+) -> list[float]:
+    """Sums of the loss and the metrics over the examples `share`, then their counts.
+
+    They are zeros but on the rank of the last stage. home: the rank of each stage. The transfers are not counted.
+    """
+    measures = [task.loss, *task.measures.values()]
+    sums, counts = [0.0] * len(measures), [0.0] * len(measures)
+
+    def measure(outputs: Any, targets: Any) -> Tensor:
+        for position, measured in enumerate(measures):
+            total, count = sum_and_count(measured(outputs, targets), len(targets))
+            sums[position] += total
+            counts[position] += count
+        return torch.zeros(())
+
+    device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
+    stream = Stream(0, carried=False)
+    mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
+    stages = {stage: _stage(stage, cut, stream, measure) for stage in mine}
+    chunks = share.split(max(1, min(BATCH, -(-len(share) // (2 * cut.stages)))))  # type: ignore[no-untyped-call]
+    for start in range(0, len(chunks), ROUND):
+        for _, alike in groupby(chunks[start : start + ROUND], len):
+            batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike if len(c)]
+            schedule = forward_only(home, len(batches))
+            Engine(group.unmetered(), schedule, stages, stream, device).run(0, batches)
+    return sums + counts
+
+
+def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[Any, Any]:
+    content: tuple[Any, Any] = to_device(examples.batch(indices), device)
+    return content
+
+
+def _stage(number: int, cut: CutModel, stream: Stream, measure: Any) -> Stage:
+    return Stage(
+        number,
+        number == cut.stages - 1,
+        lambda examples: cut.program(number, examples, False, stream, None),
+        lambda examples: cut.structure(examples, False),
+        measure,
+        stream,
+        None,
+        trains=False,
+    )
