@@ -140,8 +140,8 @@ def describe(rows: list[dict[str, Any]], page: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a text file")
-    parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a step, over all workers")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a step, over all workers")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rates", nargs="+", type=float, default=[1.5e-3, 3e-3, 6e-3])
     parser.add_argument("--every", type=int, default=500, help="steps between evaluations")
