@@ -33,7 +33,16 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
     ),
     "data-parallel": ("dure.parallel.data", "DataParallel", "ranks divide each batch, gradients are summed"),
     "zero": ("dure.parallel.zero.strategy", "ZeRO", "data parallel that divides what ranks would hold alike"),
-    "pipeline": ("dure.parallel.pipeline.strategy", "Pipeline", "ranks hold stages of the model, micro-batches pass through"),
+    "pipeline": (
+        "dure.parallel.pipeline.strategy",
+        "Pipeline",
+        "ranks hold stages of the model",
+    ),
+    "tensor-parallel": (
+        "dure.parallel.tensor.strategy",
+        "TensorParallel",
+        "ranks divide each layer, and compute every example together",
+    ),
     "parallel": ("dure.parallel.combined", "Parallel", "data, pipeline and tensor parallelism on a mesh of ranks"),
     "parallel-sgd": ("dure.averaging.parallel_sgd", "ParallelSGD", "ranks train apart, models are combined once"),
     "local-sgd": ("dure.averaging.local_sgd", "LocalSGD", "ranks train apart, weights are averaged every few steps"),

@@ -180,9 +180,8 @@ def parse_flags(prog: str, parts: dict[str, Any], arguments: list[str], descript
     complaint = io.StringIO()
     try:
         with registry, contextlib.redirect_stderr(complaint):
-            parsed: Any = tyro.cli(
-                together, prog=prog, args=arguments, config=(tyro.conf.FlagCreatePairsOff,), description=description
-            )
+            config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+            parsed: Any = tyro.cli(together, prog=prog, args=arguments, config=config, description=description)
     except SystemExit as end:
         if not end.code:
             raise

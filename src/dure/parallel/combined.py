@@ -17,7 +17,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, get_args
 
 import msgspec
 import torch
@@ -25,7 +26,9 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from dure.collectives.all_reduce import all_reduce
+from dure.collectives.group import Group
 from dure.data.batches import Batches, check_joint_batch
+from dure.data.examples import Examples
 from dure.data.partition import Description
 from dure.devices import to_cpu, to_device
 from dure.errors import LossNotFiniteError
@@ -34,22 +37,39 @@ from dure.parallel.mesh import Mesh, groups_on
 from dure.parallel.pipeline import validate
 from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.balance import Balance
-from dure.parallel.pipeline.cut import CutModel, forget
+from dure.parallel.pipeline.cut import CutModel, UncutModel, forget
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.evaluation import totals_of
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, in_order, make
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.single import check_gradient
+from dure.parallel.tensor import parallelize
+from dure.parallel.tensor.division import Division
+from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.functions import gathered
+from dure.parallel.tensor.layers import Divided
+from dure.parallel.tensor.plan import Plan
+from dure.parallel.tensor.ready import plan_for
+from dure.parallel.tensor.state import divisions, whole_state_dict
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
-from dure.record.checkpoint import weights_to_bytes
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes, weights_to_bytes
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.strategy import (
+    Kind,
+    Learner,
+    Place,
+    Progress,
+    examples_for,
+    load_passing_buffers,
+    passing_buffers,
+    seeded_model,
+)
 from dure.task import Task
 from dure.threads import flops_per_step
 
-OWN = "F0.0"
-"""What every list of actions has in it, and no name."""
+OWN = ":"
+"""What every schedule as text has in it, and no name."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,7 @@ class Parallel:
         cut: names of the modules at which the stages behind the first begin; by default dure cuts in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
+        sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
         clip_norm: the largest norm that a step's gradient may have; by default any.
     """
 
@@ -76,6 +97,7 @@ class Parallel:
     cut: tuple[str, ...] | None = None
     balance: Balance = "estimated"
     recompute: bool = False
+    sequence: bool = False
     clip_norm: float | None = None
 
     name: ClassVar[str] = "parallel"
@@ -93,7 +115,9 @@ class Parallel:
             if own.ranks != self.mesh.pipeline:
                 raise ValueError(f"the schedule has lists for {own.ranks} ranks, but the pipeline {self.mesh.pipeline}")
             return own if own.microbatches == microbatches else in_order(own.home, microbatches)
-        per_rank = self.stages_per_rank or (2 if self.schedule in ("interleaved", "zero-bubble-v") else 1)
+        per_rank = self.stages_per_rank
+        if per_rank is None:
+            per_rank = 2 if self.schedule in ("interleaved", "zero-bubble-v") else 1
         return make(self.schedule, self.mesh.pipeline, microbatches, per_rank)
 
     @property
@@ -110,12 +134,19 @@ class Parallel:
         check_gradient(1, self.clip_norm)
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}, but a batch is one micro-batch at least")
+        if self.balance not in get_args(Balance):
+            raise ValueError(f"there is no balance {self.balance!r}: choose {', '.join(get_args(Balance))}")
         schedule = self.list_for(self.most)
         validate.check(schedule)
         model = seeded_model(task, 0)
         train, _ = examples_for(model, task)
-        cut = CutModel(model, lambda examples: train.batch(torch.arange(examples))[0], schedule.stages, 1)
+        cut = CutModel(model, partial(sample, train), schedule.stages, self.examples(len(train)))
         cut.decide(cut.choose(self.cut, "estimated"))
+
+    def examples(self, of: int) -> int:
+        """In a micro-batch, at most, if so many are to be learned."""
+        batch = of if self.batch_size is None else min(self.batch_size, of)
+        return -(-batch // (self.mesh.data * self.most))
 
     def division(self, task: Task, seed: int) -> Description | None:
         return None
@@ -138,6 +169,7 @@ class ParallelLearner:
         self.where = f"rank {self.group.rank}"
         self.step = 0
         self.model = seeded_model(task, seed).to(self.device).train()
+        self._divide_layers()
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
@@ -153,14 +185,24 @@ class ParallelLearner:
     def flops_per_step(self) -> float:
         return self._flops
 
+    def _divide_layers(self) -> None:
+        """Divides the layers over the tensor group."""
+        mesh, group = self.strategy.mesh, self.groups.tensor
+        if mesh.tensor == 1:
+            return
+        homes = {rank: number for number, ranks in enumerate(self.group.hosts()) for rank in ranks}
+        mesh.check_hosts([homes[rank] for rank in range(self.group.size)])
+        parallelize(self.model, plan_of(self.model, self.strategy.sequence), group)
+
     # The cut.
 
     def _cut(self) -> None:
         strategy = self.strategy
         self.schedule = strategy.list_for(strategy.most)
-        self.stream = Stream(derive(self.seed, "draws", self.at.data), carried=False)
-        examples = -(-self._share() // strategy.most)
-        self.cut = CutModel(self.model, self._sample, self.schedule.stages, examples)
+        self.stream = Stream(derive(self.seed, "draws", self.at.data), False, self._own_draws)
+        examples = strategy.examples(len(self.train_examples))
+        whole = self.schedule.stages == 1 and strategy.mesh.tensor > 1
+        self.cut = (UncutModel if whole else CutModel)(self.model, self._sample, self.schedule.stages, examples)
         starts = self.cut.choose(strategy.cut, strategy.balance)
         packed = self.group.broadcast_bytes(msgspec.msgpack.encode(starts) if self.group.rank == 0 else None)
         self.cut.decide(msgspec.msgpack.decode(packed, type=list[int]))
@@ -171,6 +213,8 @@ class ParallelLearner:
         self._hold()
         self.stages = {number: self._stage(number) for number in self.own}
         self._engines: dict[int, Engine] = {}
+        programs = [stage.program_for(examples) for stage in self.stages.values()]
+        self.written = sorted({name for program in programs for name in program.written})
 
     def _hold(self) -> None:
         """Keeps what this rank's stages use, and lets go of the rest."""
@@ -190,19 +234,22 @@ class ParallelLearner:
         }
         self.tied = [name for name in self.parameters if len(self.keepers[name]) > 1]
 
+    def _own_draws(self) -> int | None:
+        """This rank's place in its tensor group while it computes inside a divided layer's region."""
+        inside = any(draws.inside for draws in draws_of(self.model))
+        return self.at.tensor if inside else None
+
     def _sample(self, examples: int) -> Any:
-        before = generators_state()
-        inputs, _ = self.train_examples.batch(torch.arange(examples) % len(self.train_examples))
-        restore_generators(before)
-        return to_device(inputs, self.device)
+        return to_device(sample(self.train_examples, examples), self.device)
 
     def _stage(self, number: int) -> Stage:
+        loss = self.task.loss if self.strategy.most == 1 else self.stream.drawing(self.task.loss, -1)
         return Stage(
             number,
             number == self.schedule.stages - 1,
             lambda examples: self.cut.program(number, examples, True, self.stream, self.remaining),
             lambda examples: self.cut.structure(examples, True),
-            self.task.loss,
+            loss,
             self.stream,
             self.remaining,
             self.strategy.recompute,
@@ -224,6 +271,7 @@ class ParallelLearner:
         if self.optimizer is not None:
             self.optimizer.step()
         self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
+        self._share_buffers()
         self.step += 1
         return Progress(loss, len(indices), wish)
 
@@ -245,15 +293,21 @@ class ParallelLearner:
 
     def _microbatch(self, indices: Tensor, number: int, of: int) -> Microbatch:
         def read() -> tuple[Any, Any]:
-            if self.train_examples.draws:  # the first and the last stage read the same
-                before = generators_state()
-                seed_generators(self.seed, "read", self.step, self.at.data, number, everything=True)
             content: tuple[Any, Any] = to_device(self.train_examples.batch(indices), self.device)
-            if self.train_examples.draws:
-                restore_generators(before)
             return content
 
-        return Microbatch(len(indices), len(indices) / of, read)
+        def read_anew() -> tuple[Any, Any]:
+            """The first and the last stage read the same; one micro-batch is read as one worker reads it."""
+            before = generators_state()
+            purpose = ("step",) if self.strategy.most == 1 else ("read", number)
+            seed_generators(self.seed, purpose[0], self.step, self.at.data, *purpose[1:], everything=True)
+            content = read()
+            restore_generators(before)
+            return content
+
+        goes_on = self.strategy.most == 1 and 0 in self.own  # the model draws where reading has stopped
+        anew = self.train_examples.draws and not goes_on
+        return Microbatch(len(indices), len(indices) / of, read_anew if anew else read)
 
     def _engine(self, microbatches: int) -> Engine:
         if microbatches not in self._engines:
@@ -307,15 +361,31 @@ class ParallelLearner:
                 parameter.grad = piece.view(parameter.shape)
         self.group.meter.communication("all-reduce of gradients", started, time.perf_counter(), self.step + 1)
 
+    def _share_buffers(self) -> None:
+        """Buffers that a step changes, as running statistics, are everywhere those of the first data group."""
+        if self.groups.data.size == 1 or not self.written:
+            return
+        started = time.perf_counter()
+        buffers = dict(self.model.named_buffers())
+        self.groups.data.broadcast_values([buffers[name] for name in self.written])
+        self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), self.step + 1)
+
     def _clip(self, largest: float) -> None:
-        """Scales the gradient so that its norm over the whole model is at most `largest`."""
-        first = {name for name in self.parameters if self.keepers[name][0] == self.at.pipeline}
+        """Scales the gradient so that its norm over the whole model is at most `largest`.
+
+        What several stages or tensor neighbours hold alike counts once.
+        """
+        divided = divisions(self.model)
         squares = [
             float(parameter.grad.double().square().sum())
             for name, parameter in self.parameters.items()
-            if name in first and parameter.grad is not None
+            if parameter.grad is not None
+            and self.keepers[name][0] == self.at.pipeline
+            and (name in divided or self.at.tensor == 0)
         ]
-        total = sum(row[0] for row in self.groups.pipeline.all_gather_values([sum(squares)]))
+        rows = self.group.all_gather_values([sum(squares)], "the norm of the gradient")
+        first = [rank for rank in range(self.group.size) if self.strategy.mesh.coordinates(rank).data == 0]
+        total = sum(rows[rank][0] for rank in first)
         scale = min(1.0, largest / (math.sqrt(total) + 1e-6))
         for parameter in self.parameters.values():
             if parameter.grad is not None and scale < 1:
@@ -342,7 +412,7 @@ class ParallelLearner:
 
     def weights(self) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
-        state = self.model.state_dict()
+        state = whole_state_dict(self.model)
         mine = {name: state[name] for name in state if self._keeper(name) == self.at.pipeline}
         sends = self.at.data == 0 and self.at.tensor == 0
         content = weights_to_bytes(to_cpu(mine)) if sends else b""
@@ -356,35 +426,91 @@ class ParallelLearner:
         return self.keepers[self._first_name[name]][0]
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "buffers": {}}
+        return {"step": self.step, "buffers": self._passing_buffers()}
+
+    def _passing_buffers(self) -> dict[str, Tensor]:
+        """Those of all stages that a state_dict leaves out, on rank 0; all ranks call it."""
+        sends = self.at.data == 0 and self.at.tensor == 0
+        own = passing_buffers(self.model) if sends else {}
+        mine = {name: value for name, value in own.items() if self.keepers[name][0] == self.at.pipeline}
+        found: dict[str, Tensor] = {}
+        for part in self.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
+            found |= tree_from_bytes(part)
+        return found
 
     def part(self) -> dict[str, Any]:
         """The optimizer's state of what this rank holds, by name."""
         if self.optimizer is None:
             return {"groups": [], "state": {}}
         written = to_cpu(self.optimizer.state_dict())
-        names = list(self.parameters)
-        states = {names[index]: value for index, value in written["state"].items()}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in written["param_groups"]]
+        names = self._names_in_the_optimizer()
+        divided = divisions(self.model)
+        states = {
+            names[index]: self._joined(value, self.parameters[names[index]], divided.get(names[index]))
+            for index, value in written["state"].items()
+        }
+        if self.at.tensor > 0 or self.at.data > 0:
+            states = {}
+        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in written["param_groups"]]
         return {"groups": groups, "state": states}
 
+    def _names_in_the_optimizer(self) -> list[str]:
+        """The parameters' names in the order in which the optimizer counts them."""
+        assert self.optimizer is not None
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @staticmethod
+    def _joined(state: Mapping[str, Any], parameter: Tensor, how: tuple[Division, Group] | None) -> dict[str, Any]:
+        """An optimizer's state of one parameter, undivided; all tensor neighbours call it."""
+        if how is None:
+            return dict(state)
+        division, group = how
+        return {
+            key: gathered(value, group.unmetered(), division)
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in state.items()
+        }
+
+    def _own_part(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of `_joined`."""
+        how, parameter = divisions(self.model).get(name), self.parameters[name]
+        if how is None:
+            return dict(state)
+        division, group = how
+        shape = list(parameter.shape)
+        shape[division.dim] = division.length
+        return {
+            key: division.part(value, group.rank, group.size)
+            if isinstance(value, Tensor) and list(value.shape) == shape
+            else value
+            for key, value in state.items()
+        }
+
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        own = self.model.state_dict(keep_vars=True)
-        held = set(self.held)
+        own, held, divided = self.model.state_dict(keep_vars=True), set(self.held), divisions(self.model)
         with torch.no_grad():
             for name, value in weights.items():
                 if self._first_name[name] in held:
+                    if name in divided:
+                        division, group = divided[name]
+                        value = division.part(value, group.rank, group.size)
                     own[name].copy_(value)
+        buffers = {name: value for name, value in state["buffers"].items() if name in held}
+        load_passing_buffers(self.model, buffers)
         if self.optimizer is not None:
             states: dict[str, Any] = {}
             for part in state["parts"]:
-                states |= {name: value for name, value in part["state"].items() if name in self.parameters}
-            groups = next(part["groups"] for part in state["parts"] if part["groups"])
-            names = list(self.parameters)
+                own_names = part["state"].keys() & self.parameters.keys()
+                states |= {name: self._own_part(name, part["state"][name]) for name in own_names}
+            names = self._names_in_the_optimizer()
+            settings = {name: group for part in state["parts"] for group in part["groups"] for name in group["params"]}
+            groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict(
                 {
                     "state": {index: states[name] for index, name in enumerate(names) if name in states},
-                    "param_groups": [{**groups[0], "params": list(range(len(names)))}],
+                    "param_groups": [{**settings[names[g["params"][0]]], "params": g["params"]} for g in groups],
                 }
             )
         self.step = state["step"]
@@ -393,7 +519,34 @@ class ParallelLearner:
         return [self.group.meter]
 
 
+def sample(examples: Examples, count: int) -> Any:
+    """Inputs of so many examples, whatever their values are; no generator is advanced."""
+    before = generators_state()
+    inputs, _ = examples.batch(torch.arange(count) % len(examples))
+    restore_generators(before)
+    return inputs
+
+
 def first_names(model: nn.Module) -> dict[str, str]:
     """Each name of the state_dict to the first name of its tensor, where several share it."""
     firsts = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     return {name: firsts.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def plan_of(model: nn.Module, sequence: bool = False) -> Plan:
+    """The ready plan of a model, or of the one module inside it that has one. Raises ValueError if there is none."""
+    try:
+        return plan_for(model, sequence=sequence)
+    except ValueError as error:
+        for name, child in model.named_children():
+            try:
+                inner = plan_for(child, sequence=sequence)
+            except ValueError:
+                continue
+            return {f"{name}.{pattern}" if pattern else name: kind for pattern, kind in inner.items()}
+        raise error
+
+
+def draws_of(model: nn.Module) -> set[Draws]:
+    """What the divided layers of a model draw from."""
+    return {module.draws for module in model.modules() if isinstance(module, Divided) and module.draws is not None}

@@ -62,7 +62,8 @@ class Mesh:
         """Raises ValueError unless the mesh has as many ranks as there are workers."""
         if self.size != workers:
             raise ValueError(
-                f"{self} are {self.size} ranks, but the world has {workers}: choose degrees whose product is {workers}, or {self.size} workers"
+                f"{self} are {self.size} ranks, but the world has {workers}: choose degrees whose product is "
+                f"{workers}, or {self.size} workers"
             )
 
     def coordinates(self, rank: int) -> Coordinates:

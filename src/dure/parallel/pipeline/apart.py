@@ -31,6 +31,8 @@ def apart(operation: Any, remaining: Remaining) -> tuple[int, Callable[..., Any]
         return _Product.apply(x, weight, bias, True, remaining)  # type: ignore[no-untyped-call]
 
     def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
+        if bias.shape != weight.shape[1:]:
+            return operation(bias, x, weight)
         return _Product.apply(x, weight, bias, False, remaining)  # type: ignore[no-untyped-call]
 
     def convolution(
@@ -42,7 +44,7 @@ def apart(operation: Any, remaining: Remaining) -> tuple[int, Callable[..., Any]
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        if isinstance(padding, str):
+        if isinstance(padding, str) or x.dim() != weight.dim():
             return operation(x, weight, bias, stride, padding, dilation, groups)
         settings = (*(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)), groups)
         return _Convolution.apply(x, weight, bias, settings, remaining)  # type: ignore[no-untyped-call]

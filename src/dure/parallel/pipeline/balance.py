@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure.parallel.pipeline.trace import Trace, origin_of, takes_apart
+from dure.parallel.tensor.opaque import behind, is_opaque, opens
 from dure.randomness import generators_state, restore_generators
 
 Balance = Literal["estimated", "measured", "memory"]
@@ -50,6 +51,10 @@ class Costs:
     crossing: tuple[int, ...]
     link: float
     """What a byte of a message costs."""
+
+
+IMPOSSIBLE = 1 << 60
+"""Bytes that cross where a model must not be cut."""
 
 
 def costs_of(trace: Trace, balance: Balance, inputs: Sequence[Any]) -> Costs:
@@ -75,7 +80,19 @@ def crossing_bytes(trace: Trace) -> list[int]:
             made = place[origin_of(node)]
             steps[made + 1] += trace.value(node).nbytes
             steps[until + 1] -= trace.value(node).nbytes
-    return [int(nbytes) for nbytes in steps.cumsum()[: len(place)]]
+    crossing = [int(nbytes) for nbytes in steps.cumsum()[: len(place)]]
+    never = [inside or place in trace.inseparable for place, inside in enumerate(inside_divided(trace))]
+    return [IMPOSSIBLE if here else nbytes for here, nbytes in zip(never, crossing, strict=True)]
+
+
+def inside_divided(trace: Trace) -> list[bool]:
+    """For each place in `trace.moving`: whether a cut there would be inside a divided region."""
+    inside, open_ = [], False
+    for node in trace.moving:
+        inside.append(open_)
+        change = opens(node)
+        open_ = change > 0 or (open_ and change == 0)
+    return inside
 
 
 def _estimated(trace: Trace, node: fx.Node) -> float:
@@ -92,16 +109,23 @@ def _flops(trace: Trace, node: fx.Node) -> float:
 
     if takes_apart(node):
         return 0.0
-    weights = [tensor for tensor in map(trace.tensor, trace.attributes(node)) if isinstance(tensor, nn.Parameter)]
+    if is_opaque(node):
+        return _products(trace, node)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), without_data)
             node.target(*args, **kwargs)  # type: ignore[operator]
         return float(counter.get_total_flops())
-    except Exception:  # an operation that does nothing without data: products with its weights
-        outputs = _tensors(node.meta["val"])
-        rows = outputs[0].numel() / outputs[0].shape[-1] if outputs and outputs[0].dim() else 1
-        return 2 * rows * sum(weight.numel() for weight in weights)
+    except Exception:  # an operation that does nothing without data
+        return _products(trace, node)
+
+
+def _products(trace: Trace, node: fx.Node) -> float:
+    """Of matrix products of an operation's weights with its rows."""
+    weights = [tensor for tensor in map(trace.tensor, trace.attributes(node)) if isinstance(tensor, nn.Parameter)]
+    outputs = _tensors(node.meta["val"])
+    rows = outputs[0].numel() / outputs[0].shape[-1] if outputs and outputs[0].dim() else 1
+    return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
@@ -126,6 +150,7 @@ class _Timer(fx.Interpreter):
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.module)
+        self.layers = trace.layers
         self.seconds: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -133,9 +158,10 @@ class _Timer(fx.Interpreter):
             self.seconds[n] = 0.0
             return super().run_node(n)
         args, kwargs = tree_map(_alone, self.fetch_args_kwargs_from_env(n))
+        operation: Any = behind(n, self.layers) if is_opaque(n) else n.target
         with torch.enable_grad():
             started = time.perf_counter()
-            outputs = n.target(*args, **kwargs)  # type: ignore[operator]
+            outputs = operation(*args, **kwargs)
             ends = [leaf for leaf in _tensors(outputs) if leaf.requires_grad]
             if ends:
                 sources = [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad and leaf.is_leaf]

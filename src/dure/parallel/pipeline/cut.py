@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dure.parallel.pipeline.apart import Remaining
-from dure.parallel.pipeline.balance import Balance, best_starts, costs_of
+from dure.parallel.pipeline.balance import Balance, best_starts, costs_of, inside_divided
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program, check_buffers, crossing, parameters_of, program, stages_of
 from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
@@ -53,6 +53,8 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
             raise ValueError(
                 f"the stage at {name!r} would begin before {before} has begun: name modules in their order"
             )
+        if inside_divided(trace)[places[0]]:
+            raise ValueError(f"{name} lies inside a divided region, between a layer divided by columns and one by rows")
         starts.append(places[0])
     return starts
 
@@ -78,9 +80,14 @@ class CutModel:
             before, mode = generators_state(), self.model.training
             inputs = self._sample(examples)
             self.model.train(training)
-            self._traces[key] = Trace(self.model, inputs)
-            self.model.train(mode)
-            restore_generators(before)
+            try:
+                with (
+                    torch.enable_grad()
+                ):  # without, layers of torch are one operation each, in other stages' parameters
+                    self._traces[key] = Trace(self.model, inputs)
+            finally:
+                self.model.train(mode)
+                restore_generators(before)
         return self._traces[key]
 
     def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
@@ -101,6 +108,12 @@ class CutModel:
         self._kinds = [str(node.target) for node in self.reference.moving]
         homes = stages_of(self.reference, self.starts)
         check_buffers(self.reference, homes)
+        empty = [stage for stage in range(self.stages) if stage not in homes.values()]
+        if empty:
+            raise ValueError(
+                f"stage {empty[0]} would have no operations: there are {len(self.reference.moving)}, some of which "
+                f"cannot be parted, for {self.stages} stages"
+            )
         self._homes[self.examples, True] = homes
         self.names = parameters_of(self.reference, homes, self.stages)
         self.holders: dict[str, list[int]] = {}
@@ -159,6 +172,55 @@ class CutModel:
         return sizes
 
 
+class UncutModel:
+    """A model in one stage, computed as it is: nothing is traced. It has the face of a `CutModel`."""
+
+    draws = False
+
+    def __init__(self, model: nn.Module, sample: Callable[[int], Any], stages: int, examples: int) -> None:
+        self.model, self.stages, self.examples = model, stages, examples
+        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        self.holders: dict[str, list[int]] = {name: [0] for name in names}
+        inputs = tree_flatten(((sample(1),), {}))[1]
+        self._flat = _Flat(model, inputs)
+        written = tuple(name for name, _ in model.named_buffers())
+        self._program = Program(self._flat, tuple(range(inputs.num_leaves)), (), (), False, written)
+
+    def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
+        """Nowhere."""
+        if names:
+            raise ValueError(f"a model in one stage begins nowhere else, but cut names {', '.join(names)}")
+        return []
+
+    def decide(self, starts: Sequence[int]) -> None:
+        """There is nothing to decide."""
+
+    def program(
+        self, stage: int, examples: int, training: bool, stream: Stream, remaining: Remaining | None
+    ) -> Program:
+        """The model itself."""
+        return self._program
+
+    def structure(self, examples: int, training: bool) -> TreeSpec:
+        """Of the outputs that were computed last."""
+        return self._flat.outputs
+
+
+class _Flat(nn.Module):
+    """A model that takes and gives leaves."""
+
+    outputs: TreeSpec
+
+    def __init__(self, model: nn.Module, inputs: TreeSpec) -> None:
+        super().__init__()
+        self.model, self._inputs = model, inputs
+
+    def forward(self, *leaves: Any) -> tuple[Any, ...]:
+        (inputs,), _ = tree_unflatten(list(leaves), self._inputs)
+        outputs, self.outputs = tree_flatten(self.model(inputs))
+        return tuple(outputs)
+
+
 def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> dict[fx.Node, int]:
     """Stages for a trace of another size or mode: operations go where their parameters are, in order.
 
@@ -166,18 +228,18 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
-    for node in trace.moving:
-        for source in trace.attributes(node):
-            name = trace.names.get(source)
-            homes = holders.get(name, []) if name is not None else []
-            if homes and stage not in homes:
-                later = [home for home in homes if home > stage]
-                if not later:
-                    raise ValueError(
-                        f"{name} lies in stage {homes[-1]}, but in this mode or size the model uses it after what lies "
-                        f"in stage {stage}: cut it elsewhere"
-                    )
-                stage = later[0]
+    for place, node in enumerate(trace.moving):
+        names = [trace.names[source] for source in trace.attributes(node) if source in trace.names]
+        homes = {name: holders[name] for name in names if name in holders}
+        while any(stage not in stages for stages in homes.values()):
+            name, stages = next(item for item in homes.items() if stage not in item[1])
+            later = [home for home in stages if home > stage]
+            if not later or place in trace.inseparable:
+                raise ValueError(
+                    f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses it together with or "
+                    f"after what lies in stage {stage}: cut it elsewhere"
+                )
+            stage = later[0]
         stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
 

@@ -25,10 +25,13 @@ STATE_BYTES = torch.default_generator.get_state().numel()
 
 
 class Stream:
-    """From where the operations of this rank's stages draw."""
+    """From where the operations of this rank's stages draw.
 
-    def __init__(self, seed: int, carried: bool) -> None:
-        self.seed, self.carried = seed, carried
+    own: the rank's number among those that divide a layer while it is inside one, where each draws for itself.
+    """
+
+    def __init__(self, seed: int, carried: bool, own: Callable[[], int | None] = lambda: None) -> None:
+        self.seed, self.carried, self._own = seed, carried, own
         self._position = (0, 0)
 
     def at(self, step: int, microbatch: int) -> None:
@@ -41,7 +44,9 @@ class Stream:
             return operation
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            seed = derive(self.seed, "micro-batch", *self._position, number)
+            own = self._own()
+            numbers = (number,) if own is None else (number, own)
+            seed = derive(self.seed, "micro-batch", *self._position, *numbers)
             torch.default_generator.manual_seed(seed)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.manual_seed(seed)

@@ -14,7 +14,7 @@ from dure.collectives.group import Group
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.evaluation import BATCH, sum_and_count
-from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.cut import CutModel, UncutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import forward_only
@@ -27,7 +27,7 @@ ROUND = 32
 
 @torch.no_grad()
 def totals_of(
-    task: Task, examples: Examples, share: Tensor, cut: CutModel, home: Sequence[int], group: Group
+    task: Task, examples: Examples, share: Tensor, cut: CutModel | UncutModel, home: Sequence[int], group: Group
 ) -> list[float]:
     """Sums of the loss and the metrics over the examples `share`, then their counts.
 
@@ -61,7 +61,7 @@ def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[An
     return content
 
 
-def _stage(number: int, cut: CutModel, stream: Stream, measure: Any) -> Stage:
+def _stage(number: int, cut: CutModel | UncutModel, stream: Stream, measure: Any) -> Stage:
     return Stage(
         number,
         number == cut.stages - 1,

@@ -19,7 +19,9 @@ from torch import fx, nn
 
 from dure.parallel.pipeline.apart import Remaining, apart
 from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.trace import Trace, Value, mutates, origin_of
+from dure.parallel.pipeline.memory import changed_by
+from dure.parallel.pipeline.trace import Trace, Value, origin_of
+from dure.parallel.tensor.opaque import behind, is_opaque
 
 
 @dataclass
@@ -30,20 +32,23 @@ class Program:
     leaves of the model's inputs it reads. received, leaving: what travels; the last stage's leaving is empty.
     """
 
-    module: fx.GraphModule
+    module: nn.Module
     inputs: tuple[int, ...]
     received: tuple[Value, ...]
     leaving: tuple[Value, ...]
     mutates: bool
     """Whether it changes values in place: then it works on copies of what it received."""
+    written: tuple[str, ...] = ()
+    """The buffers that it changes."""
 
 
 def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
-    """The stage of every operation that is not constant. starts: the place in `trace.moving` where stages 1 … begin."""
+    """The stage of every operation that is not constant. starts: the place in `trace.moving` where stages 1 … begin,
+    or a little later where what lies there has to stay together."""
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
-        while stage < len(starts) and place >= starts[stage]:
+        while stage < len(starts) and place >= starts[stage] and place not in trace.inseparable:
             stage += 1
         stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
@@ -67,10 +72,10 @@ def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for node in trace.moving:
-        for source in trace.attributes(node):
+        for source in [*trace.attributes(node), *(trace.root[value] for value in node.all_input_nodes)]:
             if source in trace.names and not isinstance(trace.tensor(source), nn.Parameter):
                 users.setdefault(trace.names[source], set()).add(stage_of[node])
-                if mutates(node):
+                if source in trace.changed:
                     changed.add(trace.names[source])
     for name in sorted(changed):
         if len(users[name]) > 1:
@@ -133,9 +138,12 @@ class _Builder:
         last: bool,
     ) -> Program:
         trace, graph = self.trace, self.graph
-        needed = {source for node in own for source in self._ancestors(node)} | set(results)
+        ends = [node for node in results if node in trace.constant]
+        ends += [other for node in ends for other in trace.company.get(node, [])]
+        needed = {*trace.ancestors([*own, *ends]), *ends, *results}
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
-        changes = any(mutates(node) and node.args[0] not in trace.names for node in own)
+        changed = {trace.root[value] for node in own for value in changed_by(node)}
+        changes = any(value not in trace.names for value in changed)
         for node in [*received, *(trace.placeholders[index] for index in inputs)]:
             self.copies[node] = graph.placeholder(node.name)
         if changes:
@@ -148,20 +156,12 @@ class _Builder:
         for node in trace.operations:
             if node in own_set or (node in trace.constant and node in needed):
                 self._operation(node)
-        ends = tuple(self.copies[node] for node in results)
-        if last:
-            ends = tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in trace.outputs)
-        graph.output(ends)
+        given: Sequence[Any] = trace.outputs if last else results
+        graph.output(tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given))
         module = fx.GraphModule(self.attributes, graph)
         values = [tuple(trace.value(node) for node in nodes) for nodes in (received, leaving)]
-        return Program(module, tuple(inputs), values[0], values[1], changes)
-
-    def _ancestors(self, node: fx.Node) -> Iterable[fx.Node]:
-        """What an operation needs that does not travel: inputs, attributes and constants, through constants."""
-        for source in node.all_input_nodes:
-            yield source
-            if source in self.trace.constant:
-                yield from self._ancestors(source)
+        written = tuple(trace.names[value] for value in changed if value in trace.names)
+        return Program(module, tuple(inputs), values[0], values[1], changes, written)
 
     def _attribute(self, node: fx.Node) -> None:
         target = self.trace.names.get(node, str(node.target))
@@ -171,7 +171,9 @@ class _Builder:
     def _operation(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, lambda source: self.copies[source])
         self.copies[node] = copy
-        if node in self.numbers:
+        if is_opaque(node):
+            copy.target = behind(node, self.trace.layers)
+        elif node in self.numbers:
             copy.target = self.stream.drawing(copy.target, self.numbers[node])  # type: ignore[arg-type]
         elif self.remaining is not None:
             copy.target = self._apart(node, copy.target)
@@ -180,7 +182,7 @@ class _Builder:
         """The same operation, whose weight gradient is left for later, where the weight is a parameter."""
         assert self.remaining is not None
         place, deferred = apart(target, self.remaining)
-        if deferred is None or place >= len(node.args):
+        if deferred is None or place >= len(node.args) or node.kwargs:
             return target
         weight = node.args[place]
         if isinstance(weight, fx.Node) and weight.op == "get_attr":

@@ -61,6 +61,7 @@ class _Kept:
     received: list[Tensor]
     ends: list[Tensor] = field(default_factory=list)
     state: Tensor | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Stage:
@@ -113,6 +114,7 @@ class Stage:
             ends = self._run(program, batch, values)
         elif self.recompute:
             kept.state = self._stream.state() if self._stream.carried else None
+            kept.buffers = {name: program.module.get_buffer(name).clone() for name in program.written}
             with torch.no_grad():
                 ends = self._run(program, batch, values)
         else:
@@ -163,17 +165,19 @@ class Stage:
             self._remaining.clear()
 
     def _compute_again(self, kept: _Kept, number: int, batch: Microbatch, program: Program) -> None:
+        """Forward once more, with the buffers and from the random numbers of the first time; those of now come back."""
         before = self._stream.state()
-        buffers = {name: buffer.clone() for name, buffer in program.module.named_buffers()}
+        buffers = {name: program.module.get_buffer(name) for name in program.written}
+        now = {name: buffer.clone() for name, buffer in buffers.items()}
+        for name, buffer in buffers.items():
+            buffer.data.copy_(kept.buffers[name])
         if kept.state is not None:
             self._stream.go_on_from(kept.state)
         self._stream.at(self.step, number)
         kept.ends = self._run(program, batch, kept.received)
         self._stream.go_on_from(before)
-        with torch.no_grad():
-            for name, buffer in program.module.named_buffers():
-                if not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
+        for name, buffer in buffers.items():
+            buffer.data.copy_(now[name])  # by way of data: backward uses what it has kept of them
 
     def _returned(self, number: int, batch: Microbatch) -> list[Tensor]:
         """The gradients of what was received; zeros where nothing depends on it."""

@@ -68,7 +68,7 @@ class Pipeline:
             self.cut,
             self.balance,
             self.recompute,
-            self.clip_norm,
+            clip_norm=self.clip_norm,
         )
 
     def check(self, task: Task, workers: int | None) -> None:

@@ -5,6 +5,8 @@ buffers and the earlier values that it uses. Control flow that depends on shapes
 connections and shared weights are all resolved by that: what is left are operations in an order in which values flow
 forward only. So any position in the list is a place where the model can be cut.
 
+Operations that change memory are settled first (`dure.parallel.pipeline.memory`).
+
 A trace holds for the shapes and the mode (training or evaluation) in which it was made.
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
@@ -25,6 +27,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from dure.parallel.pipeline.memory import attribute, changed_by, company, families, inseparable, part_of, settle
+from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness import generators_state, restore_generators
 
 
@@ -51,35 +55,45 @@ class Trace:
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.module = exported(model, inputs)
+        self.module, self.layers = exported(model, inputs)
+        settle(self.module)
         nodes = list(self.module.graph.nodes)
+        self.root = families(self.module.graph)
+        self.changed = {self.root[value] for node in nodes for value in changed_by(node)}
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.operations = [node for node in nodes if node.op == "call_function"]
         self.structure: TreeSpec = self.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
         self.outputs: list[Any] = list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.names = names_of(model, self.module, nodes)
+        self.company = company(self.operations, self.root)
         self._find_constants()
+        for node in self.operations:
+            if not all(isinstance(leaf, (Tensor, int, float, bool, type(None))) for leaf in tree_leaves(_result(node))):
+                raise ValueError(
+                    f"a {type(model).__name__} cannot be cut, for {node.name} in {owner_of(node) or 'it'} makes a "
+                    "number that depends on the data; make it independent of them"
+                )
 
     def _find_constants(self) -> None:
         """Which values depend on nothing but constants."""
-        changed = {node.args[0] for node in self.operations if mutates(node) and isinstance(node.args[0], fx.Node)}
-        constant: set[fx.Node] = set()
-        for node in self.module.graph.nodes:
-            if node.op == "get_attr":
-                fixed = not isinstance(self.tensor(node), nn.Parameter) and node not in changed
-            else:
-                fixed = node.op == "call_function" and node not in changed and not mutates(node) and not draws(node)
-                fixed = fixed and all(source in constant for source in node.all_input_nodes)
-            if fixed:
-                constant.add(node)
+        constant = {node for node in self.operations if not draws(node)}
+        constant.update(
+            node
+            for node in self.module.graph.nodes
+            if node.op == "get_attr" and not isinstance(self.tensor(node), nn.Parameter) and node not in self.changed
+        )
+        before = -1
+        while len(constant) != before:
+            before = len(constant)
+            for node in self.operations:
+                needed = [*node.all_input_nodes, *self.company[node]]
+                if node in constant and not all(source in constant for source in needed):
+                    constant.remove(node)
         self.constant = frozenset(constant)
 
     def tensor(self, node: fx.Node) -> Any:
         """The parameter, buffer, constant or part of the graph that a get_attr node stands for."""
-        found: Any = self.module
-        for name in str(node.target).split("."):
-            found = getattr(found, name)
-        return found
+        return attribute(node)
 
     @cached_property
     def moving(self) -> list[fx.Node]:
@@ -87,16 +101,27 @@ class Trace:
         return [node for node in self.operations if node not in self.constant]
 
     @cached_property
+    def inseparable(self) -> frozenset[int]:
+        """The places in `moving` at which no stage may begin."""
+        return inseparable(self.moving, self.root, self.outputs)
+
+    @cached_property
     def _differentiable(self) -> frozenset[fx.Node]:
+        """What a gradient goes through, and what shares memory into which such a value is written."""
         found: set[fx.Node] = set()
+        written: set[fx.Node] = set()
         for node in self.module.graph.nodes:
             if node.op == "get_attr":
                 tensor = self.tensor(node)
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     found.add(node)
-            elif node.op == "call_function" and any(source in found for source in node.all_input_nodes):
-                found.update([node] if _floats(node) and not _cuts_gradients(node) else [])
-        return frozenset(found)
+                continue
+            reached = any(source in found or self.root[source] in written for source in node.all_input_nodes)
+            if node.op == "call_function" and reached and not _cuts_gradients(node):
+                found.update([node] if _floats(node) else [])
+                written.update(self.root[value] for value in changed_by(node) if value.op != "get_attr")
+        alike = {node for node in self.operations if self.root[node] in written and _floats(node)}
+        return frozenset(found | alike)
 
     def value(self, node: fx.Node) -> Value:
         """What a node that gives one tensor gives."""
@@ -105,15 +130,19 @@ class Trace:
 
     def attributes(self, node: fx.Node) -> list[fx.Node]:
         """The get_attr nodes that an operation reads, through constants too."""
-        seen: list[fx.Node] = []
-        stack = list(node.all_input_nodes)
+        return [source for source in self.ancestors([node]) if source.op == "get_attr"]
+
+    def ancestors(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """What these operations use, and what that uses, as far as it is constant."""
+        seen: dict[fx.Node, None] = {}
+        stack = [source for node in nodes for source in node.all_input_nodes]
         while stack:
             source = stack.pop()
-            if source.op == "get_attr":
-                seen.append(source)
-            elif source in self.constant:
-                stack.extend(source.all_input_nodes)
-        return seen
+            if source not in seen:
+                seen[source] = None
+                if source in self.constant and source.op == "call_function":
+                    stack += [*source.all_input_nodes, *self.company[source]]
+        return list(seen)
 
     def numbers_of_draws(self) -> dict[fx.Node, int]:
         """The random operations, numbered through the model."""
@@ -125,12 +154,15 @@ def leaves_of(inputs: Any) -> list[Any]:
     return list(tree_flatten(((inputs,), {}))[0])
 
 
-def exported(model: nn.Module, inputs: Any) -> fx.GraphModule:
-    before = generators_state()
+def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
+    """The graph, and what its opaque operations stand for."""
+    before, fast = generators_state(), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # layers of torch stay operations between which one can cut
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = torch.export.export(model, (inputs,), strict=False).module()
+            with hidden(model) as layers:
+                module = torch.export.export(model, (inputs,), strict=False).module()
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -138,17 +170,19 @@ def exported(model: nn.Module, inputs: Any) -> fx.GraphModule:
             f"{reason}); make its control flow independent of the data"
         ) from error
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         restore_generators(before)
     for node in list(module.graph.nodes):
         if node.op == "call_module":  # checks that inputs have the shapes of the trace, which nobody else gives
             module.graph.erase_node(node)
-    return module
+    return module, layers
 
 
 def names_of(model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Mapping[fx.Node, str]:
     """The names that parameters and buffers have in the model: the first ones, where they have several."""
     known = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    several: Any = {"remove_duplicate": False}
+    targets = {**dict(model.named_parameters(**several)), **dict(model.named_buffers(**several))}
     names: dict[fx.Node, str] = {}
     for node in nodes:
         if node.op == "get_attr" and str(node.target) in targets:
@@ -156,18 +190,13 @@ def names_of(model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node])
     return names
 
 
-def mutates(node: fx.Node) -> bool:
-    """Whether an operation changes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    if node.target is torch.ops.aten.batch_norm.default:
-        return bool(node.args[5])
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
-
-
 def draws(node: fx.Node) -> bool:
     """Whether an operation draws random numbers, by its arguments where these decide."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function":
         return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        inside = part_of(node)
+        return inside is not None and any(map(draws, inside[0].nodes))
     schema, given = node.target._schema, dict(node.kwargs)
     given.update(zip((argument.name for argument in schema.arguments), node.args, strict=False))
     for argument in schema.arguments:
@@ -193,6 +222,10 @@ def origin_of(node: fx.Node) -> fx.Node:
     """The operation itself, or that whose several values it takes apart: the two stay together."""
     source = node.args[0] if takes_apart(node) else node
     return origin_of(source) if isinstance(source, fx.Node) and source is not node else node
+
+
+def _result(node: fx.Node) -> Any:
+    return node.meta.get("val")
 
 
 def _cuts_gradients(node: fx.Node) -> bool:

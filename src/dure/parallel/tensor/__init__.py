@@ -1,0 +1,76 @@
+"""Tensor parallelism: the matrices of one model divided over ranks, all of which compute every example together.
+
+    model = dure.models.Transformer(...)          # the same on all ranks
+    parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part of it
+    loss(model(inputs), targets).backward()       # the same inputs on all ranks
+    clip_gradients(model, 1.0, group)
+    optimizer.step()                              # of this rank's parameters
+
+    division    which slice of a parameter which rank holds, as data
+    rooms       memory in which the ranks of a host sum
+    functions   what travels between divided layers, with the derivative of each
+    draws       dropout that differs between ranks inside, and does not outside
+    layers      linear layers divided by columns and by rows
+    vocabulary  embedding, output layer and cross-entropy divided by symbols
+    plan        a model is divided from outside
+    ready       plans for models whose layers are known
+    state       the whole model, and the norm of its gradient
+
+Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism";
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+"""
+
+from dure.parallel.tensor.draws import own_draws
+from dure.parallel.tensor.layers import ColumnParallel, RowParallel
+from dure.parallel.tensor.plan import (
+    Attributes,
+    Column,
+    Cut,
+    Enter,
+    Join,
+    OnShards,
+    Output,
+    OwnDraws,
+    Plan,
+    Row,
+    Vocabulary,
+    parallelize,
+)
+from dure.parallel.tensor.ready import plan_for
+from dure.parallel.tensor.state import (
+    clip_gradients,
+    divided_parameters,
+    gradient_norm,
+    load_whole,
+    replicated_parameters,
+    whole_state_dict,
+)
+from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput, vocabulary_parallel_cross_entropy
+
+__all__ = [
+    "Attributes",
+    "Column",
+    "ColumnParallel",
+    "Cut",
+    "Enter",
+    "Join",
+    "OnShards",
+    "Output",
+    "OwnDraws",
+    "Plan",
+    "Row",
+    "RowParallel",
+    "Vocabulary",
+    "VocabularyEmbedding",
+    "VocabularyOutput",
+    "clip_gradients",
+    "divided_parameters",
+    "gradient_norm",
+    "load_whole",
+    "own_draws",
+    "parallelize",
+    "plan_for",
+    "replicated_parameters",
+    "vocabulary_parallel_cross_entropy",
+    "whole_state_dict",
+]

@@ -1,0 +1,79 @@
+"""Random draws of a rank's own: dropout inside a divided region differs between ranks, and outside it is the same.
+
+All ranks have seeded torch's generator alike, and outside draw alike. On the way in every rank draws one number from
+it, the same on all ranks, and goes on with a generator seeded by (that number, its rank); on the way out the common
+generator goes on behind that number. Nothing has to be remembered between steps: a run resumes, and a checkpointed
+layer is computed once more, with the same bits, if the common generator's state is what it was.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", appendix B.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.randomness import derive
+
+
+class Draws:
+    """Whose draws are under way, for the layers of one model: those of all ranks, or this rank's own."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._common: list[Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Draws:
+        return self
+
+    def _state(self) -> list[Tensor]:
+        states = [torch.default_generator.get_state()]
+        return [*states, torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else states
+
+    def enter(self) -> None:
+        """This rank's own from here. What was entered before and never left, as when a checkpoint is computed once
+        more only as far as it is needed, is forgotten."""
+        if self.group.size == 1:
+            return
+        number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
+        self._common = self._state()
+        own = derive(number, "tensor parallel", self.group.rank)
+        torch.default_generator.manual_seed(own)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(own)
+
+    def leave(self) -> None:
+        """Those of all ranks from here."""
+        if self._common is None:
+            return
+        torch.default_generator.set_state(self._common[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self._common[1], self.device)
+        self._common = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether this rank draws for itself."""
+        return self._common is not None
+
+    def forget(self) -> None:
+        """Nothing is under way."""
+        self._common = None
+
+
+@contextmanager
+def own_draws(group: Group, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, this rank draws for itself; behind it, all ranks draw alike again.
+
+    All ranks enter it together, with the same state of torch's generator.
+    """
+    draws = Draws(group, torch.device(device))
+    draws.enter()
+    try:
+        yield
+    finally:
+        draws.leave()

@@ -1,0 +1,195 @@
+"""What travels between divided layers, with the derivative of each: every operator's backward is its conjugate.
+
+Inside the divided region rank r holds a part x_r; outside all ranks hold the same x, or, along a sequence, a shard of
+it. L is the same number on all ranks, and so is its gradient by what is outside.
+
+    function            forward            backward           elements a rank sends, there and back, of n of the whole
+    enter (f)           identity           all-reduce         0                   2(N-1)/N·n
+    leave (g)           all-reduce         identity           2(N-1)/N·n          0
+    gather_features     all-gather         own slice          (N-1)/N·n           0
+    scatter_features    own slice          all-gather         0                   (N-1)/N·n
+    enter_sequence      all-gather         reduce-scatter     (N-1)/N·n           (N-1)/N·n
+    leave_sequence      reduce-scatter     all-gather         (N-1)/N·n           (N-1)/N·n
+    scatter_sequence    own slice          all-gather         0                   (N-1)/N·n
+    gather_sequence     all-gather         own slice          (N-1)/N·n           0
+
+2(N-1)/N·n is rounded down: `dure.collectives.native` says how the backend's own collectives are counted. A layer that
+enters and leaves once sends the same along a sequence as without: an all-reduce is a reduce-scatter and an all-gather.
+
+Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism";
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from dure.collectives.all_gather import all_gather
+from dure.collectives.all_reduce import all_reduce
+from dure.collectives.group import Group
+from dure.collectives.reduce_scatter import reduce_scatter
+from dure.parallel.tensor.division import Division
+from dure.parallel.tensor.rooms import room
+
+# What travels, without derivatives.
+
+
+def summed(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, in memory of its own."""
+    if group.size == 1:
+        return tensor
+    return all_reduce(room(tensor.shape, tensor, group).copy_(tensor), group, "native")
+
+
+def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
+    """The undivided tensor; parts of unequal length travel padded."""
+    if group.size == 1:
+        return tensor
+    dim, lengths = division.dim, division.lengths(group.size)
+    longest, missing = max(lengths), max(lengths) - tensor.shape[division.dim]
+    if missing:
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    parts = all_gather(tensor.contiguous(), group, "native").unbind()
+    if min(lengths) < longest:
+        parts = tuple(part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True))
+    return division.join(parts)
+
+
+def reduce_scattered(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice along `dim` of the sum over the ranks."""
+    if group.size == 1:
+        return tensor
+    parts = torch.stack(tensor.chunk(group.size, dim))
+    return reduce_scatter(parts, group, "native").view(parts.shape[1:])
+
+
+def along(tensor: Tensor, dim: int, group: Group) -> Division:
+    """The division along a sequence of which `tensor` is this rank's shard."""
+    return Division(dim, (tensor.shape[dim] * group.size,))
+
+
+def check_sequence(tensor: Tensor, dim: int, group: Group) -> Division:
+    """The division of a whole sequence. Raises ValueError if the degree does not divide it."""
+    length = tensor.shape[dim]
+    if length % group.size:
+        raise ValueError(
+            f"a sequence of {length} cannot be divided by the degree {group.size}: pad it to a multiple, or let "
+            f"sequence be False"
+        )
+    return Division(dim, (length,))
+
+
+# With derivatives.
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return summed(gradient, ctx.group), None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        return summed(tensor, group) if group.size > 1 else tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
+        ctx.group, ctx.division, ctx.sums = group, division, sums
+        return gathered(tensor, group, division) if group.size > 1 else tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        group, division = ctx.group, ctx.division
+        if ctx.sums:
+            own = reduce_scattered(gradient, group, division.dim)
+        else:
+            own = division.part(gradient, group.rank, group.size)
+        return own, None, None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
+        ctx.group, ctx.division = group, division
+        if group.size == 1:
+            return tensor.view_as(tensor)
+        if sums:
+            return reduce_scattered(tensor, group, division.dim)
+        return division.part(tensor, group.rank, group.size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gathered(gradient, ctx.group, ctx.division), None, None, None
+
+
+def enter(tensor: Tensor, group: Group) -> Tensor:
+    """f: into a divided region; backward, the sum of the ranks' gradients."""
+    entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def leave(tensor: Tensor, group: Group) -> Tensor:
+    """g: out of a divided region, the sum of the ranks' tensors; backward, the gradient as it is."""
+    left: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return left
+
+
+def gather_features(tensor: Tensor, group: Group, division: Division | None = None) -> Tensor:
+    """The ranks' last dimensions joined, for what all ranks compute alike. division: None is one of equal parts."""
+    division = division or along(tensor, -1, group)
+    joined: Tensor = _Gather.apply(tensor, group, division, False)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def scatter_features(tensor: Tensor, group: Group, division: Division | None = None) -> Tensor:
+    """This rank's part of the last dimension, of what all ranks have alike."""
+    division = division or Division(-1, (tensor.shape[-1],))
+    own: Tensor = _Scatter.apply(tensor, group, division, False)  # type: ignore[no-untyped-call]
+    return own
+
+
+def enter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """f along a sequence: all shards, into a divided region; backward, this rank's shard of the summed gradient."""
+    entered: Tensor = _Gather.apply(tensor, group, along(tensor, dim, group), True)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def leave_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """g along a sequence: this rank's shard of the sum; backward, the gradients of all shards."""
+    left: Tensor = _Scatter.apply(tensor, group, check_sequence(tensor, dim, group), True)  # type: ignore[no-untyped-call]
+    return left
+
+
+def scatter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """This rank's shard of a sequence that all ranks have alike; backward, the gradients of all shards."""
+    own: Tensor = _Scatter.apply(tensor, group, check_sequence(tensor, dim, group), False)  # type: ignore[no-untyped-call]
+    return own
+
+
+def gather_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """All shards, for what all ranks compute alike; backward, this rank's shard of the gradient."""
+    whole: Tensor = _Gather.apply(tensor, group, along(tensor, dim, group), False)  # type: ignore[no-untyped-call]
+    return whole

@@ -1,0 +1,338 @@
+"""Linear layers whose matrix is divided over ranks, so that every rank computes a part of the layer.
+
+    Y = X·A + b      X: (rows, inputs), A: (inputs, outputs); torch's nn.Linear stores W = Aᵀ
+
+ColumnParallel  A = [A_1, …, A_N] by columns: Y_r = X·A_r + b_r, a part of the outputs. These are rows of W, which is
+                why some call it row-wise. Forward sends nothing; backward sums ∂L/∂X = Σ_r ∂L/∂Y_r·A_rᵀ.
+RowParallel     A by rows, X by columns to match: Y = Σ_r X_r·A_r + b, where b is added once, to the sum. These are
+                columns of W. Forward sums Y; backward sends nothing.
+
+One behind the other they are an MLP, with what is computed element by element between them: one all-reduce of
+rows·inputs elements backward, and one of rows·outputs forward, each 2(N-1)/N of its n elements a rank. With `sequence`
+each of them is a reduce-scatter on the one way and an all-gather on the other (`dure.parallel.tensor.functions`).
+
+In backward of ColumnParallel the gradient of X leaves first, and the weight's gradient is computed meanwhile, on a
+thread beside it; not so where the ranks of one host keep all of its cores busy: the thread would take their time.
+What is summed is computed where it is summed: matrix products write into memory that the ranks share.
+
+Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from dure.collectives.all_reduce import all_reduce
+from dure.collectives.group import Group
+from dure.parallel.tensor.division import Division, check_even
+from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.functions import (
+    along,
+    check_sequence,
+    gather_features,
+    gathered,
+    reduce_scattered,
+    scatter_features,
+)
+from dure.parallel.tensor.rooms import room
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class _How(NamedTuple):
+    """group; whether the weight is stored as A; the dimension of the sequence; whether the input has still to enter;
+    whether sums travel beside the computation."""
+
+    group: Group
+    transposed: bool
+    sequence: int | None
+    enters: bool
+    beside: bool
+
+
+def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> bool:
+    """Whether a sum and a matrix product go together. overlap: None chooses; then all ranks call it together."""
+    if overlap is not None or group.size == 1:
+        return bool(overlap)
+    if device.type != "cpu" or len(group.hosts()) > 1:
+        return True
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores > group.size * torch.get_num_threads()
+
+
+def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+
+
+def _weight_gradient(rows: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
+    return torch.mm(rows.t(), gradient) if transposed else torch.mm(gradient.t(), rows)
+
+
+class _Column(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        if how.enters and how.sequence is not None and how.group.size > 1:
+            tensor = gathered(tensor, how.group, along(tensor, how.sequence, how.group))
+        ctx.how, ctx.shape = how, tensor.shape
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        ctx.save_for_backward(rows, weight)
+        outputs = _product(rows, weight if how.transposed else weight.t(), bias)
+        return outputs.view(*tensor.shape[:-1], outputs.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        how, (rows, weight) = ctx.how, ctx.saved_tensors
+        gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
+        arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
+        if ctx.needs_input_grad[0]:
+            arrive = _begin_input(how, gradient, weight, ctx.shape)
+        of_weight = _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return arrive() if ctx.needs_input_grad[0] else None, of_weight, of_bias, None
+
+
+def _begin_input(how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
+    """The gradient of a column-parallel layer's input sets off; what is returned waits for it."""
+    matrix, group = weight.t() if how.transposed else weight, how.group
+    if not how.enters or group.size == 1:
+        inputs = torch.mm(gradient, matrix)
+        return lambda: inputs.view(shape)
+    inputs = room((gradient.shape[0], matrix.shape[1]), gradient, group)
+    torch.mm(gradient, matrix, out=inputs)
+    if how.sequence is not None:
+        dim = how.sequence
+        if not how.beside:
+            own = reduce_scattered(inputs.view(shape), group, dim)
+            return lambda: own
+        handle = group.perform(
+            "reduce-scatter of a gradient", lambda: reduce_scattered(inputs.view(shape), group, dim), inputs, True
+        )
+        return handle.wait  # type: ignore[union-attr]
+    if not how.beside:
+        all_reduce(inputs, group, "native")
+        return lambda: inputs.view(shape)
+    under_way = all_reduce(inputs, group, "native", async_op=True)
+    return lambda: under_way.wait().view(shape)
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        group = how.group
+        ctx.how, ctx.shape = how, tensor.shape
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        ctx.save_for_backward(rows, weight)
+        matrix = weight if how.transposed else weight.t()
+        if group.size == 1:
+            return _product(rows, matrix, bias).view(*tensor.shape[:-1], -1)
+        outputs = room((rows.shape[0], matrix.shape[1]), rows, group)
+        torch.mm(rows, matrix, out=outputs)
+        if how.sequence is not None:
+            whole = outputs.view(*tensor.shape[:-1], -1)
+            check_sequence(whole, how.sequence, group)
+            own = reduce_scattered(whole, group, how.sequence)
+            return own if bias is None else own.add_(bias)
+        all_reduce(outputs, group, "native")
+        if bias is not None:
+            outputs.add_(bias)
+        return outputs.view(*tensor.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        how, (rows, weight) = ctx.how, ctx.saved_tensors
+        if how.sequence is not None and how.group.size > 1:
+            gradient = gathered(gradient, how.group, along(gradient, how.sequence, how.group))
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_input = torch.mm(gradient, weight.t() if how.transposed else weight).view(ctx.shape)
+        of_weight = _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, of_weight, of_bias, None
+
+
+class Divided(nn.Module):
+    """A layer some of whose parameters are divided. divisions: how, by their names; the others are on every rank."""
+
+    def __init__(self, process_group: Group | dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.group = Group.of(process_group)
+        self.divisions: dict[str, Division] = {}
+        self.draws: Draws | None = None
+
+    def divide(self, name: str, whole: Tensor | None, division: Division | None) -> None:
+        """Registers this rank's part of a parameter; of None, none. division: None is a parameter of every rank."""
+        if whole is None:
+            self.register_parameter(name, None)
+            return
+        group = self.group
+        own = whole.detach().clone() if division is None else division.part(whole.detach(), group.rank, group.size)
+        self.register_parameter(name, nn.Parameter(own, whole.requires_grad))
+        if division is not None:
+            self.divisions[name] = division
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group  # a group of processes is not copied
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+def cast(*tensors: Any) -> Any:
+    """As autocast would have them, which does not look into functions of one's own."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return [tensor.to(dtype) if tensor is not None else None for tensor in tensors]
+
+
+def is_transposed(linear: nn.Module) -> bool:
+    """Whether a layer stores A, as Hugging Face's Conv1D, and not W = Aᵀ. Raises ValueError if it is not linear."""
+    if type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith("transformers."):
+        return True
+    if isinstance(linear, nn.Linear):
+        return False
+    raise ValueError(f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D")
+
+
+class ColumnParallel(Divided):
+    """Y_r = X·A_r + b_r: A divided by columns, which are rows of torch's weight W = Aᵀ.
+
+    weight, bias: undivided, the same on all ranks; this rank's part of them is copied.
+    process_group: a group of torch.distributed, or a `dure.collectives.Group`; None is all ranks.
+    blocks: outputs that are divided each on their own, as those of query, key and value in one matrix; None is one.
+    unit: a block is divided between multiples of it, such as the width of a head.
+    gather_output: all outputs on every rank, by an all-gather; its gradient must be the same on all ranks.
+    enters: False where the input has entered the divided region already, as by `enter`, with other layers.
+    sequence: the dimension of the input along which the ranks hold shards of a sequence; None where they do not. The
+        gathered input is kept for backward, so that nothing is gathered twice.
+    transposed: whether the weight is stored as A.
+    overlap: whether the gradient of X travels beside the weight's; None chooses; then all ranks come here together.
+    even: False allows parts of unequal length.
+    name: what errors call it.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        process_group: Group | dist.ProcessGroup | None = None,
+        *,
+        blocks: Sequence[int] | None = None,
+        unit: int = 1,
+        gather_output: bool = False,
+        enters: bool = True,
+        sequence: int | None = None,
+        transposed: bool = False,
+        overlap: bool | None = None,
+        even: bool = True,
+        name: str = "the column-parallel layer",
+    ) -> None:
+        super().__init__(process_group)
+        dim = 1 if transposed else 0
+        self.out_features, self.in_features = weight.shape[dim], weight.shape[1 - dim]
+        blocks = tuple(blocks) if blocks is not None else (self.out_features,)
+        if sum(blocks) != self.out_features:
+            raise ValueError(f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} outputs")
+        if even:
+            check_even(f"{name} with {self.out_features} outputs", blocks, self.group.size, unit)
+        self.divide("weight", weight, Division(dim, blocks))
+        self.divide("bias", bias, Division(0, blocks))
+        self.gather_output, self._outputs = gather_output, Division(-1, blocks)
+        beside = runs_beside(overlap, self.group, weight.device)
+        self._how = _How(self.group, transposed, sequence, enters, beside)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        process_group: Group | dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> Self:
+        """Of an nn.Linear or Hugging Face's Conv1D, the same on all ranks."""
+        return cls(*_parameters(linear), process_group, transposed=is_transposed(linear), **options)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """tensor: (..., inputs). Returns this rank's outputs, or all of them."""
+        tensor, weight, bias = cast(tensor, self.weight, self.bias)
+        outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
+        if self.draws is not None and self.training:
+            self.draws.enter()
+        return gather_features(outputs, self.group, self._outputs) if self.gather_output else outputs
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
+
+
+class RowParallel(Divided):
+    """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ; b is on every rank.
+
+    input_is_parallel: False where all ranks have the whole input, of which they take their part.
+    sequence: the dimension of the output along which the ranks are left shards of a sequence; None leaves all of it.
+    The other arguments are those of `ColumnParallel`.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        process_group: Group | dist.ProcessGroup | None = None,
+        *,
+        unit: int = 1,
+        input_is_parallel: bool = True,
+        sequence: int | None = None,
+        transposed: bool = False,
+        name: str = "the row-parallel layer",
+    ) -> None:
+        super().__init__(process_group)
+        dim = 0 if transposed else 1
+        self.in_features, self.out_features = weight.shape[dim], weight.shape[1 - dim]
+        check_even(f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit)
+        self.divide("weight", weight, Division(dim, (self.in_features,)))
+        self.divide("bias", bias, None)
+        self.input_is_parallel = input_is_parallel
+        self._how = _How(self.group, transposed, sequence, False, False)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        process_group: Group | dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> Self:
+        """Of an nn.Linear or Hugging Face's Conv1D, the same on all ranks."""
+        return cls(*_parameters(linear), process_group, transposed=is_transposed(linear), **options)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """tensor: (..., this rank's inputs, or all of them). Returns all outputs, or a shard of the sequence."""
+        if self.draws is not None:
+            self.draws.leave()
+        if not self.input_is_parallel:
+            tensor = scatter_features(tensor, self.group)
+        tensor, weight, bias = cast(tensor, self.weight, self.bias)
+        outputs: Tensor = _Row.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
+
+
+def _parameters(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    is_transposed(linear)
+    weight: Any = linear.weight
+    bias: Any = linear.bias
+    return weight, bias

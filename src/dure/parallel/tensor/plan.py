@@ -1,0 +1,390 @@
+"""A model is divided from outside: a plan says which of its modules become which, and the model's code stays.
+
+    plan = {
+        "blocks.*.query_key_value": Column(blocks=3, unit=head_width),
+        "blocks.*.projection": Row(),
+        "blocks.*": Attributes("heads"),
+    }
+    parallelize(model, plan, group)
+
+A plan maps patterns of module names, as `fnmatch` has them but a name's segments one by one (`*` does not cross a dot),
+to what is done there: one thing, or several in order. Every pattern must match. Nothing is changed before all of it
+has been checked. Parameters that several modules share are divided once, and remain shared.
+
+    Column, Row             a linear layer becomes ColumnParallel, RowParallel
+    Vocabulary, Output      an embedding, an output layer divided by symbols
+    Attributes              integers of the module, such as its number of heads, are divided by the degree
+    Enter                   the module's input enters the divided region, once for several Columns inside
+    Cut                     the module takes this rank's shard of an input that all ranks have whole
+    Join                    the module's output shards are joined for a divided region behind it
+    OnShards                the module computes on shards: gradients of its parameters are summed over the ranks
+    OwnDraws                inside the module every rank draws for itself: its dropout is on shards
+
+Between a Column and the Row behind it every rank draws for itself, while the model trains, and elsewhere all draw
+alike, if they have seeded torch's generator alike (`dure.parallel.tensor.draws`).
+
+Sources: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models" (shards of a sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.functions import enter, enter_sequence, scatter_sequence, summed
+from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel, is_transposed
+from dure.parallel.tensor.opaque import opaque
+from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput
+
+
+@dataclass(frozen=True)
+class Column:
+    """blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output, enters, sequence:
+    as in `ColumnParallel`."""
+
+    blocks: int | tuple[int, ...] = 1
+    unit: int = 1
+    gather_output: bool = False
+    enters: bool = True
+    sequence: int | None = None
+
+    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        layer = ColumnParallel.from_linear(
+            linear_of(name, module),
+            at.group,
+            blocks=self._lengths(name, module),
+            unit=self.unit,
+            gather_output=self.gather_output,
+            enters=self.enters,
+            sequence=self.sequence,
+            overlap=at.overlap,
+            name=name,
+        )
+        if self.enters and not self.gather_output and self.sequence is None:
+            layer.draws = at.draws
+        return layer
+
+    def _lengths(self, name: str, module: nn.Module) -> Sequence[int]:
+        if not isinstance(self.blocks, int):
+            return self.blocks
+        weight: Any = module.weight
+        outputs = weight.shape[1 if is_transposed(module) else 0]
+        if outputs % self.blocks:
+            raise ValueError(f"{name} has {outputs} outputs, which are not {self.blocks} equal blocks: give lengths")
+        return (outputs // self.blocks,) * self.blocks
+
+
+@dataclass(frozen=True)
+class Row:
+    """unit, input_is_parallel, sequence: as in `RowParallel`."""
+
+    unit: int = 1
+    input_is_parallel: bool = True
+    sequence: int | None = None
+
+    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        layer = RowParallel.from_linear(
+            linear_of(name, module),
+            at.group,
+            unit=self.unit,
+            input_is_parallel=self.input_is_parallel,
+            sequence=self.sequence,
+            name=name,
+        )
+        layer.draws = at.draws
+        return layer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """sequence: as in `VocabularyEmbedding`."""
+
+    sequence: int | None = None
+
+    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        return VocabularyEmbedding.from_embedding(module, at.group, sequence=self.sequence, name=name)
+
+
+@dataclass(frozen=True)
+class Output:
+    """gather: all scores on every rank; False leaves their parts for `vocabulary_parallel_cross_entropy`.
+
+    enters, sequence: as in `ColumnParallel`.
+    """
+
+    gather: bool = True
+    enters: bool = True
+    sequence: int | None = None
+
+    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        return VocabularyOutput.from_linear(
+            linear_of(name, module),
+            at.group,
+            gather_output=self.gather,
+            enters=self.enters,
+            sequence=self.sequence,
+            overlap=at.overlap,
+            name=name,
+        )
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """names: attributes that are integers."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        parts = {}
+        for each in self.names:
+            value = getattr(module, each, None)
+            if not isinstance(value, int):
+                raise ValueError(f"{name or 'the model'} has no integer {each!r} that could be divided")
+            if value % at.group.size:
+                raise ValueError(
+                    f"{name or 'the model'} has {each} = {value}, not a multiple of the degree {at.group.size}: choose "
+                    f"a degree that divides it"
+                )
+            parts[each] = value // at.group.size
+
+        def divide() -> None:
+            for each, part in parts.items():
+                setattr(module, each, part)
+
+        return divide
+
+
+@dataclass(frozen=True)
+class Enter:
+    """sequence: the dimension along which the input is a shard, of which all are gathered; None: it is whole.
+
+    argument: the input's name, where it is given by name; else it is the first one.
+    """
+
+    sequence: int | None = None
+    argument: str = "hidden_states"
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group, draws, sequence = at.group, at.draws, self.sequence
+
+        def entered(tensor: Tensor) -> Tensor:
+            if torch.compiler.is_exporting() and sequence is None:
+                return opaque(entered, tensor, tensor.shape, opens=1)
+            if sequence is not None:
+                return enter_sequence(tensor, group, sequence)
+            if module.training:
+                draws.enter()
+            return enter(tensor, group)
+
+        return lambda: on_input(module, entered, self.argument)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """dim: along which the input is cut. argument: as in `Enter`."""
+
+    dim: int = 1
+    argument: str = "hidden_states"
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group, dim = at.group, self.dim
+        return lambda: on_input(module, lambda tensor: scatter_sequence(tensor, group, dim), self.argument)
+
+
+@dataclass(frozen=True)
+class Join:
+    """dim: along which the output is a shard."""
+
+    dim: int = 1
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group, dim = at.group, self.dim
+
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return enter_sequence(output, group, dim)
+
+        return lambda: _keep(module.register_forward_hook(hook))
+
+
+@dataclass(frozen=True)
+class OnShards:
+    """The sums travel when autograd has such a gradient: an all-reduce of each parameter's elements."""
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group = at.group
+
+        def over_ranks(gradient: Tensor) -> Tensor:
+            return summed(gradient, group)
+
+        def hook(module: nn.Module, inputs: Any) -> None:
+            for parameter in module.parameters():  # those of a copy of the model too, which come without hooks
+                hooks: Any = parameter._backward_hooks or {}
+                if parameter.requires_grad and over_ranks not in hooks.values():
+                    parameter.register_hook(over_ranks)  # type: ignore[no-untyped-call]
+
+        return lambda: _keep(module.register_forward_pre_hook(hook)) if group.size > 1 else None
+
+
+@dataclass(frozen=True)
+class OwnDraws:
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        draws = Draws(at.group, at.draws.device)
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if module.training:
+                draws.enter()
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            draws.leave()
+
+        def install() -> None:
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after, always_call=True)
+
+        return install
+
+
+Replacement: TypeAlias = Column | Row | Vocabulary | Output
+Change: TypeAlias = Attributes | Enter | Cut | Join | OnShards | OwnDraws
+Kind: TypeAlias = Replacement | Change
+Plan: TypeAlias = Mapping[str, Kind | Sequence[Kind]]
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a model is divided. overlap: as in `ColumnParallel`. draws: of the whole model."""
+
+    group: Group
+    overlap: bool | None
+    draws: Draws
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    process_group: Group | dist.ProcessGroup | None = None,
+    *,
+    overlap: bool | None = None,
+) -> None:
+    """Divides a model over the ranks of a group by a plan, in place. All ranks call it, with models of one shape.
+
+    Rank 0's weights and buffers become everybody's before. Optimizers are made behind it, of what is left of the
+    parameters. overlap: as in `ColumnParallel`.
+
+    Raises ValueError, with the model as it was, for a pattern that matches nothing, for a module that cannot become
+    what the plan says, for a degree that does not divide it, and for a model that is divided already.
+    """
+    group = Group.of(process_group)
+    if any(isinstance(module, Divided) for module in model.modules()):
+        raise ValueError("this model is divided already: divide a new one, and load_whole a state into it")
+    found = [(name, kind) for pattern, kinds in plan.items() for name, kind in _matches(model, pattern, kinds)]
+    for tensor in (*model.parameters(), *model.buffers()):
+        group.broadcast_values([tensor.detach()], counted=False)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    at = At(group, overlap, Draws(group, device))
+    layers: dict[int, Divided] = {}
+    changes: list[Callable[[], None]] = []
+    for name, kind in found:
+        module = model.get_submodule(name)
+        if isinstance(kind, Replacement):
+            if name == "":
+                raise ValueError("a plan divides layers inside a model, and cannot replace the model itself")
+            layers.setdefault(id(module), kind.make(name, module, at))
+        else:
+            changes.append(kind.change(name, module, at))
+    _share(model, layers)
+    for change in changes:
+        change()
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in layers:
+            path, _, own = name.rpartition(".")
+            setattr(model.get_submodule(path), own, layers[id(module)].train(module.training))
+    _leave_at_the_end(model, at.draws)
+
+
+def _matches(model: nn.Module, pattern: str, kinds: Kind | Sequence[Kind]) -> list[tuple[str, Kind]]:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if fits(name, pattern)]
+    if not names:
+        raise ValueError(f"the plan's {pattern!r} matches no module of this {type(model).__name__}")
+    each: Sequence[Any] = kinds if isinstance(kinds, tuple | list) else [kinds]
+    for kind in each:
+        if not isinstance(kind, Kind):
+            raise ValueError(f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are")
+    return [(name, kind) for name in names for kind in each]
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a module's name matches, segment by segment."""
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
+    """Parameters that were one remain one. Raises ValueError if they are divided differently."""
+    divided: dict[int, tuple[str, nn.Parameter, object]] = {}
+    for name, module in model.named_modules():
+        layer = layers.get(id(module))
+        if layer is None:
+            continue
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            division = layer.divisions.get(own)
+            first, kept, other = divided.setdefault(id(parameter), (name, layer.get_parameter(own), division))
+            if other != division:
+                raise ValueError(f"{first} and {name} share a parameter, and the plan divides it in two ways")
+            layer.register_parameter(own, kept)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if id(module) not in layers and parameter is not None and id(parameter) in divided:
+                first = divided[id(parameter)][0]
+                raise ValueError(f"{first} and {name} share a parameter: the plan has to divide both of them")
+
+
+def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
+    """However a forward pass ends, what comes behind it draws as all ranks do."""
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        draws.forget()
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        draws.leave()
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after, always_call=True)
+
+
+def linear_of(name: str, module: nn.Module) -> nn.Module:
+    """The layer. Raises ValueError, with its name, if it is not linear."""
+    try:
+        is_transposed(module)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return module
+
+
+def on_input(module: nn.Module, function: Callable[[Tensor], Tensor], argument: str) -> None:
+    """Puts a function before a module's first argument, or the one of that name."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (function(args[0]), *args[1:]), named
+        return args, {**named, argument: function(named[argument])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _keep(handle: object) -> None:
+    """A hook that is never taken off."""

@@ -1,0 +1,167 @@
+"""Ready plans, for models whose layers are known.
+
+    dure.models.Transformer     query, key and value in one matrix; output layer tied to the embedding, or not
+    GPT-2 of Hugging Face       the same, in Conv1D
+    Llama of Hugging Face       grouped queries: heads of keys and values are divided as well; gated MLP
+    nn.Sequential, TwoNN        linear layers in pairs, a column-parallel and a row-parallel one
+
+A transformer's layer enters and leaves twice, for its attention and its MLP: two all-reduces of b·s·h elements forward
+and two backward (Shoeybi et al. 2019). Besides, the embedding sums b·s·h forward, the output layer backward.
+
+With `sequence`, between those regions every rank holds a shard of the sequence, in norms, dropout and residuals, and
+their memory is divided as well: reduce-scatters and all-gathers in the place of all-reduces, and an all-reduce of the
+gradient of each parameter there (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dure.parallel.tensor.layers import is_transposed
+from dure.parallel.tensor.plan import (
+    Attributes,
+    Column,
+    Cut,
+    Enter,
+    Join,
+    Kind,
+    OnShards,
+    Output,
+    OwnDraws,
+    Plan,
+    Row,
+    Vocabulary,
+)
+
+ELEMENT_WISE = (
+    *("ReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "LeakyReLU", "ELU", "SELU", "CELU", "ReLU6", "Softplus", "Mish"),
+    *("Hardtanh", "Hardswish", "Hardsigmoid", "LogSigmoid", "Softsign", "Dropout", "Identity"),
+)
+"""What may stand between the two layers of a pair."""
+
+
+def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = True) -> Plan:
+    """The ready plan for a model of a known class, or one derived from it.
+
+    sequence: shards of the sequence between the divided regions. gather_scores: False leaves every rank its part of
+    the scores, for `vocabulary_parallel_cross_entropy`. Raises ValueError if there is no such plan.
+    """
+    kinds = {f"{each.__module__}.{each.__name__}" for each in type(model).__mro__}
+    if "dure.models.Transformer" in kinds:
+        return _transformer(model, sequence, gather_scores)
+    gpt2, llama = "transformers.models.gpt2.modeling_gpt2.", "transformers.models.llama.modeling_llama."
+    for kind, prefix in (("GPT2LMHeadModel", "transformer."), ("GPT2Model", "")):
+        if gpt2 + kind in kinds:
+            return _gpt2(model, prefix, sequence, gather_scores)
+    for kind, prefix in (("LlamaForCausalLM", "model."), ("LlamaModel", "")):
+        if llama + kind in kinds:
+            return _llama(model, prefix, sequence, gather_scores)
+    layers = getattr(model, "layers", None) if "dure.models.TwoNN" in kinds else model
+    if isinstance(layers, nn.Sequential) and not sequence:
+        return _pairs(layers, "" if layers is model else "layers.")
+    raise ValueError(
+        f"there is no ready plan{' with sequence=True' if sequence else ''} for a {type(model).__name__}; write one: "
+        f'{{"layers.*.first": Column(), "layers.*.second": Row()}} for modules one behind the other (see '
+        f"dure.parallel.tensor.plan)"
+    )
+
+
+def _transformer(model: Any, sequence: bool, gather: bool) -> Plan:
+    along = 1 if sequence else None
+    width = model.embedding.embedding_dim // model.blocks[0].heads
+    plan: dict[str, Kind | tuple[Kind, ...]] = {
+        "embedding": Vocabulary(along),
+        "blocks.*": Attributes("heads"),
+        "blocks.*.query_key_value": Column(blocks=3, unit=width, sequence=along),
+        "blocks.*.projection": Row(unit=width, sequence=along),
+        "blocks.*.expand": Column(sequence=along),
+        "blocks.*.contract": Row(sequence=along),
+        "output": Output(gather, sequence=along),
+    }
+    if sequence:
+        plan["position"] = (Cut(0), OnShards())
+        plan["blocks.*.*_norm"] = plan["norm"] = OnShards()
+        plan[""] = OwnDraws()
+    return plan
+
+
+def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
+    if model.config.add_cross_attention:
+        raise ValueError("the ready plan for GPT-2 knows no cross-attention: write a plan for this model")
+    along = 1 if sequence else None
+    width = model.config.n_embd // model.config.n_head
+    plan: dict[str, Kind | tuple[Kind, ...]] = {
+        f"{prefix}wte": Vocabulary(),
+        f"{prefix}h.*.attn": Attributes("num_heads", "embed_dim", "split_size"),
+        f"{prefix}h.*.attn.c_attn": Column(blocks=3, unit=width, sequence=along),
+        f"{prefix}h.*.attn.c_proj": Row(unit=width, sequence=along),
+        f"{prefix}h.*.mlp.c_fc": Column(sequence=along),
+        f"{prefix}h.*.mlp.c_proj": Row(sequence=along),
+    }
+    if prefix:
+        plan["lm_head"] = Output(gather, enters=not sequence)
+    if sequence:
+        if not prefix:
+            raise ValueError("the ready plan with sequence=True needs the output layer of GPT2LMHeadModel")
+        plan[f"{prefix}h.*"] = OwnDraws()
+        plan[f"{prefix}h.0"] = Cut(1)
+        plan[f"{prefix}h.*.ln_*"] = OnShards()
+        plan[f"{prefix}ln_f"] = (OnShards(), Join(1))
+    return plan
+
+
+def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
+    along = 1 if sequence else None
+    width = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim
+    part, gate = Column(unit=width, enters=False), Column(enters=False)
+    plan: dict[str, Kind | tuple[Kind, ...]] = {
+        f"{prefix}embed_tokens": Vocabulary(),
+        f"{prefix}layers.*.self_attn": Enter(along),
+        **{f"{prefix}layers.*.self_attn.{name}_proj": part for name in "qkv"},
+        f"{prefix}layers.*.self_attn.o_proj": Row(unit=width, sequence=along),
+        f"{prefix}layers.*.mlp": Enter(along, "x"),
+        f"{prefix}layers.*.mlp.gate_proj": gate,
+        f"{prefix}layers.*.mlp.up_proj": gate,
+        f"{prefix}layers.*.mlp.down_proj": Row(sequence=along),
+    }
+    if prefix:
+        plan["lm_head"] = Output(gather, enters=not sequence)
+    if sequence:
+        if not prefix:
+            raise ValueError("the ready plan with sequence=True needs the output layer of LlamaForCausalLM")
+        plan[f"{prefix}layers.*"] = OwnDraws()
+        plan[f"{prefix}layers.0"] = Cut(1)
+        plan[f"{prefix}layers.*.*_layernorm"] = OnShards()
+        plan[f"{prefix}norm"] = (OnShards(), Join(1))
+    return plan
+
+
+def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
+    """A linear layer whose outputs reach the next one element by element makes a pair with it."""
+    plan: dict[str, Kind | tuple[Kind, ...]] = {}
+    first: str | None = None
+    for name, layer in layers.named_children():
+        if _is_linear(layer):
+            if first is not None:
+                plan[prefix + first], plan[prefix + name] = Column(), Row()
+                first = None
+            else:
+                first = name
+        elif type(layer).__name__ not in ELEMENT_WISE:
+            first = None
+    if not plan:
+        raise ValueError(
+            "there is no pair of linear layers with only element-wise layers between them in this nn.Sequential, so "
+            "there is no ready plan for it: write one"
+        )
+    return plan
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    try:
+        is_transposed(layer)
+    except ValueError:
+        return False
+    return True

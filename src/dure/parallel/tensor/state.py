@@ -1,0 +1,130 @@
+"""The whole model of a divided one: its state, to save and to load at any degree; and the norm of its gradient.
+
+The names of parameters are those of the undivided model, and so is what `whole_state_dict` returns, bit for bit:
+to divide is to copy. What travels for it is bookkeeping, and not counted by the meter.
+
+The norm of the whole gradient is sqrt(Σ_r ‖divided on r‖² + ‖replicated‖²): replicated parameters have the same
+gradient on all ranks, and count once. One number a rank is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dure.collectives.all_reduce import all_reduce
+from dure.collectives.group import Group
+from dure.parallel.tensor.division import Division
+from dure.parallel.tensor.functions import gathered
+from dure.parallel.tensor.layers import Divided
+
+
+def divisions(model: nn.Module) -> dict[str, tuple[Division, Group]]:
+    """How each divided parameter is, by all of its names."""
+    return {
+        f"{name}.{own}" if name else own: (division, module.group)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Divided)
+        for own, division in module.divisions.items()
+        if module._parameters.get(own) is not None
+    }
+
+
+def divided_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of which every rank has a part, each once."""
+    divided = divisions(model)
+    return {name: parameter for name, parameter in model.named_parameters() if name in divided}
+
+
+def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that all ranks have alike, each once."""
+    divided = divisions(model)
+    return {name: parameter for name, parameter in model.named_parameters() if name not in divided}
+
+
+@torch.no_grad()
+def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any]:
+    """The undivided model's state_dict, in memory of its own: on every rank, or on rank 0 and elsewhere empty.
+
+    All ranks call it. Tensors that the model shares, as tied weights, are one in it too.
+    """
+    divided, state, known = divisions(model), {}, {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        division, group = divided.get(name, (None, None))
+        if id(value) not in known:
+            known[id(value)] = _whole(value, division, group)
+        state[name] = known[id(value)]
+    ranks = {group.rank for _, group in divided.values()}
+    return state if everywhere or ranks <= {0} else {}
+
+
+def _whole(value: Any, division: Division | None, group: Group | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if division is None or group is None or group.size == 1:
+        return value.detach().clone()
+    return gathered(value.detach(), group.unmetered(), division)
+
+
+@torch.no_grad()
+def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads the undivided model's state into a divided one, of any degree. Every rank has the whole state.
+
+    Raises ValueError, with the model as it was, if names or shapes are not those of the undivided model.
+    """
+    divided, own = divisions(model), model.state_dict()
+    for word, names in (("misses", own.keys() - state.keys()), ("has beside the model's", state.keys() - own.keys())):
+        if names:
+            raise ValueError(f"the state {word} {', '.join(sorted(names))}: it is not that of this model")
+    parts = {}
+    for name, value in state.items():
+        division, group = divided.get(name, (None, None))
+        here = own[name]
+        if isinstance(here, Tensor):
+            shape = list(here.shape)
+            if division is not None:
+                shape[division.dim] = division.length
+            if list(value.shape) != shape:
+                raise ValueError(f"{name} has the shape {list(value.shape)} in the state, and {shape} in the model")
+        whole = division is None or group is None
+        parts[name] = value if whole else division.part(value, group.rank, group.size)  # type: ignore[union-attr]
+    model.load_state_dict(parts)
+
+
+def gradient_norm(model: nn.Module, process_group: Group | dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of the undivided model's gradient, the same on all ranks, which call it together; in float64."""
+    group, divided = Group.of(process_group), divisions(model)
+    mine: list[Tensor] = []
+    alike: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            (mine if name in divided else alike).append(parameter.grad)
+    squares = _squares(mine)
+    if group.size > 1:
+        all_reduce(squares, group, "native")
+    return (squares + _squares(alike).to(squares.device)).sqrt()[0]
+
+
+def _squares(gradients: list[Tensor]) -> Tensor:
+    if not gradients:
+        return torch.zeros(1, dtype=torch.float64)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+    return norms.square().sum().view(1)
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float, process_group: Group | dist.ProcessGroup | None = None) -> Tensor:
+    """Scales the gradient so that its norm is `max_norm` at most, as torch's clip_grad_norm_; returns the norm."""
+    norm = gradient_norm(model, process_group)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in _gradients(model):
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def _gradients(model: nn.Module) -> Iterator[Tensor]:
+    return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)

@@ -1,0 +1,62 @@
+"""Tensor parallelism: every layer's matrices are divided over the ranks, which compute each example together.
+
+    MLP        Y = GELU(X A) B     A by columns, B by rows: one all-reduce of Y forward, one of ∂X backward
+    attention  its heads           the same: query, key and value by columns, the projection by rows
+
+So a layer of a transformer sums 2 b s h numbers forward and 2 b s h backward over the ranks, for b sequences of length
+s and width h; by a ring or the backend's own all-reduce a rank sends 2(N-1)/N of each. That is why tensor neighbours
+share a host.
+
+All ranks see every example, hold 1/N of each divided layer, and walk the path of one worker.
+
+Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dure.data.partition import Description
+from dure.parallel.combined import Parallel, ParallelLearner
+from dure.parallel.mesh import Mesh
+from dure.strategy import Kind, Learner, Place
+from dure.task import Task
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Ranks divide the layers of the model.
+
+    Args:
+        batch_size: examples of a step; None is all the data.
+        sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and all-gather in place of
+            all-reduce).
+        clip_norm: the largest norm that a step's gradient may have; by default any.
+    """
+
+    batch_size: int | None = 64
+    sequence: bool = False
+    clip_norm: float | None = None
+
+    name: ClassVar[str] = "tensor-parallel"
+    kind: ClassVar[Kind] = "ranks"
+    unit: ClassVar[str] = "step"
+
+    @property
+    def label(self) -> str:
+        return "tensor parallel" + (", sequence" if self.sequence else "")
+
+    def on(self, workers: int) -> Parallel:
+        """The same on a mesh."""
+        mesh = Mesh(tensor=workers)
+        return Parallel(mesh, self.batch_size, 1, "naive", sequence=self.sequence, clip_norm=self.clip_norm)
+
+    def check(self, task: Task, workers: int | None) -> None:
+        self.on(1 if workers is None else workers).check(task, workers)
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return ParallelLearner(task, place, seed, self.on(place.group.size))

@@ -1,0 +1,202 @@
+"""What is as long as the vocabulary, divided over ranks: the embedding, the output layer, and the cross-entropy.
+
+Rank r holds the rows of a slice of the vocabulary; the first V mod N slices have one row more. The embedding of a
+symbol that another rank holds is 0 here, and the sum over the ranks is the embedding: an all-reduce of b·s·h elements
+forward, nothing backward. The output layer is a column-parallel one, whose weight may be the embedding's: both are
+divided alike, and remain one.
+
+The loss needs no scores of other ranks. With z the scores of a position and t its target,
+
+    L = log Σ_v exp(z_v - m) - (z_t - m),   m = max_v z_v
+
+takes three numbers of each position from every rank: its maximum, its sum of exponentials, its score of the target,
+which is 0 where another rank holds it. An all-reduce of n elements and one of 2n, for n positions, instead of n·V;
+backward sends nothing: ∂L/∂z_v = softmax(z)_v - [v = t].
+
+Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from dure.collectives.all_reduce import all_reduce
+from dure.collectives.arguments import lengths_of
+from dure.collectives.group import Group
+from dure.parallel.tensor.division import Division
+from dure.parallel.tensor.functions import leave, leave_sequence
+from dure.parallel.tensor.layers import ColumnParallel, Divided
+from dure.parallel.tensor.rooms import room
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class VocabularyEmbedding(Divided):
+    """nn.Embedding whose rows are divided; its output is the whole embedding, on every rank.
+
+    weight: undivided, the same on all ranks. sequence: the dimension of the output along which the ranks are left
+    shards of it; None leaves all of it.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        process_group: Group | dist.ProcessGroup | None = None,
+        *,
+        padding_idx: int | None = None,
+        sequence: int | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        division = Division(0, (self.num_embeddings,))
+        self.divide("weight", weight, division)
+        lengths = division.lengths(self.group.size)
+        self.start, self.rows = sum(lengths[: self.group.rank]), lengths[self.group.rank]
+        self.padding_idx, self.sequence = padding_idx, sequence
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Module,
+        process_group: Group | dist.ProcessGroup | None = None,
+        *,
+        sequence: int | None = None,
+        name: str = "the embedding",
+    ) -> Self:
+        """Of an nn.Embedding, the same on all ranks. Raises ValueError for what cannot be divided."""
+        if not isinstance(embedding, nn.Embedding):
+            raise ValueError(f"{name} is a {type(embedding).__name__}: only an nn.Embedding is divided by its rows")
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has not")
+        return cls(embedding.weight, process_group, padding_idx=embedding.padding_idx, sequence=sequence)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """indices: any shape, of the whole vocabulary."""
+        if self.group.size == 1:
+            return F.embedding(indices, self.weight, self.padding_idx)  # type: ignore[arg-type]
+        here = (indices >= self.start) & (indices < self.start + self.rows)
+        known = (indices >= 0) & (indices < self.num_embeddings)
+        if not bool(known.all()):
+            raise IndexError(f"an index is outside of the vocabulary of {self.num_embeddings}")
+        learns = here if self.padding_idx is None else here & (indices != self.padding_idx)
+        own = self._rows((indices - self.start).clamp(0, max(0, self.rows - 1)), here, learns)
+        if self.sequence is not None:
+            return leave_sequence(own, self.group, self.sequence)
+        return leave(own, self.group)
+
+    def _rows(self, local: Tensor, here: Tensor, learns: Tensor) -> Tensor:
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        if not self.rows:  # a vocabulary shorter than the degree
+            return weight.sum() + weight.new_zeros(*local.shape, self.embedding_dim)
+        found = F.embedding(local, weight)
+        if learns is not here:
+            found = torch.where(learns[..., None], found, found.detach())
+        return found.masked_fill(~here[..., None], 0)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, degree={self.group.size}"
+
+
+class VocabularyOutput(ColumnParallel):
+    """The layer from hidden states to scores: `ColumnParallel` by symbols, as `VocabularyEmbedding` divides them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, even=False, **options)
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, targets: Tensor, group: Group, start: int, ignore_index: int) -> Tensor:
+        """scores: (n, this rank's symbols); returns the loss of each position, 0 where it is ignored."""
+        positions, symbols = scores.shape
+        maximum = room((positions,), scores, group)
+        if symbols:
+            torch.amax(scores, 1, out=maximum)
+        else:
+            maximum.fill_(-torch.inf)
+        if group.size > 1:
+            all_reduce(maximum, group, "native", "max")
+        numbers = room((2, positions), scores, group)
+        shares = (scores - maximum[:, None]).exp_()
+        torch.sum(shares, 1, out=numbers[0])
+        here = (targets >= start) & (targets < start + symbols)
+        local = (targets - start).clamp(0, max(0, symbols - 1))[:, None]
+        if symbols:
+            numbers[1].copy_(scores.gather(1, local)[:, 0] - maximum).masked_fill_(~here, 0)
+        else:
+            numbers[1].zero_()
+        if group.size > 1:
+            all_reduce(numbers, group, "native")
+        ignored = targets == ignore_index
+        shares.div_(numbers[0][:, None])
+        ctx.save_for_backward(shares, local, here, ignored)
+        return (numbers[0].log() - numbers[1]).masked_fill_(ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        shares, local, here, ignored = ctx.saved_tensors
+        gradient = gradient.masked_fill(ignored, 0)[:, None]
+        of_scores = shares * gradient
+        if shares.shape[1]:
+            of_scores.scatter_add_(1, local, -(gradient * here[:, None]))
+        return of_scores, None, None, None, None
+
+
+def vocabulary_parallel_cross_entropy(
+    scores_part: Tensor,
+    targets: Tensor,
+    process_group: Group | dist.ProcessGroup | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    *,
+    vocabulary: int | None = None,
+) -> Tensor:
+    """`F.cross_entropy` of scores that are divided by symbols, with its value and gradient; the same on all ranks.
+
+    scores_part: this rank's scores, with the symbols in dimension 1, or 0 if it is the only one. targets: indices of
+    the whole vocabulary, the same on all ranks. vocabulary: how many symbols there are; None asks all ranks, in a
+    short message. Raises ValueError for what does not fit together.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"there is no reduction {reduction!r}; choose mean, sum or none")
+    if scores_part.dim() == 1:
+        scores_part, single = scores_part[None], True
+    else:
+        single = False
+    symbols, shape = scores_part.shape[1], scores_part.shape[:1] + scores_part.shape[2:]
+    flat_targets = targets.reshape(-1)
+    if targets.numel() != shape.numel() or (not single and targets.shape != shape):
+        raise ValueError(f"targets of shape {list(targets.shape)} do not fit scores for {list(shape)} positions")
+    group = Group.of(process_group)
+    start, total = _slice_of_vocabulary(group, symbols, vocabulary)
+    outside = (flat_targets != ignore_index) & ((flat_targets < 0) | (flat_targets >= total))
+    if bool(outside.any()):
+        raise IndexError(f"target {int(flat_targets[outside][0])} is outside of the vocabulary of {total}")
+    flat = scores_part.movedim(1, -1).reshape(shape.numel(), symbols)
+    losses: Tensor = _CrossEntropy.apply(flat, flat_targets, group, start, ignore_index)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses[0] if single else losses.view(shape)
+    total_loss = losses.sum()
+    return total_loss if reduction == "sum" else total_loss / (flat_targets != ignore_index).sum()
+
+
+def _slice_of_vocabulary(group: Group, symbols: int, vocabulary: int | None) -> tuple[int, int]:
+    """Where this rank's symbols begin, and how many there are."""
+    if vocabulary is None:
+        lengths = [int(length) for (length,) in group.all_gather_values([float(symbols)], "the vocabulary's parts")]
+        return sum(lengths[: group.rank]), sum(lengths)
+    lengths = lengths_of(vocabulary, group.size)
+    if lengths[group.rank] != symbols:
+        raise ValueError(
+            f"rank {group.rank} of {group.size} holds {lengths[group.rank]} of {vocabulary} symbols, and not {symbols}"
+        )
+    return sum(lengths[: group.rank]), vocabulary

@@ -1,0 +1,192 @@
+"""Plans: what they send, what they refuse; whole states; the norm of the gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from divided import apart, at_all_degrees, backward, enliven, mlp, own_scores, texts, train, transformer
+from torch import nn
+
+import dure
+from dure.collectives.group import Group
+from dure.parallel.tensor import (
+    Attributes,
+    Column,
+    Output,
+    Row,
+    Vocabulary,
+    clip_gradients,
+    divided_parameters,
+    gradient_norm,
+    load_whole,
+    parallelize,
+    plan_for,
+    replicated_parameters,
+    vocabulary_parallel_cross_entropy,
+    whole_state_dict,
+)
+
+LAYERS, WIDTH, CONTEXT, BATCH = 2, 16, 8, 3
+
+
+def bytes_of_a_step(group: Group) -> list[int]:
+    """Without sequence and with it; then of gathered scores."""
+    sent = []
+    ((inputs, targets),) = texts(1)
+    for sequence in (False, True):
+        model = transformer()
+        parallelize(model, plan_for(model, sequence=sequence, gather_scores=False), group)
+        before = group.meter.counters.bytes_sent
+        vocabulary_parallel_cross_entropy(model(inputs), targets, group).backward()  # type: ignore[no-untyped-call]
+        sent.append(group.meter.counters.bytes_sent - before)
+    return sent
+
+
+def test_bytes() -> None:
+    """Two all-reduces of b·s·h elements forward and two backward a layer, one each for embedding and output layer."""
+    for size, rows in at_all_degrees(bytes_of_a_step).items():
+
+        def all_reduce(n: int, size: int = size) -> int:
+            return 8 * (2 * (size - 1) * n // size)
+
+        n = BATCH * CONTEXT * WIDTH
+        loss = all_reduce(BATCH * CONTEXT) + all_reduce(2 * BATCH * CONTEXT)
+        plain = (4 * LAYERS + 2) * all_reduce(n) + loss
+        norms = (2 * LAYERS + 1) * 2 * all_reduce(WIDTH) + all_reduce(CONTEXT * WIDTH)
+        assert rows == [[plain, plain + norms]] * size
+
+
+def states(group: Group) -> list[bool]:
+    """A whole state goes into any degree and comes back, bit for bit."""
+    found = []
+    for tied in (False, True):
+        source = transformer(tied)
+        enliven(source)
+        state = source.state_dict()
+        model = transformer(tied)
+        parallelize(model, plan_for(model), group)
+        load_whole(model, state)
+        whole = whole_state_dict(model)
+        found.append(all(torch.equal(whole[name], value) for name, value in state.items()))
+        undivided = transformer(tied)
+        undivided.load_state_dict(whole)
+        found.append(apart(undivided.state_dict(), state) == 0)
+        found.append((whole["output.weight"] is whole["embedding.weight"]) == tied)
+        found.append((model.output.weight is model.embedding.weight) == tied)
+        on_root = whole_state_dict(model, everywhere=False)
+        found.append(bool(on_root) == (group.rank == 0))
+        with pytest.raises(ValueError, match=r"the state misses norm\.weight: it is not that of this model"):
+            load_whole(model, {name: value for name, value in state.items() if name != "norm.weight"})
+        with pytest.raises(ValueError, match="the state has beside the model's more:"):
+            load_whole(model, {**state, "more": torch.zeros(1)})
+        with pytest.raises(ValueError, match=r"norm.weight has the shape \[3\] in the state, and \[16\] in the model"):
+            load_whole(model, {**state, "norm.weight": torch.zeros(3)})
+        divided, replicated = divided_parameters(model), replicated_parameters(model)
+        found.append(divided.keys() | replicated.keys() == dict(model.named_parameters()).keys())
+        found.append("blocks.0.expand.bias" in divided and "blocks.0.contract.bias" in replicated)
+    return found
+
+
+def test_whole_states() -> None:
+    for rows in at_all_degrees(states).values():
+        assert all(map(all, rows)), rows
+
+
+def norms(group: Group) -> float:
+    worst = 0.0
+    for sequence in (False, True):
+        (batch,) = texts(1)
+        alone, model = transformer(), transformer()
+        parallelize(model, plan_for(model, sequence=sequence), group)
+        backward(alone, batch)
+        backward(model, batch)
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        worst = max(worst, abs(float(gradient_norm(model, group) - expected)))
+        worst = max(worst, abs(float(clip_gradients(model, 0.5, group) - expected)))
+        worst = max(worst, abs(float(gradient_norm(model, group)) - 0.5))
+        copied = copy.deepcopy(model)  # with its hooks
+        copied.zero_grad()
+        before = train(copied, texts(2))
+        fresh = transformer()
+        worst = max(worst, *(abs(a - b) for a, b in zip(before, train(fresh, texts(2)), strict=True)))
+    return worst
+
+
+def test_norm_of_the_gradient() -> None:
+    for rows in at_all_degrees(norms).values():
+        assert max(rows) < 1e-5  # torch divides by the norm and a millionth
+
+
+class Unknown(nn.Module):
+    pass
+
+
+def refusals(group: Group) -> None:
+    def refused(model: nn.Module, plan: Any, message: str) -> None:
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, plan, group)
+        assert apart(model.state_dict(), before) == 0
+        assert not divided_parameters(model)
+
+    refused(mlp(), {"nothing.*": Column()}, r"the plan's 'nothing.\*' matches no module of this Sequential")
+    refused(mlp(), {"0": "column"}, "the plan says 'column' for '0', which is none of the kinds")
+    refused(mlp(), {"1": Column()}, "1: a Tanh is no linear layer")
+    refused(mlp(), {"0": Column(), "2": Vocabulary()}, "2 is a Linear: only an nn.Embedding")
+    refused(mlp(), {"": Row()}, "cannot replace the model itself")
+    refused(mlp(), {"0": Attributes("heads")}, "0 has no integer 'heads'")
+    refused(mlp(), {"0": Column(blocks=5)}, "0 has 12 outputs, which are not 5 equal blocks")
+    tied = transformer(True)
+    refused(tied, {"embedding": Vocabulary()}, "embedding and output share a parameter: the plan has to divide both")
+    with pytest.raises(ValueError, match="there is no ready plan for a Unknown; write one"):
+        plan_for(Unknown())
+    with pytest.raises(ValueError, match="there is no ready plan with sequence=True for a Sequential"):
+        plan_for(mlp(), sequence=True)
+    with pytest.raises(ValueError, match="there is no pair of linear layers"):
+        plan_for(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)))
+    if group.size == 4:
+        odd = transformer(heads=2)
+        refused(odd, plan_for(odd), "blocks.0 has heads = 2, not a multiple of the degree 4")
+        refused(mlp(), {"6": Row(), "8": Column()}, "8 with 3 outputs has 3 to divide, not a multiple of the degree 4")
+    done = mlp()
+    parallelize(done, plan_for(done), group)
+    with pytest.raises(ValueError, match="this model is divided already"):
+        parallelize(done, {"0": Column()}, group)
+
+
+def test_refusals() -> None:
+    at_all_degrees(refusals)
+
+
+def test_ready_plans_of_multilayer_perceptrons() -> None:
+    plan = plan_for(mlp())
+    assert plan == {"0": Column(), "2": Row(), "4": Column(), "6": Row()}
+    assert plan_for(dure.models.TwoNN()) == {"layers.1": Column(), "layers.3": Row()}
+    assert plan_for(transformer())["output"] == Output()
+
+
+def dropped(group: Group) -> None:
+    """With dropout, in shards and without: all ranks learn the same, and go on drawing the same."""
+    for sequence in (False, True):
+        model = transformer(dropout=0.3)
+        parallelize(model, plan_for(model, sequence=sequence), group)
+        torch.manual_seed(9)
+        train(model, texts(3), own_scores)
+        state = [float(value.double().sum()) for value in whole_state_dict(model).values()]
+        rows = group.all_gather_values([*state, float(torch.rand(()))])
+        assert all(row == rows[0] for row in rows)
+        with pytest.raises(IndexError):
+            model(texts(1)[0][0] + 13)
+        rows = group.all_gather_values([float(torch.rand(()))])
+        assert all(row == rows[0] for row in rows)
+        model.eval()
+        with torch.no_grad():
+            one, other = (model(texts(1)[0][0]) for _ in range(2))
+        assert torch.equal(one, other)
+
+
+def test_dropout_leaves_ranks_alike() -> None:
+    at_all_degrees(dropped)
