@@ -35,10 +35,14 @@ if TYPE_CHECKING:
     from dure.data.partition import NaturalKey as NaturalKey
     from dure.data.partition import QuantitySkew as QuantitySkew
     from dure.federated.fed_avg import FedAvg as FedAvg
+    from dure.parallel.combined import Parallel as Parallel
     from dure.parallel.data import DataParallel as DataParallel
     from dure.parallel.hogwild import Hogwild as Hogwild
     from dure.parallel.layers import LayersPerCore as LayersPerCore
+    from dure.parallel.mesh import Mesh as Mesh
+    from dure.parallel.pipeline.strategy import Pipeline as Pipeline
     from dure.parallel.single import SingleWorker as SingleWorker
+    from dure.parallel.tensor.strategy import TensorParallel as TensorParallel
     from dure.parallel.zero.strategy import ZeRO as ZeRO
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
@@ -78,7 +82,11 @@ _WHERE = {
     "DataParallel": "dure.parallel.data",
     "Hogwild": "dure.parallel.hogwild",
     "LayersPerCore": "dure.parallel.layers",
+    "Mesh": "dure.parallel.mesh",
+    "Parallel": "dure.parallel.combined",
+    "Pipeline": "dure.parallel.pipeline.strategy",
     "SingleWorker": "dure.parallel.single",
+    "TensorParallel": "dure.parallel.tensor.strategy",
     "ZeRO": "dure.parallel.zero.strategy",
     "Run": "dure.record.run",
     "load_run": "dure.record.run",

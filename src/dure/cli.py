@@ -231,12 +231,24 @@ def _show_run(run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool,
         print(json.dumps(done.summary))
     elif not quiet:
         error_console().print(table([done.summary]))
+        if "facts" in done.summary:
+            _say_stages(folder)
         print(f"run folder: {folder}", file=sys.stderr)
     if done.summary["ended"] != "interrupt":
         return 0
     if not quiet:
         print(f"interrupted; go on with: dure train --resume {folder}", file=sys.stderr)
     return 130
+
+
+def _say_stages(folder: Path) -> None:
+    """A line on the stages and the bubble of a pipeline, if there was one."""
+    from dure.report.pipeline import in_a_line
+    from dure.report.read import read_run
+
+    line = in_a_line(read_run(folder))
+    if line is not None:
+        print(line, file=sys.stderr)
 
 
 def _compare(given: list[str]) -> int:
@@ -373,7 +385,7 @@ def _world(
     devices: tuple[str, ...] = (),
 ) -> World:
     """The world for a strategy and the flags --workers, --deadline, --backend, --world and --devices."""
-    from dure.strategies import default_world
+    from dure.strategies import default_world, ranks_of
     from dure.worlds.here import under_torchrun
     from dure.worlds.processes import Processes
     from dure.worlds.threads import Threads
@@ -395,7 +407,7 @@ def _world(
         if workers not in (None, 1):
             raise ValueError(f"single-worker is one worker: leave out --workers {workers}, or take data-parallel")
         return Processes(1, deadline, backend)
-    return Processes(workers, deadline, backend)
+    return Processes(workers if workers is not None else ranks_of(strategy), deadline, backend)
 
 
 def _file_name(task: Task) -> str:

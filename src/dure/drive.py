@@ -31,7 +31,7 @@ from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_c
 from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
 from dure.stop import Stop
-from dure.strategy import CHECKPOINT, INTERRUPT, STOP, Learner, Parted, Place, Progress, Strategy
+from dure.strategy import CHECKPOINT, INTERRUPT, STOP, Learner, Parted, Place, Progress, Strategy, Telling
 from dure.task import Task
 from dure.threads import threads, threads_for
 
@@ -368,6 +368,9 @@ class Driver:
         workers = self._all_counters()
         lanes = self._lanes()
         summary = summarise(self.job, self.learner, self.position, self.history, ended, names, workers)
+        if isinstance(self.learner, Telling):
+            told = self.group.gather_bytes(msgspec.json.encode(self.learner.facts()))
+            summary["facts"] = [msgspec.json.decode(facts) for facts in told]
         weights = {name: tensor.detach().clone() for name, tensor in self.learner.weights().items()}
         buffers = {name: tensor.detach().clone() for name, tensor in self.learner.state()["buffers"].items()}
         if self.folder is not None:

@@ -58,7 +58,13 @@ def default_world(strategy: Strategy) -> World:
         return Torchrun()
     if strategy.kind == "threads":
         return Threads()
-    return Processes(1) if strategy.name == "single-worker" else Processes()
+    return Processes(1) if strategy.name == "single-worker" else Processes(ranks_of(strategy))
+
+
+def ranks_of(strategy: Strategy) -> int | None:
+    """How many ranks a strategy itself says that there are: those of its mesh."""
+    mesh = getattr(strategy, "mesh", None)
+    return mesh.size if mesh is not None else None
 
 
 def encode(thing: Strategy | World) -> dict[str, Any]:

@@ -93,6 +93,14 @@ class Parted(Protocol):
         """What only this rank holds, as a tree for checkpoints: `restore` finds all ranks' in state["parts"]."""
 
 
+@runtime_checkable
+class Telling(Protocol):
+    """A learner that has something to say of what lies where, for the report. The driver gathers it at the end."""
+
+    def facts(self) -> dict[str, Any]:
+        """What this rank holds, as JSON; summary.json has all ranks' under "facts". It speaks with no other rank."""
+
+
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import torch
@@ -33,6 +33,7 @@ from dure.data.partition import Description
 from dure.devices import to_cpu, to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import ratio
+from dure.parallel.facts import facts_of
 from dure.parallel.mesh import Mesh, groups_on
 from dure.parallel.pipeline import validate
 from dure.parallel.pipeline.apart import Remaining
@@ -52,6 +53,8 @@ from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.plan import Plan
 from dure.parallel.tensor.ready import plan_for
 from dure.parallel.tensor.state import divisions, whole_state_dict
+from dure.parallel.zero.away import gradient_of, set_gradient
+from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes, weights_to_bytes
 from dure.record.meter import Meter
@@ -86,6 +89,7 @@ class Parallel:
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
+        zero: 1 divides the optimizer's state over the ranks of a data group.
         clip_norm: the largest norm that a step's gradient may have; by default any.
     """
 
@@ -98,6 +102,7 @@ class Parallel:
     balance: Balance = "estimated"
     recompute: bool = False
     sequence: bool = False
+    zero: Literal[0, 1] = 0
     clip_norm: float | None = None
 
     name: ClassVar[str] = "parallel"
@@ -140,6 +145,12 @@ class Parallel:
         validate.check(schedule)
         model = seeded_model(task, 0)
         train, _ = examples_for(model, task)
+        if self.mesh.tensor > 1:
+            plan_of(model, self.sequence)
+            if self.sequence and self.mesh.pipeline > 1:
+                raise ValueError("a model whose sequences are divided cannot be cut into stages: sequence or pipeline")
+        if self.mesh.tensor > 1 and schedule.stages == 1:
+            return
         cut = CutModel(model, partial(sample, train), schedule.stages, self.examples(len(train)))
         cut.decide(cut.choose(self.cut, "estimated"))
 
@@ -176,7 +187,18 @@ class ParallelLearner:
         self._flops = flops_per_step(self.model, self.train_examples, self._share()) / strategy.mesh.pipeline
         self._first_name = first_names(self.model)
         self._cut()
-        self.optimizer = task.optimizer(list(self.parameters.values())) if self.parameters else None
+        self._make_optimizer()
+
+    def _make_optimizer(self) -> None:
+        """The optimizer of what this rank holds; its state is divided over the data group, if that is asked for."""
+        self.zero: ZeroRedundancy | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self.parameters and self.strategy.zero and self.groups.data.size > 1:
+            holder = nn.ParameterList(self.parameters.values())
+            self.zero = ZeroRedundancy(holder, self.task.optimizer, 1, self.groups.data, reduce="sum", prefetch=0)
+            self.optimizer = self.zero.optimizer
+        elif self.parameters:
+            self.optimizer = self.task.optimizer(list(self.parameters.values()))
 
     def _share(self) -> int:
         """Examples of a step in this pipeline."""
@@ -232,7 +254,8 @@ class ParallelLearner:
             for name, parameter in self.model.named_parameters()
             if name in held and parameter.requires_grad
         }
-        self.tied = [name for name in self.parameters if len(self.keepers[name]) > 1]
+        shared = [name for name in self.parameters if len(self.keepers[name]) > 1]
+        self.tied = [name for name in shared if name in self.cut.reference.learned] if shared else []
 
     def _own_draws(self) -> int | None:
         """This rank's place in its tensor group while it computes inside a divided layer's region."""
@@ -329,7 +352,8 @@ class ParallelLearner:
         group = self.groups.pipeline
         for name in self.tied:
             parameter, ranks = self.parameters[name], self.keepers[name]
-            mine = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            found = gradient_of(parameter)
+            mine = found if found is not None else torch.zeros_like(parameter)
             others = [rank for rank in ranks if rank != group.rank]
             arrived = {rank: torch.empty_like(mine) for rank in others}
             end = group.begin_transfer(
@@ -338,14 +362,16 @@ class ParallelLearner:
                 [(arrived[rank], rank) for rank in others],
             )
             end()
-            parameter.grad = sum(
-                (arrived.get(rank, mine) for rank in ranks[1:]), start=arrived.get(ranks[0], mine).clone()
-            )
+            total = sum((arrived.get(rank, mine) for rank in ranks[1:]), start=arrived.get(ranks[0], mine).clone())
+            set_gradient(parameter, total)
 
     @torch.no_grad()
     def _sum_over_replicas(self) -> None:
         group = self.groups.data
         if group.size == 1 or not self.parameters:
+            return
+        if self.zero is not None:
+            self.zero.reduce()
             return
         started = time.perf_counter()
         parameters = list(self.parameters.values())
@@ -377,19 +403,28 @@ class ParallelLearner:
         """
         divided = divisions(self.model)
         squares = [
-            float(parameter.grad.double().square().sum())
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None
-            and self.keepers[name][0] == self.at.pipeline
-            and (name in divided or self.at.tensor == 0)
+            float(gradient.double().square().sum())
+            for name, gradient in self._summed_gradients()
+            if self.keepers[name][0] == self.at.pipeline and (name in divided or self.at.tensor == 0)
         ]
         rows = self.group.all_gather_values([sum(squares)], "the norm of the gradient")
-        first = [rank for rank in range(self.group.size) if self.strategy.mesh.coordinates(rank).data == 0]
-        total = sum(rows[rank][0] for rank in first)
+        alike = 1 if self.zero is not None else self.strategy.mesh.data  # else each replica has the whole
+        total = sum(row[0] for row in rows) / alike
         scale = min(1.0, largest / (math.sqrt(total) + 1e-6))
-        for parameter in self.parameters.values():
-            if parameter.grad is not None and scale < 1:
-                parameter.grad *= scale
+        for _, gradient in self._summed_gradients():
+            if scale < 1:
+                gradient *= scale
+
+    def _summed_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer will use here: gradients, or with ZeRO this rank's parts of them, by name."""
+        if self.zero is None:
+            yield from ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
+            return
+        names = list(self.parameters)
+        for share in self.zero.trained:
+            for held in share.held:
+                if held.part.grad is not None:
+                    yield names[int(share.block.names[held.place])], held.part.grad
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""
@@ -442,7 +477,7 @@ class ParallelLearner:
         """The optimizer's state of what this rank holds, by name."""
         if self.optimizer is None:
             return {"groups": [], "state": {}}
-        written = to_cpu(self.optimizer.state_dict())
+        written = to_cpu((self.zero.optimizer_state_dict if self.zero else self.optimizer.state_dict)())
         names = self._names_in_the_optimizer()
         divided = divisions(self.model)
         states = {
@@ -457,6 +492,8 @@ class ParallelLearner:
     def _names_in_the_optimizer(self) -> list[str]:
         """The parameters' names in the order in which the optimizer counts them."""
         assert self.optimizer is not None
+        if self.zero is not None:
+            return list(self.parameters)
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         return [names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
@@ -497,6 +534,9 @@ class ParallelLearner:
                         division, group = divided[name]
                         value = division.part(value, group.rank, group.size)
                     own[name].copy_(value)
+        if self.zero is not None:
+            held_here = {str(i): parameter.detach().clone() for i, parameter in enumerate(self.parameters.values())}
+            self.zero.load_state_dict(held_here)
         buffers = {name: value for name, value in state["buffers"].items() if name in held}
         load_passing_buffers(self.model, buffers)
         if self.optimizer is not None:
@@ -507,13 +547,18 @@ class ParallelLearner:
             names = self._names_in_the_optimizer()
             settings = {name: group for part in state["parts"] for group in part["groups"] for name in group["params"]}
             groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict(
+            load_state = self.zero.load_optimizer_state_dict if self.zero else self.optimizer.load_state_dict
+            load_state(
                 {
                     "state": {index: states[name] for index, name in enumerate(names) if name in states},
                     "param_groups": [{**settings[names[g["params"][0]]], "params": g["params"]} for g in groups],
                 }
             )
         self.step = state["step"]
+
+    def facts(self) -> dict[str, Any]:
+        """What this rank holds, for the report: see `dure.parallel.facts`."""
+        return facts_of(self)
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

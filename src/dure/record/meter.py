@@ -3,17 +3,22 @@
 Bytes are payload: what a tensor or a message holds, without the framing of the transport. Seconds are wall time
 in three kinds: compute (forward, backward, update), communication (transfers that the worker waited for), idle (waiting
 for the slowest peer to arrive; see `dure.parallel.data`). Transfers that ran while the worker computed are counted
-beside them, as hidden: the share hidden / (hidden + communication) says how well a system overlaps the two.
+beside them, as hidden: the share hidden / (hidden + communication) says how well a system overlaps the two. Transfers
+inside a computation, as those in the layers of tensor parallelism, are taken out of it: no second counts twice.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from dure.record.trace import Trace
+
+MOST_INSIDE = 100_000
+"""Transfers inside computations that wait for the end of theirs; evaluations have some that nobody asks for."""
 
 
 class Counters(msgspec.Struct):
@@ -63,6 +68,10 @@ class Meter:
         self.name = name
         self.trace = trace
         self.counters = Counters()
+        self.inside_seconds, self.inside_steps = 0.0, 0
+        """Seconds of the transfers inside computations (`inside`), and the steps that had any."""
+        self._inside: deque[tuple[str, float, float]] = deque(maxlen=MOST_INSIDE)
+        self._inside_step: int | None = None
 
     def sent(self, nbytes: int) -> None:
         self.counters.bytes_sent += nbytes
@@ -73,8 +82,28 @@ class Meter:
 
     def compute(self, name: str, start: float, end: float, step: int) -> None:
         """The worker computed from `start` to `end` (seconds of `time.perf_counter`)."""
-        self.counters.compute_seconds += end - start
+        inside = self._taken_out(start, step) if self._inside else 0.0
+        self.counters.compute_seconds += end - start - inside
+        self.counters.communication_seconds += inside
         self.mark(name, "compute", start, end, step)
+
+    def inside(self, name: str, start: float, end: float) -> None:
+        """The worker was in a transfer, inside of what `compute` will be told of: it is communication, not compute."""
+        if self.trace is not None:  # else nobody may ever ask
+            self._inside.append((name, start, end))
+
+    def _taken_out(self, start: float, step: int) -> float:
+        """Seconds of the transfers since `start`; earlier ones were inside of what is not counted."""
+        seconds = 0.0
+        while self._inside:
+            name, began, ended = self._inside.popleft()
+            if began >= start:
+                seconds += ended - began
+                self.mark(name, "communication", began, ended, step, f"{self.name}, inside")
+        self.inside_seconds += seconds
+        if seconds and step != self._inside_step:
+            self.inside_steps, self._inside_step = self.inside_steps + 1, step
+        return seconds
 
     def communication(
         self,

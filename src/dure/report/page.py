@@ -11,6 +11,8 @@ from typing import Any
 from dure.report import charts
 from dure.report.document import document, plotly_source, section, source
 from dure.report.parts import bar, legend, percents, swatch, world
+from dure.report.pipeline import pipelines
+from dure.report.ranks import holdings
 from dure.report.read import Run, Runs, Worker, number, read_runs
 from dure.report.table import table
 from dure.report.words import count, duration, escape, size
@@ -47,6 +49,8 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         table(runs),
         _curves(runs.runs) if curves else "",
         _time_bars(runs.runs),
+        pipelines(runs.runs),
+        holdings(runs.runs),
         _timelines(runs.runs, timelines),
         _partitions(partitions),
         _footer(runs.runs),

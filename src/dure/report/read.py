@@ -55,13 +55,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing a lane did; `start` and `duration` in milliseconds since the run began."""
+    """One thing a lane did; `start` and `duration` in milliseconds since the run began. The name ends with the step."""
 
     lane: int
     name: str
     category: str
     start: float
     duration: float
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,32 @@ class Partition:
     counts: Sequence[int]
     histograms: Sequence[Sequence[int]] | None
     classes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Of a pipeline: the module in which it begins, its parameters, and the bytes of a full step over the boundary
+    behind it, values there and gradients back."""
+
+    number: int
+    begins: str
+    parameters: int
+    there: int
+    back: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank of a mesh told of itself. at: data, pipeline and tensor index. held: bytes of parameters, gradients,
+    optimizer and buffers. inside: seconds of collectives in its layers, per step."""
+
+    name: str
+    at: tuple[int, int, int]
+    stages: Sequence[Stage]
+    held: Mapping[str, float]
+    peak_memory: float | None
+    inside: float | None
+    schedule: str | None
 
 
 @dataclass(frozen=True)
@@ -125,6 +152,7 @@ class Run:
     trace: Trace | None
     partition: Partition | None
     notes: Sequence[str]
+    ranks: Sequence[Rank] = ()
 
 
 @dataclass(frozen=True)
@@ -181,6 +209,7 @@ def read_run(folder: Path) -> Run:
         trace=_trace(folder / "trace.json", notes),
         partition=_partition(config),
         notes=notes,
+        ranks=_ranks(summary),
     )
 
 
@@ -367,11 +396,46 @@ def _trace(path: Path, notes: list[str]) -> Trace | None:
             if start is not None and length is not None and length >= 0:
                 step = number(arguments.get("step"))
                 name = str(event.get("name", "")) + ("" if step is None else f" {step:.0f}")
-                spans.append(Span(lane, name, str(event.get("cat", "")), start / 1000, length / 1000))
+                category, at = str(event.get("cat", "")), None if step is None else int(step)
+                spans.append(Span(lane, name, category, start / 1000, length / 1000, at))
     if not spans:
         return None
     spans.sort(key=lambda span: span.start)
     return Trace({**{span.lane: f"lane {span.lane}" for span in spans}, **lanes}, spans, dropped)
+
+
+def _ranks(summary: Mapping[str, Any]) -> list[Rank]:
+    """The ranks that told something of themselves; empty where one of them did not."""
+    told = [_mapping(facts) for facts in _list(summary.get("facts"))]
+    workers = [_mapping(worker) for worker in _list(summary.get("per_worker"))]
+    if len(told) != len(workers):
+        return []
+    ranks: list[Rank] = []
+    for facts, worker in zip(told, workers, strict=True):
+        at = [number(_mapping(facts.get("at")).get(axis)) for axis in ("data", "pipeline", "tensor")]
+        if None in at or not isinstance(facts.get("held"), dict):
+            return []
+        inside = _mapping(facts.get("inside"))
+        seconds, steps = number(inside.get("seconds")), number(inside.get("steps"))
+        ranks.append(
+            Rank(
+                name=str(worker.get("name", f"rank {len(ranks)}")),
+                at=(int(at[0] or 0), int(at[1] or 0), int(at[2] or 0)),
+                stages=[_stage(_mapping(stage)) for stage in _list(facts.get("stages"))],
+                held=_numbers(facts["held"]),
+                peak_memory=number(worker.get("peak_memory")) or None,
+                inside=seconds / steps if seconds and steps else None,
+                schedule=_text(facts.get("schedule")),
+            )
+        )
+    return ranks
+
+
+def _stage(raw: Mapping[str, Any]) -> Stage:
+    def whole(key: str) -> int:
+        return int(number(raw.get(key)) or 0)
+
+    return Stage(whole("stage"), str(raw.get("begins", "")), whole("parameters"), whole("there"), whole("back"))
 
 
 def _partition(config: Mapping[str, Any]) -> Partition | None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dure.parallel.zero.away import gradient_of, set_gradient
+
 Remaining = list[Callable[[], None]]
 """Weight gradients that are still to be computed, in the order of backward."""
 
@@ -64,10 +66,8 @@ def _each(value: Any, dimensions: int) -> list[int]:
 
 
 def _add(weight: Tensor, gradient: Tensor) -> None:
-    if weight.grad is None:
-        weight.grad = gradient
-    else:
-        weight.grad += gradient
+    before = gradient_of(weight)  # which ZeRO does not show to everybody
+    set_gradient(weight, gradient if before is None else before.add_(gradient))
 
 
 class _Product(torch.autograd.Function):

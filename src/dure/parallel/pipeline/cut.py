@@ -245,9 +245,13 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
 
 
 def forget(model: nn.Module, names: Sequence[str]) -> None:
-    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, and zeros."""
+    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, and zeros.
+
+    Buffers have a place for each of their zeros, as a trace writes into them; who never touches it does not pay for it.
+    """
     own = set(names)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in own:
             with torch.no_grad():
-                tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+                shape = () if isinstance(tensor, nn.Parameter) else tensor.shape
+                tensor.data = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

@@ -60,8 +60,17 @@ def gantt_text(spans: Sequence[Span], width: int = 100) -> str:
     return "\n".join([*drawn, f"{'':<{indent}} {legend} of micro-batch 3"]) if kinds else ""
 
 
-def gantt_svg(panels: Sequence[tuple[str, Sequence[Span]]], unit: str = "") -> str:
+def gantt_svg(
+    panels: Sequence[tuple[str, Sequence[Span]]],
+    unit: str = "",
+    *,
+    names: Sequence[str] | None = None,
+    inside: bool = False,
+) -> str:
     """An SVG of panels below one another, on the same time axis. panels: titles and spans. unit: of their times.
+
+    names: of the ranks, up to ten letters; by default "rank 0". inside: for an element of an HTML page, whose style
+    sheet gives the classes their colours; else the picture brings its own, and stands alone.
 
     Each panel begins with its first action. Raises ValueError if there is nothing to draw.
     """
@@ -73,15 +82,16 @@ def gantt_svg(panels: Sequence[tuple[str, Sequence[Span]]], unit: str = "") -> s
     parts, top = _legend([span for _, spans in drawn for span in spans]), 40.0
     for title, spans in drawn:
         parts.append(_text(16, top + 16, f"{title} ({_number(_length(spans))}{f' {unit}' if unit else ''})", "title"))
-        parts += _panel(spans, top + _HEAD, longest, scale)
+        parts += _panel(spans, top + _HEAD, longest, scale, names)
         top += _HEAD + _ranks(spans) * (_ROW + _GAP) + _AXIS
     parts.append(_text(_LEFT, top - 4, f"time in {unit}" if unit else "time", "soft"))
     height = top + 10
     label = escape("Gantt chart of a pipeline: " + ", ".join(title for title, _ in panels), {'"': "&quot;"})
     content = "\n".join(parts)
+    space, style = ("", "") if inside else ('xmlns="http://www.w3.org/2000/svg" ', f"{_style()}\n")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" '
-        f'height="{height:.0f}" role="img" aria-label="{label}">\n{_style()}\n'
+        f'<svg {space}viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" '
+        f'height="{height:.0f}" role="img" aria-label="{label}">\n{style}'
         f'<rect width="100%" height="100%" class="page"/>\n{content}\n</svg>\n'
     )
 
@@ -103,7 +113,7 @@ def _ranks(spans: Iterable[Span]) -> int:
     return max((span.rank for span in spans), default=-1) + 1
 
 
-def _panel(spans: Sequence[Span], top: float, longest: float, scale: float) -> list[str]:
+def _panel(spans: Sequence[Span], top: float, longest: float, scale: float, names: Sequence[str] | None) -> list[str]:
     ranks, (start, end) = _ranks(spans), _limits(spans)
     bottom = top + ranks * (_ROW + _GAP)
     parts = []
@@ -113,7 +123,7 @@ def _panel(spans: Sequence[Span], top: float, longest: float, scale: float) -> l
         parts.append(_text(x, bottom + 15, _number(tick), "soft", "middle"))
     for rank in range(ranks):
         y = top + rank * (_ROW + _GAP)
-        parts.append(_text(_LEFT - 8, y + _ROW / 2 + 4, f"rank {rank}", "key", "end"))
+        parts.append(_text(_LEFT - 8, y + _ROW / 2 + 4, names[rank] if names else f"rank {rank}", "key", "end"))
         lane = f'x="{_LEFT}" y="{y:.1f}" width="{(end - start) * scale:.1f}" height="{_ROW}"'
         parts.append(f'<rect {lane} class="idle"/>')
     first = [min((span.action.stage for span in spans if span.rank == rank), default=0) for rank in range(ranks)]

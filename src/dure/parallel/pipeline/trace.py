@@ -120,8 +120,25 @@ class Trace:
             if node.op == "call_function" and reached and not _cuts_gradients(node):
                 found.update([node] if _floats(node) else [])
                 written.update(self.root[value] for value in changed_by(node) if value.op != "get_attr")
-        alike = {node for node in self.operations if self.root[node] in written and _floats(node)}
-        return frozenset(found | alike)
+        found |= {node for node in self.operations if self.root[node] in written and _floats(node)}
+        return frozenset(found & self._wanted(found))
+
+    def _wanted(self, found: set[fx.Node]) -> set[fx.Node]:
+        """Of these values those from which a gradient's path leads to the outputs."""
+        wanted = {leaf for leaf in self.outputs if leaf in found}
+        families = {self.root[node] for node in wanted}
+        for node in reversed(self.operations):
+            writes = any(self.root[value] in families for value in changed_by(node))
+            if (node in wanted or self.root[node] in families or writes) and not _cuts_gradients(node):
+                sources = [source for source in node.all_input_nodes if source in found]
+                wanted.update([node, *sources] if node in found else [])
+                families.update(self.root[source] for source in sources if self.root[source] in self.changed)
+        return wanted
+
+    @property
+    def learned(self) -> frozenset[str]:
+        """The names of the parameters to which a gradient's path leads."""
+        return frozenset(self.names[node] for node in self._differentiable if node in self.names)
 
     def value(self, node: fx.Node) -> Value:
         """What a node that gives one tensor gives."""

@@ -1,0 +1,208 @@
+"""A pipeline in the report: one step of it as measured, beside what its schedule gives with the same times.
+
+The step is one from the middle: of the full steps whose spans the run kept, but for the first, the one whose makespan
+is the median. The simulation runs the same schedule, where each kind of action takes in each stage what it took in that
+step on average, and messages take no time: what the measured step has more is messages, and work that is unevenly long.
+
+    bubble   = 1 - busy / (p · makespan)     of p ranks; makespan: from the first action's start to the last one's end
+
+The ranks are those of the first pipeline: of a mesh, those with data and tensor index 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dure.report.document import section
+from dure.report.parts import swatch
+from dure.report.read import Rank, Run, Stage, Trace
+from dure.report.words import UNKNOWN, count, duration, escape, size
+
+if TYPE_CHECKING:
+    from dure.parallel.pipeline.schedule import Action, Schedule
+    from dure.parallel.pipeline.simulate import Simulation, Span, Times
+
+_NAMED = re.compile(r"(forward|backward|input gradient|weight gradient) ([0-9]+)\.([0-9]+)\b")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step of a run, of the ranks of its first pipeline, and the simulation beside it."""
+
+    step: int
+    ranks: Sequence[Rank]
+    measured: Simulation
+    simulated: Simulation
+
+
+def measured_step(run: Run) -> Measured | None:
+    """The step from the middle; None for a run that has no pipeline, told nothing of it, or kept no full step."""
+    ranks = [rank for rank in run.ranks if rank.at[0] == 0 and rank.at[2] == 0]
+    text = run.ranks[0].schedule if run.ranks else None
+    if len(ranks) < 2 or text is None or run.trace is None:
+        return None
+    # These load torch, which a report of other runs can do without.
+    from dure.parallel.pipeline.schedule import Schedule
+    from dure.parallel.pipeline.simulate import Simulation, peak_of, simulate
+
+    try:
+        schedule = Schedule.parse(text)
+    except ValueError:
+        return None
+    steps = _full_steps(run.trace, [rank.name for rank in ranks], schedule)
+    rest = {step: spans for step, spans in steps.items() if step > min(steps)} or steps
+    if not rest:
+        return None
+
+    def simulation(spans: Sequence[Span]) -> Simulation:
+        peaks = [peak_of([span.action for span in spans if span.rank == rank]) for rank in range(schedule.ranks)]
+        return Simulation(schedule.ranks, tuple(spans), tuple(peaks))
+
+    found = {step: simulation(spans) for step, spans in rest.items()}
+    step = sorted(found, key=lambda step: (found[step].makespan, step))[(len(found) - 1) // 2]
+    return Measured(step, ranks, found[step], simulate(schedule, _mean_times(found[step].spans, schedule.stages)))
+
+
+def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[int, list[Span]]:
+    """What computed in each step of which every action of the schedule was kept, by start; times in seconds."""
+    from dure.parallel.pipeline.schedule import Action
+    from dure.parallel.pipeline.simulate import Span
+
+    place = {lane: names.index(name) for lane, name in trace.lanes.items() if name in names}
+    kinds = {kind.replace("_", " "): kind for kind in _KINDS}
+    steps: dict[int, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        said = _NAMED.match(span.name) if span.lane in place and span.category == "compute" else None
+        if said is not None and span.step is not None:
+            action = Action(kinds[said[1]], int(said[2]), int(said[3]))  # type: ignore[arg-type]
+            start = span.start / 1000
+            steps[span.step].append(Span(place[span.lane], action, start, start + span.duration / 1000))
+    whole = [set(actions) for actions in schedule.computing]
+
+    def done(spans: Sequence[Span]) -> list[set[Action]]:
+        return [{span.action for span in spans if span.rank == rank} for rank in range(schedule.ranks)]
+
+    expected = sum(map(len, whole))
+    return {step: spans for step, spans in steps.items() if len(spans) == expected and done(spans) == whole}
+
+
+_KINDS = ("forward", "backward", "input_gradient", "weight_gradient")
+
+
+def _mean_times(spans: Sequence[Span], stages: int) -> Times:
+    """What each kind of action takes in each stage on average."""
+    from dure.parallel.pipeline.simulate import Times
+
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in spans:
+        seconds[span.action.kind, span.action.stage].append(span.end - span.start)
+
+    def means(kind: str) -> tuple[float, ...]:
+        found = [seconds.get((kind, stage), [0.0]) for stage in range(stages)]
+        return tuple(sum(times) / len(times) for times in found)
+
+    return Times(means("forward"), means("backward"), means("input_gradient"), means("weight_gradient"))
+
+
+def in_a_line(run: Run) -> str | None:
+    """The stages and the bubble, for a terminal; None for a run without a pipeline."""
+    found = measured_step(run)
+    if found is None:
+        return None
+    stages = _stages(found.ranks)
+    begins = [stage.begins or "the start" for stage, _ in stages]
+    shown = begins if len(begins) <= _STAGES_IN_A_LINE else [*begins[: _STAGES_IN_A_LINE - 1], "…"]
+    bubble = f"bubble {found.measured.bubble:.0%} (simulated {found.simulated.bubble:.0%}) in step {found.step}"
+    return f"{len(stages)} stages, from {', '.join(shown)}; {bubble}"
+
+
+_STAGES_IN_A_LINE = 6
+
+
+# The section.
+
+
+def pipelines(runs: Sequence[Run]) -> str:
+    """The section on the pipelines among the runs; empty if there are none."""
+    found = [(index, run, step) for index, run in enumerate(runs) if (step := measured_step(run)) is not None]
+    if not found:
+        return ""
+    blocks = "".join(
+        f'<div class="pipeline"><h3>{swatch(index)}<span>{escape(run.label)}, step {step.step}</span></h3>'
+        f"{_gantt(step)}{_numbers(step)}{_stage_table(step)}</div>"
+        for index, run, step in found
+    )
+    lead = (
+        "One step from the middle of each run, the median of its full steps, as measured. Below it the same schedule "
+        "simulated: messages take no time, and each kind of action takes in each stage its mean of that step. The "
+        "bubble is the share of the ranks’ time in which they compute nothing. A rank holds at most so many "
+        "micro-batches at once, each of one stage. There and back are the bytes of values and of gradients that cross "
+        "to the next stage in a full step. Of a mesh the first pipeline is shown, and of divided layers its part."
+    )
+    return section("pipelines", "Pipeline", lead, blocks)
+
+
+def _gantt(step: Measured) -> str:
+    from dure.parallel.pipeline.draw import gantt_svg
+
+    def in_milliseconds(spans: Sequence[Span]) -> list[Span]:
+        return [span._replace(start=span.start * 1000, end=span.end * 1000) for span in spans]
+
+    panels = [(name, in_milliseconds(one.spans)) for name, one in _both(step).items()]
+    names = [rank.name for rank in step.ranks]
+    drawn = gantt_svg(panels, "ms", names=names, inside=True)
+    return f'<div class="gantt" role="region" aria-label="Gantt chart" tabindex="0">{drawn}</div>'
+
+
+def _both(step: Measured) -> Mapping[str, Simulation]:
+    return {"measured": step.measured, "simulated": step.simulated}
+
+
+def _numbers(step: Measured) -> str:
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("", "bubble", "makespan", *_held_names(step)))
+    rows = "".join(
+        f'<tr><th scope="row">{name}</th><td>{_percent(one.bubble)}</td><td>{duration(one.makespan)}</td>'
+        f"{''.join(f'<td>{peak}</td>' for peak in one.peak_activations)}</tr>"
+        for name, one in _both(step).items()
+    )
+    return _table("Bubble", head, rows)
+
+
+def _held_names(step: Measured) -> list[str]:
+    return [f"held by {escape(rank.name)}" for rank in step.ranks]
+
+
+def _stage_table(step: Measured) -> str:
+    head = '<th scope="col">stage</th><th scope="col" class="text">on</th><th scope="col" class="text">begins at</th>'
+    head += "".join(f'<th scope="col">{name}</th>' for name in ("parameters", "there", "back"))
+    rows, stages = "", _stages(step.ranks)
+    for place, (stage, rank) in enumerate(stages):
+        if place + 1 == len(stages):
+            crossing = f"<td>{UNKNOWN}</td><td>{UNKNOWN}</td>"
+        elif stages[place + 1][1] is rank:
+            crossing = '<td colspan="2">stays on the rank</td>'
+        else:
+            crossing = f"<td>{size(stage.there)}</td><td>{size(stage.back)}</td>"
+        rows += (
+            f'<tr><th scope="row">{stage.number}</th><td class="text">{escape(rank.name)}</td>'
+            f'<td class="text">{escape(stage.begins) or "the model itself"}</td>'
+            f"<td>{count(stage.parameters)}</td>{crossing}</tr>"
+        )
+    return _table("Stages", head, rows)
+
+
+def _stages(ranks: Sequence[Rank]) -> list[tuple[Stage, Rank]]:
+    return sorted(((stage, rank) for rank in ranks for stage in rank.stages), key=lambda pair: pair[0].number)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _table(name: str, head: str, rows: str) -> str:
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="scroll small" role="region" aria-label="{name}" tabindex="0">{table}</div>'

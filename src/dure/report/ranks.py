@@ -1,0 +1,84 @@
+"""What each rank of a mesh holds: a table for every run whose ranks told it, in summary.json under "facts".
+
+Parameters, gradients and the optimizer's state are bytes of memory at the end of the run, gradients those of the last
+step; what tensors share counts once. The peak is the process's, with torch, data and activations. Where layers are
+divided over ranks, the collectives inside of them have a column: seconds of a step, waiting for neighbours included.
+They lie inside forward and backward on the timeline, but count as communication, not as compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dure.report.document import section
+from dure.report.parts import swatch
+from dure.report.read import Rank, Run
+from dure.report.words import UNKNOWN, duration, escape, size
+
+_MOST = 32
+_AXES = ("data", "pipeline", "tensor")
+
+Column = tuple[str, Callable[[Rank], str]]
+
+
+def holdings(runs: Sequence[Run]) -> str:
+    """The section with a table for each run of several ranks that told what they hold; empty if there are none."""
+    told = [(index, run) for index, run in enumerate(runs) if run.ranks]
+    if not told:
+        return ""
+    lead = (
+        "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank at the end of the run, "
+        "and the peak of its process, in which torch, the data and the activations are as well."
+    )
+    if any(rank.inside is not None for _, run in told for rank in run.ranks):
+        lead += (
+            " In layers: seconds of a step in the collectives of divided layers, with the wait for neighbours, and "
+            "their share of the mean step. On the timeline they lie inside forward and backward; as time they are "
+            "communication, and no compute."
+        )
+    return section("holdings", "What each rank holds", lead, "".join(_block(index, run) for index, run in told))
+
+
+def _block(index: int, run: Run) -> str:
+    columns = _columns(run)
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *(name for name, _ in columns)))
+    rows = "".join(
+        f'<tr><th scope="row">{escape(rank.name)}</th>{"".join(f"<td>{text(rank)}</td>" for _, text in columns)}</tr>'
+        for rank in run.ranks[:_MOST]
+    )
+    left = len(run.ranks) - _MOST
+    note = f'<p class="aside">{left} more ranks are left out.</p>' if left > 0 else ""
+    label = escape(run.label)
+    return (
+        f'<div class="pipeline"><h3>{swatch(index)}<span>{label}</span></h3>'
+        f'<div class="scroll small" role="region" aria-label="What the ranks of {label} hold" tabindex="0">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}</div>"
+    )
+
+
+def _columns(run: Run) -> list[Column]:
+    def held(key: str) -> Callable[[Rank], str]:
+        return lambda rank: size(rank.held.get(key))
+
+    def index_on(axis: int) -> Callable[[Rank], str]:
+        return lambda rank: str(rank.at[axis])
+
+    degrees = [len({rank.at[axis] for rank in run.ranks}) for axis in range(3)]
+    columns: list[Column] = []
+    if sum(degree > 1 for degree in degrees) > 1:
+        columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]
+    columns += [("parameters", held("parameters")), ("gradients", held("gradients")), ("optimizer", held("optimizer"))]
+    if any(rank.held.get("buffers") for rank in run.ranks):
+        columns.append(("buffers", held("buffers")))
+    columns.append(("peak of the process", lambda rank: size(rank.peak_memory)))
+    if any(rank.inside is not None for rank in run.ranks):
+        columns.append(("in layers, a step", lambda rank: _inside(rank, run)))
+    return columns
+
+
+def _inside(rank: Rank, run: Run) -> str:
+    if rank.inside is None:
+        return UNKNOWN
+    seconds, steps = run.result.seconds, run.result.steps
+    share = f" ({100 * rank.inside * steps / seconds:.0f} %)" if seconds and steps else ""
+    return duration(rank.inside) + share
