@@ -254,8 +254,7 @@ class ParallelLearner:
             for name, parameter in self.model.named_parameters()
             if name in held and parameter.requires_grad
         }
-        shared = [name for name in self.parameters if len(self.keepers[name]) > 1]
-        self.tied = [name for name in shared if name in self.cut.reference.learned] if shared else []
+        self.tied = [name for name in self.parameters if name in self.cut.learned and len(self.keepers[name]) > 1]
 
     def _own_draws(self) -> int | None:
         """This rank's place in its tensor group while it computes inside a divided layer's region."""
@@ -546,7 +545,8 @@ class ParallelLearner:
                 states |= {name: self._own_part(name, part["state"][name]) for name in own_names}
             names = self._names_in_the_optimizer()
             settings = {name: group for part in state["parts"] for group in part["groups"] for name in group["params"]}
-            groups = self.optimizer.state_dict()["param_groups"]
+            whole = [{"params": list(range(len(names)))}]
+            groups = self.optimizer.state_dict()["param_groups"] if self.zero is None else whole
             load_state = self.zero.load_optimizer_state_dict if self.zero else self.optimizer.load_state_dict
             load_state(
                 {

@@ -20,6 +20,7 @@ from dure.parallel.pipeline.balance import Balance, best_starts, costs_of, insid
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program, check_buffers, crossing, parameters_of, program, stages_of
 from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
+from dure.parallel.zero.away import unwatched
 from dure.randomness import generators_state, restore_generators
 
 
@@ -81,9 +82,8 @@ class CutModel:
             inputs = self._sample(examples)
             self.model.train(training)
             try:
-                with (
-                    torch.enable_grad()
-                ):  # without, layers of torch are one operation each, in other stages' parameters
+                # without gradients, layers of torch are one operation each, in other stages' parameters
+                with torch.enable_grad(), unwatched(self.model.parameters()):
                     self._traces[key] = Trace(self.model, inputs)
             finally:
                 self.model.train(mode)
@@ -147,6 +147,11 @@ class CutModel:
         return self.trace(examples, training).structure
 
     @property
+    def learned(self) -> frozenset[str]:
+        """The parameters to which a gradient's path leads."""
+        return self.reference.learned
+
+    @property
     def draws(self) -> bool:
         """Whether the model draws random numbers in training."""
         return bool(self.reference.numbers_of_draws())
@@ -176,6 +181,8 @@ class UncutModel:
     """A model in one stage, computed as it is: nothing is traced. It has the face of a `CutModel`."""
 
     draws = False
+    learned: frozenset[str] = frozenset()
+    """No stages share a parameter."""
 
     def __init__(self, model: nn.Module, sample: Callable[[int], Any], stages: int, examples: int) -> None:
         self.model, self.stages, self.examples = model, stages, examples

@@ -22,7 +22,9 @@ Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,14 +38,29 @@ from dure.collectives.reduce_scatter import reduce_scatter
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.rooms import room
 
-# What travels, without derivatives.
+Value = TypeVar("Value")
+
+# What travels, without derivatives. The meter is told how long the layer waited for it (`Meter.inside`).
+
+
+def timed(name: str, group: Group, work: Callable[[], Value]) -> Value:
+    """Does `work`, which transfers inside of a layer or waits for a transfer."""
+    started = time.perf_counter()
+    done = work()
+    group.meter.inside(name, started, time.perf_counter())
+    return done
+
+
+def reduced_in_place(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """The backend's all-reduce."""
+    return timed("all-reduce", group, lambda: all_reduce(tensor, group, "native", op))
 
 
 def summed(tensor: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, in memory of its own."""
     if group.size == 1:
         return tensor
-    return all_reduce(room(tensor.shape, tensor, group).copy_(tensor), group, "native")
+    return reduced_in_place(room(tensor.shape, tensor, group).copy_(tensor), group)
 
 
 def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
@@ -56,18 +73,24 @@ def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
         shape = list(tensor.shape)
         shape[dim] = missing
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    parts = all_gather(tensor.contiguous(), group, "native").unbind()
+    own = tensor.contiguous()
+    parts = timed("all-gather", group, lambda: all_gather(own, group, "native")).unbind()
     if min(lengths) < longest:
         parts = tuple(part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True))
     return division.join(parts)
 
 
-def reduce_scattered(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks."""
+def reduce_scattered(tensor: Tensor, group: Group, dim: int, beside: bool = False) -> Tensor:
+    """This rank's slice along `dim` of the sum over the ranks. beside: on another thread than the layer's."""
     if group.size == 1:
         return tensor
     parts = torch.stack(tensor.chunk(group.size, dim))
-    return reduce_scatter(parts, group, "native").view(parts.shape[1:])
+
+    def work() -> Tensor:
+        return reduce_scatter(parts, group, "native")
+
+    own = work() if beside else timed("reduce-scatter", group, work)
+    return own.view(parts.shape[1:])
 
 
 def along(tensor: Tensor, dim: int, group: Group) -> Division:

@@ -41,7 +41,9 @@ from dure.parallel.tensor.functions import (
     gather_features,
     gathered,
     reduce_scattered,
+    reduced_in_place,
     scatter_features,
+    timed,
 )
 from dure.parallel.tensor.rooms import room
 
@@ -116,14 +118,14 @@ def _begin_input(how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size)
             own = reduce_scattered(inputs.view(shape), group, dim)
             return lambda: own
         handle = group.perform(
-            "reduce-scatter of a gradient", lambda: reduce_scattered(inputs.view(shape), group, dim), inputs, True
+            "reduce-scatter of a gradient", lambda: reduce_scattered(inputs.view(shape), group, dim, True), inputs, True
         )
-        return handle.wait  # type: ignore[union-attr]
+        return lambda: timed("reduce-scatter", group, handle.wait)  # type: ignore[union-attr]
     if not how.beside:
-        all_reduce(inputs, group, "native")
+        reduced_in_place(inputs, group)
         return lambda: inputs.view(shape)
     under_way = all_reduce(inputs, group, "native", async_op=True)
-    return lambda: under_way.wait().view(shape)
+    return lambda: timed("all-reduce", group, under_way.wait).view(shape)
 
 
 class _Row(Function):
@@ -143,7 +145,7 @@ class _Row(Function):
             check_sequence(whole, how.sequence, group)
             own = reduce_scattered(whole, group, how.sequence)
             return own if bias is None else own.add_(bias)
-        all_reduce(outputs, group, "native")
+        reduced_in_place(outputs, group)
         if bias is not None:
             outputs.add_(bias)
         return outputs.view(*tensor.shape[:-1], -1)

@@ -27,11 +27,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dure.collectives.all_reduce import all_reduce
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
 from dure.parallel.tensor.division import Division
-from dure.parallel.tensor.functions import leave, leave_sequence
+from dure.parallel.tensor.functions import leave, leave_sequence, reduced_in_place
 from dure.parallel.tensor.layers import ColumnParallel, Divided
 from dure.parallel.tensor.rooms import room
 
@@ -123,7 +122,7 @@ class _CrossEntropy(Function):
         else:
             maximum.fill_(-torch.inf)
         if group.size > 1:
-            all_reduce(maximum, group, "native", "max")
+            reduced_in_place(maximum, group, "max")
         numbers = room((2, positions), scores, group)
         shares = (scores - maximum[:, None]).exp_()
         torch.sum(shares, 1, out=numbers[0])
@@ -134,7 +133,7 @@ class _CrossEntropy(Function):
         else:
             numbers[1].zero_()
         if group.size > 1:
-            all_reduce(numbers, group, "native")
+            reduced_in_place(numbers, group)
         ignored = targets == ignore_index
         shares.div_(numbers[0][:, None])
         ctx.save_for_backward(shares, local, here, ignored)

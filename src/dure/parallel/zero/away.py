@@ -11,7 +11,8 @@ else that is an error that says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +91,17 @@ def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
     if type(parameter) is nn.Parameter:  # kinds of others stay what they are
         parameter.__class__ = Divided
         parameter.__dict__["_before_grad"] = check
+
+
+@contextmanager
+def unwatched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, nobody is told: for who looks at gradients without using them, as a tracer."""
+    checks = [(p, p.__dict__.pop("_before_grad")) for p in parameters if "_before_grad" in p.__dict__]
+    try:
+        yield
+    finally:
+        for parameter, check in checks:
+            parameter.__dict__["_before_grad"] = check
 
 
 def send_away(parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None], stays: bool = False) -> None:

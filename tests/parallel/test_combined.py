@@ -1,0 +1,151 @@
+"""Every mesh walks the path of one worker, whatever is combined, and its checkpoints load onto any other mesh."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import loops
+import pytest
+import torch
+from loops import on_ranks
+from torch import Tensor
+from torch.nn import functional as F
+
+import dure
+from dure.models import Transformer
+from dure.parallel.combined import Parallel, ParallelLearner
+from dure.parallel.mesh import Mesh
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.strategy import Place
+
+for module in (sys.modules[__name__], loops):
+    cloudpickle.register_pickle_by_value(module)
+
+SYMBOLS, CONTEXT, BATCH = 23, 8, 16
+STEPS = 10
+
+
+def network(dropout: float = 0.0) -> Transformer:
+    return Transformer(SYMBOLS, CONTEXT, layers=2, heads=4, width=16, dropout=dropout, tied=True).double()
+
+
+def texts(count: int) -> tuple[Tensor, Tensor]:
+    characters = torch.randint(0, SYMBOLS, (count, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    return characters[:, :-1].contiguous(), characters[:, 1:].contiguous()
+
+
+def task(dropout: float = 0.0) -> dure.Task:
+    optimizer = partial(torch.optim.AdamW, lr=0.01)
+    return dure.Task(partial(network, dropout), F.cross_entropy, texts(50), texts(20), optimizer, name="texts")
+
+
+def alone(clip_norm: float | None = None, steps: int = STEPS) -> tuple[dict[str, Tensor], float]:
+    strategy = dure.DataParallel(BATCH, clip_norm=clip_norm)
+    run = dure.train(task(), strategy, dure.Processes(1), dure.Stop(steps=steps), seed=0)
+    return run.model.state_dict(), run.summary["test_loss"]
+
+
+def trained(place: Place, strategy: Parallel, steps: int = STEPS, dropout: float = 0.0) -> ParallelLearner:
+    learner = ParallelLearner(task(dropout), place, 0, strategy)
+    go_on(learner, steps)
+    return learner
+
+
+def go_on(learner: ParallelLearner, steps: int) -> None:
+    for _ in range(steps):
+        learner.advance(0)
+
+
+def saved(learner: ParallelLearner, place: Place) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The whole checkpoint, on every rank, as the driver writes and reads it."""
+    state, weights = learner.state(), learner.weights()
+    parts = place.group.gather_bytes(tree_to_bytes(learner.part()))
+    packed = tree_to_bytes([weights, {**state, "parts": [tree_from_bytes(part) for part in parts]}])
+    weights, state = tree_from_bytes(place.group.broadcast_bytes(packed))
+    return weights, state
+
+
+def distance(weights: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    return max(float((weights[name] - right[name]).abs().max()) for name in right)
+
+
+FOUR = [
+    Parallel(Mesh(1, 2, 2), BATCH, 3),
+    Parallel(Mesh(2, 2, 1), BATCH, 2, "gpipe"),
+    Parallel(Mesh(2, 1, 2), BATCH, 2, sequence=True),
+    Parallel(Mesh(2, 2, 1), BATCH, 2, zero=1),
+    Parallel(Mesh(1, 2, 2), BATCH, 2, "zero-bubble"),
+    Parallel(Mesh(1, 2, 2), BATCH, 4, "interleaved", recompute=True),
+    Parallel(Mesh(1, 1, 4), BATCH, 1),
+    Parallel(Mesh(1, 4, 1), BATCH, 2, "1f1b"),
+]
+
+PAIRS = [(FOUR[0], FOUR[3]), (FOUR[3], FOUR[2]), (FOUR[2], FOUR[7])]
+"""Before and after a checkpoint."""
+
+
+def test_every_mesh_of_four_walks_the_path_of_one_worker():
+    def program(place: Place) -> list[Any]:
+        found = []
+        for strategy in FOUR:
+            learner = trained(place, strategy)
+            found.append((learner.evaluate()["test_loss"], learner.weights()))
+        return found
+
+    right, loss = alone()
+    for strategy, (found, weights) in zip(FOUR, on_ranks(4, program, deadline=120)[0], strict=True):
+        assert distance(weights, right) < 1e-10, strategy
+        assert found == pytest.approx(loss, abs=1e-10), strategy
+
+
+def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
+    strategy = Parallel(Mesh(2, 2, 2), BATCH, 2, zero=1, clip_norm=0.3)
+
+    def program(place: Place) -> Any:
+        return trained(place, strategy).weights()
+
+    assert distance(on_ranks(8, program, deadline=120)[0], alone(clip_norm=0.3)[0]) < 1e-10
+
+
+def test_a_checkpoint_loads_onto_any_other_mesh():
+    def program(place: Place) -> list[Any]:
+        found = []
+        for first, second in PAIRS:
+            before = trained(place, first, 5)
+            weights, state = saved(before, place)
+            after = ParallelLearner(task(), place, 1, second)  # other weights, which the checkpoint replaces
+            after.seed = 0
+            after.batches = before.batches
+            after.restore(weights, state)
+            go_on(after, STEPS - 5)
+            found.append(after.weights())
+        return found
+
+    right, _ = alone()
+    for pair, weights in zip(PAIRS, on_ranks(4, program, deadline=120)[0], strict=True):
+        assert distance(weights, right) < 1e-10, pair
+
+
+def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
+    def program(place: Place) -> Any:
+        learner = trained(place, Parallel(Mesh(2, 1, 2), BATCH, 2), 4, dropout=0.2)
+        return learner.at, {name: p.detach().clone() for name, p in learner.parameters.items()}
+
+    found = dict(on_ranks(4, program, deadline=120))
+    for tensor in range(2):
+        assert distance(found[0, 0, tensor], found[1, 0, tensor]) == 0
+
+
+def test_what_cannot_be_combined_is_refused_before_any_work():
+    def refused(strategy: Parallel, workers: int) -> str:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            dure.train(task(), strategy, dure.Processes(workers), dure.Stop(steps=1))
+        return str(caught.value)
+
+    said = refused(Parallel(Mesh(2, 2, 2)), 4)
+    assert "data 2 x pipeline 2 x tensor 2" in said
+    assert "8 ranks" in said
+    assert "sequence or pipeline" in refused(Parallel(Mesh(1, 2, 2), sequence=True), 4)
