@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import io
 import re
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -180,13 +182,22 @@ def parse_flags(prog: str, parts: dict[str, Any], arguments: list[str], descript
     complaint = io.StringIO()
     try:
         with registry, contextlib.redirect_stderr(complaint):
-            config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+            short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
+            config = (tyro.conf.FlagCreatePairsOff, *short)
             parsed: Any = tyro.cli(together, prog=prog, args=arguments, config=config, description=description)
     except SystemExit as end:
         if not end.code:
             raise
         raise ValueError(f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)") from None
     return {name: getattr(parsed, name) for name in parts}
+
+
+def _names_meet(kinds: Iterable[Any]) -> bool:
+    """Whether a field of a dataclass inside one of these has the name of another flag, so that it keeps its prefix."""
+    hints = [hint for kind in kinds for hint in typing.get_type_hints(kind).items()]
+    inner = [field.name for _, hint in hints if dataclasses.is_dataclass(hint) for field in dataclasses.fields(hint)]
+    outer = [name for name, hint in hints if not dataclasses.is_dataclass(hint)]
+    return bool(set(inner) & set(outer))
 
 
 def _complaint(box: str) -> str:

@@ -1,0 +1,156 @@
+"""Pipelines beside the same model undivided, trained with the same micro-batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dure
+from dure.data.batches import Batches
+from dure.parallel import combined
+from dure.parallel.combined import Parallel, ParallelLearner
+from dure.parallel.mesh import Mesh
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.trace import Trace
+from dure.strategy import Place, examples_for, seeded_model
+
+CLOSE = 1e-10
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def on_ranks(ranks: int, program: Callable[[Place], Any], backend: Any = "dure", deadline: float = 120) -> list[Any]:
+    """What `program` returns on every rank, in order of rank."""
+
+    def gathered(place: Place) -> list[Any]:
+        return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))]
+
+    result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(gathered, lambda event: None)
+    return result
+
+
+def task_of(
+    model: Callable[[], nn.Module],
+    inputs: Tensor,
+    targets: Tensor,
+    loss: Callable[[Any, Any], Tensor] = F.cross_entropy,
+    optimizer: Any = MOMENTUM,
+    test: Any = None,
+) -> dure.Task:
+    return dure.Task(model, loss, (inputs, targets), test or (inputs, targets), optimizer)
+
+
+class Path(NamedTuple):
+    """Where training has led. gradients: of the last step, by name; tests: of the model at the end."""
+
+    state: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    tests: dict[str, float]
+
+
+def alone(task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> Path:
+    """The undivided model, one micro-batch after the other."""
+    model = seeded_model(task, seed).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = task.optimizer(trained)
+    train, test = examples_for(model, task)
+    batches = Batches(len(train), strategy.batch_size, seed)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        indices = batches.at(step)
+        losses.append(0.0)
+        for part in indices.tensor_split(strategy.mesh.data):
+            for piece in part.tensor_split(min(strategy.most, len(part))) if len(part) else []:
+                inputs, targets = train.batch(piece)
+                loss = task.loss(model(inputs), targets) * (len(piece) / len(indices))
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses[-1] += float(loss.detach())
+        if strategy.clip_norm is not None:
+            nn.utils.clip_grad_norm_(trained, strategy.clip_norm)
+        optimizer.step()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    state = {**model.state_dict(), **dict(model.named_buffers())}
+    assert test is not None
+    group = dure.collectives.group.Group(None, dure.record.meter.Meter("alone", dure.record.trace.Trace()))
+    tests = dure.evaluation.evaluate(task, model, test, group, 0)  # type: ignore[attr-defined]
+    return Path(state, gradients, losses, tests)
+
+
+def walk(place: Place, task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> tuple[Path, ParallelLearner]:
+    """The same on the ranks, whole on rank 0."""
+    learner = ParallelLearner(task, place, seed, strategy)
+    place.group.step = "step"
+    losses = [learner.advance(0).loss for _ in range(steps)]
+    mine = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
+    gradients: dict[str, Tensor] = {}
+    for part in place.group.gather_bytes(pickle.dumps(mine)):
+        gradients |= pickle.loads(part)
+    state = learner.weights() | learner.state()["buffers"]
+    return Path(state, gradients, losses, learner.evaluate()), learner
+
+
+def distance(one: Path, other: Path) -> float:
+    """The largest difference; infinite where one has what the other has not."""
+    far = max((abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)), default=0.0)
+    far = max([far, *(abs(one.tests[name] - other.tests[name]) for name in other.tests)])
+    for mine, others in ((one.state, other.state), (one.gradients, other.gradients)):
+        if mine.keys() != others.keys():
+            return float("inf")
+        for name in others:
+            far = max(
+                far, float((mine[name].double() - others[name].double()).abs().max()) if others[name].numel() else 0
+            )
+    return far
+
+
+def compare(place: Place, task: dure.Task, strategy: Parallel, steps: int = 4, seed: int = 0) -> float:
+    """How far the pipeline's path is from the undivided model's, on rank 0; 0 elsewhere."""
+    path, _ = walk(place, task, strategy, steps, seed)
+    if place.group.rank > 0:
+        return 0.0
+    return distance(path, alone(task, strategy, steps, seed))
+
+
+@contextmanager
+def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
+    """All learners that are made inside have one model, with fresh weights, and its traces: these take the most time,
+    and are the same for every schedule."""
+    model, traces = make(), {}
+
+    class Traced(CutModel):
+        def trace(self, examples: int, training: bool) -> Trace:
+            key = examples, training
+            if key in traces:
+                self._traces[key] = traces[key]
+            traces[key] = super().trace(examples, training)
+            return traces[key]
+
+    def fresh(task: dure.Task, seed: int) -> nn.Module:
+        new = seeded_model(task, seed)
+        with torch.no_grad():
+            for own, other in zip(_tensors(model), _tensors(new), strict=True):
+                own.data, own.grad = other.data, None
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combined, "CutModel", Traced)
+        patch.setattr(combined, "seeded_model", fresh)
+        yield
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def pipeline(place: Place, **options: Any) -> Parallel:
+    """On all ranks."""
+    return Parallel(Mesh(pipeline=place.group.size), **{"batch_size": 8, **options})

@@ -1,0 +1,81 @@
+"""Where a model is cut, and where it must not be."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dure.parallel.pipeline.balance import SLACK, Costs, best_starts, crossing_bytes
+from dure.parallel.pipeline.memory import changed_by
+from dure.parallel.pipeline.program import crossing, stages_of
+from dure.parallel.pipeline.trace import Trace
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Costs:
+    n = draw(st.integers(3, 9))
+    own = draw(st.lists(st.floats(0, 10), min_size=n, max_size=n))
+    return Costs(tuple(own), tuple(draw(st.lists(st.integers(0, 100), min_size=n, max_size=n))), 0.05)
+
+
+@settings(max_examples=60)
+@given(costs(), st.integers(1, 3))
+def test_no_other_cut_has_a_cheaper_dearest_stage(case: Costs, stages: int) -> None:
+    n = len(case.own)
+
+    def dearest(starts: tuple[int, ...]) -> float:
+        ends = [*starts, n]
+        leaving = [case.link * case.crossing[end] for end in starts] + [0.0]
+        return max(sum(case.own[a:b]) + c for a, b, c in zip([0, *starts], ends, leaving, strict=True))
+
+    cuts = list(combinations(range(1, n), stages - 1))
+    best = min(map(dearest, cuts))
+    found = tuple(best_starts(case, stages))
+    assert dearest(found) <= SLACK * best + 1e-9
+    close = [cut for cut in cuts if dearest(cut) <= SLACK * best]
+    assert sum(case.crossing[p] for p in found) <= min(sum(case.crossing[p] for p in cut) for cut in close) + 1e-9
+
+
+class Writing(nn.Module):
+    """Writes into a view, into its inputs, and into buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs.add_(1)
+        hidden = self.norm(self.first(inputs))
+        rows = torch.zeros_like(hidden)
+        rows[:, :2] = hidden[:, :2]
+        self.seen = self.seen + 1
+        scores: Tensor = self.last(rows.relu_()) + inputs
+        return scores
+
+
+def test_what_changes_memory_is_settled() -> None:
+    trace = Trace(Writing().train(), torch.randn(3, 4))
+    changed = {
+        trace.names[trace.root[v]] for n in trace.operations for v in changed_by(n) if trace.root[v] in trace.names
+    }
+    assert changed == {"seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert not any(node.op == "placeholder" for node in trace.changed), "inputs are copied before they change"
+    zeros = next(node for node in trace.moving if "zeros" in str(node.target))
+    assert trace.value(zeros).differentiable, "a gradient goes through what is written into them"
+    (view,) = [changed_by(node)[0] for node in trace.moving if changed_by(node) and "slice" in str(changed_by(node)[0])]
+    assert trace.moving.index(view) + 1 in trace.inseparable
+
+
+def test_bytes_that_cross_are_those_of_the_messages() -> None:
+    trace = Trace(Writing().train(), torch.randn(3, 4))
+    at = crossing_bytes(trace)
+    for place in range(1, len(trace.moving)):
+        if place not in trace.inseparable:
+            (values,) = crossing(trace, stages_of(trace, [place]), 2)
+            assert sum(trace.value(node).nbytes for node in values) == at[place]

@@ -1,0 +1,103 @@
+"""Pipelines that go on from a checkpoint: with the same bits, on other ranks, by other schedules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from beside import CLOSE
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import dure
+from dure.parallel.combined import Parallel
+from dure.parallel.mesh import Mesh
+from dure.parallel.pipeline.strategy import Pipeline
+from small import CLASSES, FEATURES, largest_difference, same_bits, small_task
+
+
+class Odd(nn.Module):
+    """Dropout, batch norm, a weight that two stages share, a buffer that is not kept, a layer that is not used."""
+
+    def __init__(self, chance: float = 0.2) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.first, self.middle = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 8)
+        self.drop, self.never = nn.Dropout(chance), nn.Linear(2, 2)
+        self.last, self.out = nn.Linear(8, FEATURES), nn.Linear(FEATURES, CLASSES)
+        self.again = nn.Linear(FEATURES, FEATURES)
+        self.again.weight = self.first.weight
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+        hidden = torch.tanh(self.first(self.norm(inputs) * (1 + 0.01 * self.count)))
+        hidden = self.last(self.drop(torch.tanh(self.middle(hidden))))
+        scores: Tensor = self.out(torch.tanh(self.again(hidden)))
+        return scores
+
+
+def groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Short parameters have settings of their own; a rank may hold none of them."""
+    own = list(parameters)
+    long, short = [p for p in own if p.dim() > 1], [p for p in own if p.dim() <= 1]
+    parted = [{"params": short, "lr": 0.02, "weight_decay": 0.0}, {"params": long}]
+    return torch.optim.AdamW([group for group in parted if group["params"]], lr=0.01, weight_decay=0.1)
+
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def changed(folder: Path, **strategy: Any) -> None:
+    """The run in `folder` is asked to be another one."""
+    config = json.loads((folder / "config.json").read_text())
+    config["world"]["ranks"] = strategy.pop("ranks")
+    config["strategy"] |= strategy
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [(Pipeline(12, 3, "zero-bubble", recompute=True), 2), (Parallel(Mesh(2, 2), 12, 2), 4)],
+    ids=["pipeline", "data and pipeline"],
+)
+def test_a_resumed_run_ends_with_the_same_bits(strategy: Any, ranks: int, tmp_path: Path) -> None:
+    task, world = small_task(n=48, model=Odd, optimizer=groups), dure.Processes(ranks)
+    whole = dure.train(task, strategy, world, dure.Stop(steps=8))
+    dure.train(task, strategy, world, dure.Stop(steps=3), out=tmp_path / "run")
+    resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(steps=8))
+    assert same_bits(whole, resumed)
+    assert torch.equal(whole.model.count, resumed.model.count)  # type: ignore[arg-type]
+    assert float(whole.model.count) == 8 * strategy.microbatches  # type: ignore[arg-type]
+    assert resumed.summary["test_loss"] == whole.summary["test_loss"]
+    assert resumed.summary["bytes_sent"] == whole.summary["bytes_sent"]
+
+
+@pytest.mark.parametrize("optimizer", [groups, MOMENTUM])
+def test_a_run_goes_on_with_other_ranks_and_schedules(optimizer: Any, tmp_path: Path) -> None:
+    task, out = small_task(n=48, model=partial(Odd, 0.0), optimizer=optimizer), tmp_path / "run"
+    one = dure.train(task, Pipeline(12, 2, "gpipe"), dure.Processes(1), dure.Stop(steps=8))
+    dure.train(task, Pipeline(12, 2), dure.Processes(2), dure.Stop(steps=3), out=out)
+    changed(out, ranks=3, schedule="zero-bubble")
+    dure.resume(out, task=task, stop=dure.Stop(steps=5))
+    changed(out, ranks=2, schedule="interleaved", cut=["middle", "last", "again"])
+    run = dure.resume(out, task=task, stop=dure.Stop(steps=8))
+    assert largest_difference(run, one) < CLOSE
+    assert abs(run.summary["test_loss"] - one.summary["test_loss"]) < CLOSE
+
+
+def test_the_weights_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    task = small_task(model=Odd)
+    run = dure.train(task, Pipeline(8, 2), dure.Processes(3), dure.Stop(steps=2), out=tmp_path / "run")
+    model = Odd()
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    assert model.again.weight is model.first.weight
