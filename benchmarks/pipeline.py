@@ -26,10 +26,12 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pages import fill, table
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -312,6 +314,26 @@ def describe(result: JSON) -> None:
         show("torch over dure: " + ", ".join(f"{k} {v:.3f}" for k, v in cell["torch_over_dure"].items()))
 
 
+def tables(result: JSON) -> dict[str, str]:
+    """For the page: milliseconds of every contender, and how dure's are to what is possible."""
+    cells = list(result.items())
+    names = list(cells[0][1]["rows"])
+    rows = [[name, *(f"{cell['rows'][name]['median'] * 1e3:.0f}" for _, cell in cells)] for name in names]
+    head = ["ms a step", *(f"{microbatches} micro-batches" for microbatches, _ in cells)]
+    more = []
+    for name in (name for name in names if name.startswith("dure ")):
+        row = [name.removeprefix("dure ")]
+        for _, cell in cells:
+            found, versus = cell["rows"][name], cell["torch_over_dure"].get(row[0])
+            row.append(
+                f"{found['over_predicted']:.2f}, {found['over_ideal']:.2f}, "
+                + (f"{versus:.2f}" if versus is not None else "none")
+            )
+        more.append(row)
+    compared = ["over predicted, over ideal, torch over dure", *(f"{microbatches}" for microbatches, _ in cells)]
+    return {"pipeline": table(head, rows) + "\n" + table(compared, more)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=320)
@@ -319,11 +341,14 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--page", type=Path, default=None, help="the page whose tables to fill")
     asked = parser.parse_args()
     world = dure.Processes(RANKS, deadline=120)
     result = world.run(partial(program, asked), lambda event: None)
     describe(result)
     setting = {"width": asked.width, "layers": LAYERS, "context": CONTEXT, "batch": asked.batch, "ranks": RANKS}
+    if asked.page is not None:
+        fill(asked.page, tables(result))
     json.dump({"benchmark": "pipeline", **setting, "torch": torch.__version__, "microbatches": result}, sys.stdout)
 
 

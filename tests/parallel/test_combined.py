@@ -10,6 +10,9 @@ import cloudpickle
 import loops
 import pytest
 import torch
+import torch._dynamo.functional_export  # here, so that the fork server does it once and not every rank
+import torch._export.non_strict_utils
+import torch.export._trace
 from loops import on_ranks
 from torch import Tensor
 from torch.nn import functional as F

@@ -6,14 +6,15 @@ It lives as long as its parent: when the parent is gone, by whatever death, the 
 the ranks it has forked, and ends; the kernel kills the ranks should the server itself die (PR_SET_PDEATHSIG).
 
 Messages over a Unix socket: `fork` with four descriptors (the rank's control socket, its parcel, stdout, stderr)
-answers the pid; `ready` answers 0 once torch is loaded; `wait <pid>` waits for that child and answers its exit
-status, negative for a signal.
+answers the pid; `ready` answers 0 once torch is loaded; `load <module>` imports it, for all ranks to come; `wait <pid>`
+waits for that child and answers its exit status, negative for a signal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -27,6 +28,15 @@ _START = "from dure.worlds.fork_server import serve; import sys; serve(int(sys.a
 _PR_SET_PDEATHSIG = 1
 
 
+LONG_TO_IMPORT = (
+    "torch.export._trace",
+    "torch._export.non_strict_utils",
+    "torch._dynamo.functional_export",
+    "transformers.modeling_utils",
+)
+"""Modules that take seconds to import: once the parent has needed one, its ranks will, and find it loaded."""
+
+
 class ForkServer:
     """The parent's side: starts the server process on first use."""
 
@@ -35,6 +45,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = -1
+        self._loaded: set[str] = set()
 
     @property
     def pid(self) -> int | None:
@@ -64,7 +75,7 @@ class ForkServer:
             env=environment,
         )
         theirs.close()
-        self._socket, self._owner = ours, os.getpid()
+        self._socket, self._owner, self._loaded = ours, os.getpid(), set()
         return ours
 
     def ready(self) -> None:
@@ -73,6 +84,10 @@ class ForkServer:
 
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
+        for name in LONG_TO_IMPORT:
+            if name in sys.modules and name not in self._loaded:
+                self._ask(f"load {name}".encode())
+                self._loaded.add(name)
         pid = self._ask(b"fork", [control, parcel, _descriptor(1), _descriptor(2)])
         if pid <= 0:
             raise RuntimeError(f"the fork server answered {pid} for a process")
@@ -152,6 +167,10 @@ def serve(descriptor: int) -> None:
                 os.close(each)
             answer = pid
         elif message == b"ready":
+            answer = 0
+        elif message.startswith(b"load "):
+            with contextlib.suppress(Exception):  # a rank that needs it says better what is wrong
+                importlib.import_module(message.decode().split()[1])
             answer = 0
         else:
             answer = _wait(int(message.split()[1]), children)
