@@ -122,13 +122,13 @@ class Engine:
 
     def _receive(self, action: Action) -> list[Tensor]:
         """The message that `action` waits for; the next ones are begun."""
-        while self._expected and len(self._coming) < AHEAD:
+        while self._expected and len(self._coming) < max(1, AHEAD):
             self._coming.append(self._begin(self._expected.popleft()))
         tensors, end = self._coming.popleft()
         started = time.perf_counter()
         end()
         self.group.meter.idle(f"wait: {_words(action)}", started, time.perf_counter(), self._step + 1)
-        if self._expected:
+        while self._expected and len(self._coming) < AHEAD:
             self._coming.append(self._begin(self._expected.popleft()))
         return tensors
 
