@@ -331,7 +331,7 @@ def tables(result: JSON) -> dict[str, str]:
             )
         more.append(row)
     compared = ["over predicted, over ideal, torch over dure", *(f"{microbatches}" for microbatches, _ in cells)]
-    return {"pipeline": table(head, rows) + "\n" + table(compared, more)}
+    return {"pipeline": table(head, rows) + "\n\n" + table(compared, more)}
 
 
 def main() -> None:

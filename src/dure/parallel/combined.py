@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import torch
-from safetensors.torch import load
 from torch import Tensor, nn
 
-from dure.collectives.all_reduce import all_reduce
-from dure.collectives.group import Group
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
 from dure.data.partition import Description
-from dure.devices import to_cpu, to_device
+from dure.devices import to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import ratio
+from dure.parallel import mesh_checkpoint, mesh_gradients
 from dure.parallel.facts import facts_of
 from dure.parallel.mesh import Mesh, groups_on
 from dure.parallel.pipeline import validate
@@ -46,17 +44,12 @@ from dure.parallel.pipeline.schedule import Schedule, in_order, make
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.single import check_gradient
 from dure.parallel.tensor import parallelize
-from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.draws import Draws
-from dure.parallel.tensor.functions import gathered
 from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.plan import Plan
 from dure.parallel.tensor.ready import plan_for
-from dure.parallel.tensor.state import divisions, whole_state_dict
-from dure.parallel.zero.away import gradient_of, set_gradient
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
-from dure.record.checkpoint import tree_from_bytes, tree_to_bytes, weights_to_bytes
 from dure.record.meter import Meter
 from dure.strategy import (
     Kind,
@@ -64,8 +57,6 @@ from dure.strategy import (
     Place,
     Progress,
     examples_for,
-    load_passing_buffers,
-    passing_buffers,
     seeded_model,
 )
 from dure.task import Task
@@ -181,11 +172,12 @@ class ParallelLearner:
         self.step = 0
         self.model = seeded_model(task, seed).to(self.device).train()
         self._divide_layers()
+        self._draws = draws_of(self.model)
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
         self._flops = flops_per_step(self.model, self.train_examples, self._share()) / strategy.mesh.pipeline
-        self._first_name = first_names(self.model)
+        self.first_name = first_names(self.model)
         self._cut()
         self._make_optimizer()
 
@@ -258,7 +250,7 @@ class ParallelLearner:
 
     def _own_draws(self) -> int | None:
         """This rank's place in its tensor group while it computes inside a divided layer's region."""
-        inside = any(draws.inside for draws in draws_of(self.model))
+        inside = any(draws.inside for draws in self._draws)
         return self.at.tensor if inside else None
 
     def _sample(self, examples: int) -> Any:
@@ -293,7 +285,7 @@ class ParallelLearner:
         if self.optimizer is not None:
             self.optimizer.step()
         self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
-        self._share_buffers()
+        mesh_gradients.share_buffers(self)
         self.step += 1
         return Progress(loss, len(indices), wish)
 
@@ -304,10 +296,10 @@ class ParallelLearner:
         batches = [self._microbatch(piece, number, len(indices)) for number, piece in enumerate(pieces)]
         if batches:
             self._engine(len(batches)).run(self.step, batches)
-        self._sum_tied()
-        self._sum_over_replicas()
+        mesh_gradients.sum_tied(self)
+        mesh_gradients.sum_over_replicas(self)
         if self.strategy.clip_norm is not None:
-            self._clip(self.strategy.clip_norm)
+            mesh_gradients.clip(self, self.strategy.clip_norm)
         last = self.stages.get(self.schedule.stages - 1)
         if last is None or not batches:
             return 0.0
@@ -343,88 +335,6 @@ class ParallelLearner:
         rows = self.group.all_gather_values([loss if counts else 0.0, float(wish)], "exchange of losses")
         return sum(row[0] for row in rows), int(rows[0][1])
 
-    # What ranks hold alike.
-
-    @torch.no_grad()
-    def _sum_tied(self) -> None:
-        """Parameters that several stages use: the gradient is the sum of theirs, in order of stages, on each."""
-        group = self.groups.pipeline
-        for name in self.tied:
-            parameter, ranks = self.parameters[name], self.keepers[name]
-            found = gradient_of(parameter)
-            mine = found if found is not None else torch.zeros_like(parameter)
-            others = [rank for rank in ranks if rank != group.rank]
-            arrived = {rank: torch.empty_like(mine) for rank in others}
-            end = group.begin_transfer(
-                f"sum of the gradients of {name}",
-                [(mine.contiguous(), rank) for rank in others],
-                [(arrived[rank], rank) for rank in others],
-            )
-            end()
-            total = sum((arrived.get(rank, mine) for rank in ranks[1:]), start=arrived.get(ranks[0], mine).clone())
-            set_gradient(parameter, total)
-
-    @torch.no_grad()
-    def _sum_over_replicas(self) -> None:
-        group = self.groups.data
-        if group.size == 1 or not self.parameters:
-            return
-        if self.zero is not None:
-            self.zero.reduce()
-            return
-        started = time.perf_counter()
-        parameters = list(self.parameters.values())
-        used = [float(parameter.grad is not None) for parameter in parameters]
-        alike = [sum(column) for column in zip(*group.all_gather_values(used), strict=True)]
-        summed = [parameter for parameter, count in zip(parameters, alike, strict=True) if count]
-        for alike_type in {(parameter.dtype, parameter.device) for parameter in summed}:
-            same = [parameter for parameter in summed if (parameter.dtype, parameter.device) == alike_type]
-            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in same]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            all_reduce(flat, algorithm="native", group=group)
-            for parameter, piece in zip(same, torch.split(flat, [p.numel() for p in same]), strict=True):
-                parameter.grad = piece.view(parameter.shape)
-        self.group.meter.communication("all-reduce of gradients", started, time.perf_counter(), self.step + 1)
-
-    def _share_buffers(self) -> None:
-        """Buffers that a step changes, as running statistics, are everywhere those of the first data group."""
-        if self.groups.data.size == 1 or not self.written:
-            return
-        started = time.perf_counter()
-        buffers = dict(self.model.named_buffers())
-        self.groups.data.broadcast_values([buffers[name] for name in self.written])
-        self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), self.step + 1)
-
-    def _clip(self, largest: float) -> None:
-        """Scales the gradient so that its norm over the whole model is at most `largest`.
-
-        What several stages or tensor neighbours hold alike counts once.
-        """
-        divided = divisions(self.model)
-        squares = [
-            float(gradient.double().square().sum())
-            for name, gradient in self._summed_gradients()
-            if self.keepers[name][0] == self.at.pipeline and (name in divided or self.at.tensor == 0)
-        ]
-        rows = self.group.all_gather_values([sum(squares)], "the norm of the gradient")
-        alike = 1 if self.zero is not None else self.strategy.mesh.data  # else each replica has the whole
-        total = sum(row[0] for row in rows) / alike
-        scale = min(1.0, largest / (math.sqrt(total) + 1e-6))
-        for _, gradient in self._summed_gradients():
-            if scale < 1:
-                gradient *= scale
-
-    def _summed_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """What the optimizer will use here: gradients, or with ZeRO this rank's parts of them, by name."""
-        if self.zero is None:
-            yield from ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
-            return
-        names = list(self.parameters)
-        for share in self.zero.trained:
-            for held in share.held:
-                if held.part.grad is not None:
-                    yield names[int(share.block.names[held.place])], held.part.grad
-
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""
         if self.test_examples is None:
@@ -445,116 +355,16 @@ class ParallelLearner:
     # What is kept.
 
     def weights(self) -> dict[str, Tensor]:
-        whole: dict[str, Tensor] = {}
-        state = whole_state_dict(self.model)
-        mine = {name: state[name] for name in state if self._keeper(name) == self.at.pipeline}
-        sends = self.at.data == 0 and self.at.tensor == 0
-        content = weights_to_bytes(to_cpu(mine)) if sends else b""
-        for part in self.group.gather_bytes(content):
-            if part:
-                whole |= load(part)
-        return {name: whole[name] for name in state} if self.group.rank == 0 else {}
-
-    def _keeper(self, name: str) -> int:
-        """The stage's rank from which an entry of the state_dict is taken."""
-        return self.keepers[self._first_name[name]][0]
+        return mesh_checkpoint.weights_of(self)
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "buffers": self._passing_buffers()}
-
-    def _passing_buffers(self) -> dict[str, Tensor]:
-        """Those of all stages that a state_dict leaves out, on rank 0; all ranks call it."""
-        sends = self.at.data == 0 and self.at.tensor == 0
-        own = passing_buffers(self.model) if sends else {}
-        mine = {name: value for name, value in own.items() if self.keepers[name][0] == self.at.pipeline}
-        found: dict[str, Tensor] = {}
-        for part in self.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
-            found |= tree_from_bytes(part)
-        return found
+        return mesh_checkpoint.state_of(self)
 
     def part(self) -> dict[str, Any]:
-        """The optimizer's state of what this rank holds, by name."""
-        if self.optimizer is None:
-            return {"groups": [], "state": {}}
-        written = to_cpu((self.zero.optimizer_state_dict if self.zero else self.optimizer.state_dict)())
-        names = self._names_in_the_optimizer()
-        divided = divisions(self.model)
-        states = {
-            names[index]: self._joined(value, self.parameters[names[index]], divided.get(names[index]))
-            for index, value in written["state"].items()
-        }
-        if self.at.tensor > 0 or self.at.data > 0:
-            states = {}
-        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in written["param_groups"]]
-        return {"groups": groups, "state": states}
-
-    def _names_in_the_optimizer(self) -> list[str]:
-        """The parameters' names in the order in which the optimizer counts them."""
-        assert self.optimizer is not None
-        if self.zero is not None:
-            return list(self.parameters)
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    @staticmethod
-    def _joined(state: Mapping[str, Any], parameter: Tensor, how: tuple[Division, Group] | None) -> dict[str, Any]:
-        """An optimizer's state of one parameter, undivided; all tensor neighbours call it."""
-        if how is None:
-            return dict(state)
-        division, group = how
-        return {
-            key: gathered(value, group.unmetered(), division)
-            if isinstance(value, Tensor) and value.shape == parameter.shape
-            else value
-            for key, value in state.items()
-        }
-
-    def _own_part(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of `_joined`."""
-        how, parameter = divisions(self.model).get(name), self.parameters[name]
-        if how is None:
-            return dict(state)
-        division, group = how
-        shape = list(parameter.shape)
-        shape[division.dim] = division.length
-        return {
-            key: division.part(value, group.rank, group.size)
-            if isinstance(value, Tensor) and list(value.shape) == shape
-            else value
-            for key, value in state.items()
-        }
+        return mesh_checkpoint.part_of(self)
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        own, held, divided = self.model.state_dict(keep_vars=True), set(self.held), divisions(self.model)
-        with torch.no_grad():
-            for name, value in weights.items():
-                if self._first_name[name] in held:
-                    if name in divided:
-                        division, group = divided[name]
-                        value = division.part(value, group.rank, group.size)
-                    own[name].copy_(value)
-        if self.zero is not None:
-            held_here = {str(i): parameter.detach().clone() for i, parameter in enumerate(self.parameters.values())}
-            self.zero.load_state_dict(held_here)
-        buffers = {name: value for name, value in state["buffers"].items() if name in held}
-        load_passing_buffers(self.model, buffers)
-        if self.optimizer is not None:
-            states: dict[str, Any] = {}
-            for part in state["parts"]:
-                own_names = part["state"].keys() & self.parameters.keys()
-                states |= {name: self._own_part(name, part["state"][name]) for name in own_names}
-            names = self._names_in_the_optimizer()
-            settings = {name: group for part in state["parts"] for group in part["groups"] for name in group["params"]}
-            whole = [{"params": list(range(len(names)))}]
-            groups = self.optimizer.state_dict()["param_groups"] if self.zero is None else whole
-            load_state = self.zero.load_optimizer_state_dict if self.zero else self.optimizer.load_state_dict
-            load_state(
-                {
-                    "state": {index: states[name] for index, name in enumerate(names) if name in states},
-                    "param_groups": [{**settings[names[g["params"][0]]], "params": g["params"]} for g in groups],
-                }
-            )
-        self.step = state["step"]
+        mesh_checkpoint.restore(self, weights, state)
 
     def facts(self) -> dict[str, Any]:
         """What this rank holds, for the report: see `dure.parallel.facts`."""

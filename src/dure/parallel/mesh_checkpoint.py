@@ -1,0 +1,148 @@
+"""The checkpoint of a run on a mesh: what is kept is that of the undivided model, so it loads onto any other mesh.
+
+weights     each from the first stage that holds it, its parts joined over the tensor group
+optimizer   the state of each parameter, by its name, undivided
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.devices import to_cpu
+from dure.parallel.tensor.division import Division
+from dure.parallel.tensor.functions import gathered
+from dure.parallel.tensor.state import divisions, whole_state_dict
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes, weights_to_bytes
+from dure.strategy import load_passing_buffers, passing_buffers
+
+if TYPE_CHECKING:
+    from dure.parallel.combined import ParallelLearner
+
+
+def weights_of(learner: ParallelLearner) -> dict[str, Tensor]:
+    """The undivided model's state_dict, on rank 0; all ranks call it."""
+    whole: dict[str, Tensor] = {}
+    state = whole_state_dict(learner.model)
+    mine = {name: state[name] for name in state if _keeper(learner, name) == learner.at.pipeline}
+    sends = learner.at.data == 0 and learner.at.tensor == 0
+    content = weights_to_bytes(to_cpu(mine)) if sends else b""
+    for part in learner.group.gather_bytes(content):
+        if part:
+            whole |= load(part)
+    return {name: whole[name] for name in state} if learner.group.rank == 0 else {}
+
+
+def _keeper(learner: ParallelLearner, name: str) -> int:
+    """The stage's rank from which an entry of the state_dict is taken."""
+    return learner.keepers[learner.first_name[name]][0]
+
+
+def state_of(learner: ParallelLearner) -> dict[str, Any]:
+    """What all ranks have alike."""
+    return {"step": learner.step, "buffers": _passing_buffers(learner)}
+
+
+def _passing_buffers(learner: ParallelLearner) -> dict[str, Tensor]:
+    """Those of all stages that a state_dict leaves out, on rank 0; all ranks call it."""
+    sends = learner.at.data == 0 and learner.at.tensor == 0
+    own = passing_buffers(learner.model) if sends else {}
+    mine = {name: value for name, value in own.items() if learner.keepers[name][0] == learner.at.pipeline}
+    found: dict[str, Tensor] = {}
+    for part in learner.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
+        found |= tree_from_bytes(part)
+    return found
+
+
+def part_of(learner: ParallelLearner) -> dict[str, Any]:
+    """The optimizer's state of what this rank holds, by name."""
+    if learner.optimizer is None:
+        return {"groups": [], "state": {}}
+    written = to_cpu((learner.zero.optimizer_state_dict if learner.zero else learner.optimizer.state_dict)())
+    names = _names_in_the_optimizer(learner)
+    divided = divisions(learner.model)
+    states = {
+        names[index]: _joined(value, learner.parameters[names[index]], divided.get(names[index]))
+        for index, value in written["state"].items()
+    }
+    if learner.at.tensor > 0 or learner.at.data > 0:
+        states = {}
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in written["param_groups"]]
+    return {"groups": groups, "state": states}
+
+
+def _names_in_the_optimizer(learner: ParallelLearner) -> list[str]:
+    """The parameters' names in the order in which the optimizer counts them."""
+    assert learner.optimizer is not None
+    if learner.zero is not None:
+        return list(learner.parameters)
+    names = {id(parameter): name for name, parameter in learner.parameters.items()}
+    return [names[id(parameter)] for group in learner.optimizer.param_groups for parameter in group["params"]]
+
+
+def _joined(state: Mapping[str, Any], parameter: Tensor, how: tuple[Division, Group] | None) -> dict[str, Any]:
+    """An optimizer's state of one parameter, undivided; all tensor neighbours call it."""
+    if how is None:
+        return dict(state)
+    division, group = how
+    return {
+        key: gathered(value, group.unmetered(), division)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _own_part(learner: ParallelLearner, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_joined`."""
+    how, parameter = divisions(learner.model).get(name), learner.parameters[name]
+    if how is None:
+        return dict(state)
+    division, group = how
+    shape = list(parameter.shape)
+    shape[division.dim] = division.length
+    return {
+        key: division.part(value, group.rank, group.size)
+        if isinstance(value, Tensor) and list(value.shape) == shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def restore(learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Takes this rank\'s part of a checkpoint, of this mesh or another."""
+    own, held, divided = learner.model.state_dict(keep_vars=True), set(learner.held), divisions(learner.model)
+    with torch.no_grad():
+        for name, value in weights.items():
+            if learner.first_name[name] in held:
+                if name in divided:
+                    division, group = divided[name]
+                    value = division.part(value, group.rank, group.size)
+                own[name].copy_(value)
+    if learner.zero is not None:
+        held_here = {str(i): parameter.detach().clone() for i, parameter in enumerate(learner.parameters.values())}
+        learner.zero.load_state_dict(held_here)
+    buffers = {name: value for name, value in state["buffers"].items() if name in held}
+    load_passing_buffers(learner.model, buffers)
+    if learner.optimizer is not None:
+        states: dict[str, Any] = {}
+        for part in state["parts"]:
+            own_names = part["state"].keys() & learner.parameters.keys()
+            states |= {name: _own_part(learner, name, part["state"][name]) for name in own_names}
+        names = _names_in_the_optimizer(learner)
+        settings = {name: group for part in state["parts"] for group in part["groups"] for name in group["params"]}
+        whole = [{"params": list(range(len(names)))}]
+        groups = learner.optimizer.state_dict()["param_groups"] if learner.zero is None else whole
+        load_state = learner.zero.load_optimizer_state_dict if learner.zero else learner.optimizer.load_state_dict
+        load_state(
+            {
+                "state": {index: states[name] for index, name in enumerate(names) if name in states},
+                "param_groups": [{**settings[names[g["params"][0]]], "params": g["params"]} for g in groups],
+            }
+        )
+    learner.step = state["step"]
