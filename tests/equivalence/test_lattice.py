@@ -118,3 +118,19 @@ def test_worker_threads_walk_the_path_of_one_worker(strategy: Strategy, workers:
 def test_hogwild_with_one_worker_is_one_worker(world: World) -> None:
     many = dure.train(small_task(), dure.Hogwild(8), world, dure.Stop(rounds=3), seed=3)
     assert largest_difference(many, alone(8, dure.Stop(epochs=3))) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        (dure.Pipeline(8, 3, "1f1b"), 2),
+        (dure.Pipeline(8, 2, "zero-bubble"), 2),
+        (dure.TensorParallel(8), 2),
+        (dure.Parallel(dure.Mesh(data=2, tensor=2), 8, 2), 4),
+    ],
+    ids=["1f1b", "zero-bubble", "tensor", "data and tensor"],
+)
+def test_a_divided_model_walks_the_path_of_one_worker(strategy: Strategy, ranks: int) -> None:
+    stop = dure.Stop(epochs=2)
+    many = dure.train(small_task(), strategy, dure.Processes(ranks), stop, seed=3)
+    assert largest_difference(many, alone(8, stop)) < TOLERANCE
