@@ -10,7 +10,7 @@ the rounds' ratios. All find the same gradients, which is checked.
     dure gpipe, 1f1b, …      dure's, over shared memory
 
     ideal                    micro-batched / ranks, and the bubble that the schedule cannot avoid
-    predicted                the simulator's, from the times that dure's actions took in that step
+    predicted                the simulator's, from the times that dure's actions took in those steps, and a message's
 
     python benchmarks/pipeline.py > benchmarks/results/pipeline.json
 
@@ -218,8 +218,22 @@ def bubble(schedule: str, microbatches: int) -> float:
     return simulate(made, Times.uniform(made.stages, 1, 2)).bubble_over_ideal
 
 
-def predicted(schedule: str, microbatches: int, rows: list[Any]) -> JSON:
-    """From the mean seconds of each stage's actions."""
+def seconds_of_a_message(place: Place, elements: int, times: int = 40) -> float:
+    """One way between two ranks that wait for it: half of a ping-pong, the median."""
+    tensor, peer, samples = torch.zeros(elements), 1 - place.group.rank, []
+    for _ in range(times):
+        started = time.perf_counter()
+        for sends in (place.group.rank == 0, place.group.rank == 1):
+            if sends:
+                place.group.send(tensor, peer)
+            else:
+                place.group.receive(tensor, peer)
+        samples.append((time.perf_counter() - started) / 2)
+    return statistics.median(samples)
+
+
+def predicted(schedule: str, microbatches: int, rows: list[Any], send: float) -> JSON:
+    """From the mean seconds of each stage's actions, and those of a message."""
     per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
     made = make(schedule, RANKS, microbatches, per_rank)
 
@@ -228,7 +242,7 @@ def predicted(schedule: str, microbatches: int, rows: list[Any]) -> JSON:
         return statistics.fmean(found) if found else 0.0
 
     kinds = ("forward", "backward", "input_gradient", "weight_gradient")
-    times = Times(*(tuple(mean(kind, stage) for stage in range(made.stages)) for kind in kinds), send=0.0)
+    times = Times(*(tuple(mean(kind, stage) for stage in range(made.stages)) for kind in kinds), send=send)
     simulation = simulate(made, times)
     return {"seconds": simulation.makespan, "bubble": simulation.bubble}
 
@@ -246,6 +260,7 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
             contender.times()
     right = found["single"]
     apart = {name: max(float((grads[key] - right[key]).abs().max()) for key in right) for name, grads in found.items()}
+    send = seconds_of_a_message(place, -(-batch // microbatches) * CONTEXT * width)
     samples: dict[str, list[float]] = {name: [] for name in playing}
     times: dict[str, list[JSON]] = {name: [] for name in playing}
     names = list(playing)
@@ -253,7 +268,7 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
         for name in names[number % len(names) :] + names[: number % len(names)]:
             samples[name].append(seconds_per_step(playing[name], steps, gloo))
             if isinstance(playing[name], Ours):
-                times[name].append(predicted(name.removeprefix("dure "), microbatches, playing[name].times()))
+                times[name].append(predicted(name.removeprefix("dure "), microbatches, playing[name].times(), send))
     result: JSON = {}
     for name in names:
         result[name] = {"samples": samples[name], "median": statistics.median(samples[name])}

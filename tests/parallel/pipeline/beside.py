@@ -33,6 +33,7 @@ def on_ranks(ranks: int, program: Callable[[Place], Any], backend: Any = "dure",
     """What `program` returns on every rank, in order of rank."""
 
     def gathered(place: Place) -> list[Any]:
+        torch.set_num_threads(1)  # a rank alone would have all cores, on which some sums are rounded differently
         return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))]
 
     result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(gathered, lambda event: None)
