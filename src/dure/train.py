@@ -150,8 +150,11 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already."""
     outcome = world.run(functools.partial(drive, job), on_progress)
     model = seeded_model(job.task, job.seed)
-    model.load_state_dict(outcome.weights)
-    load_passing_buffers(model, outcome.buffers)
+    if outcome.weights:
+        model.load_state_dict(outcome.weights)
+        load_passing_buffers(model, outcome.buffers)
+    else:  # a rank of torchrun that holds a part of the model: rank 0 has the whole, here are shapes alone
+        model.to("meta")
     return Run(model, outcome.history, outcome.summary, job.folder)
 
 
