@@ -31,6 +31,17 @@ def test_torchrun_gives_the_bits_of_local_processes(tmp_path: Path) -> None:
     assert all(trained[name].equal(local[name]) for name in local)
 
 
+@pytest.mark.parametrize("system", ["pipeline", "parallel --tensor 2", "zero --stage 3"])
+def test_ranks_that_hold_parts_of_the_model_end_well(system: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [*TORCHRUN, "-m", "dure", "train", "digits", *system.split(), "--steps", "5", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    one = dure.train(dure.load_task("digits"), dure.SingleWorker(), stop=dure.Stop(steps=5)).model.state_dict()
+    trained = load_file(out / "model.safetensors")
+    assert all(trained[name].allclose(one[name], atol=1e-5) for name in one)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_other_ranks_name_a_lost_one(how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "victim.py"
