@@ -43,6 +43,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from rounds import quartiles, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -179,7 +180,7 @@ def contest(
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in turns(names, number):
             samples[name].append(contenders[name].seconds_per_step(steps, gloo))
     rows: JSON = {name: quartiles(values) for name, values in samples.items()}
     for name, contender in contenders.items():
@@ -189,11 +190,6 @@ def contest(
             rows[name]["way"] = "beside" if wrapped.reducer.beside else "after"
             rows[name]["elements_of_messages"] = wrapped.reducer.lengths()
     return rows
-
-
-def quartiles(samples: list[float]) -> JSON:
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median": middle, "quartiles": [low, high], "samples": samples}
 
 
 # Where.

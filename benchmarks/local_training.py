@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import quartiles
 from torch import Tensor, nn
 
 import dure
@@ -227,11 +228,6 @@ def ways() -> dict[str, Callable[[Case], Trained]]:
         found[f"torch.nn.DataParallel, {gpus} GPUs"] = partial(plain, CORES, device="cuda", wrap=nn.DataParallel)
         found[f"a mini-batch per GPU, {gpus} GPUs"] = partial(by_dure, dure.DataParallel, dure.Threads, CORES)
     return found
-
-
-def quartiles(samples: list[float]) -> dict[str, Any]:
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
-    return {"median": middle, "quartiles": [low, high], "samples": samples}
 
 
 def measured(case: Case, repeat: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pages import fill, table
+from rounds import seconds_per_step, turns
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -161,14 +162,14 @@ class Ours:
             for name, parameter in self.learner.parameters.items():
                 parameter.copy_(mine[name])
         self.indices = torch.arange(batch)
-        self.spans: list[tuple[str, int, int, float]] = []
+        self.spans: list[list[tuple[str, int, int, float]]] = []  # of each step
 
     def step(self) -> None:
         for parameter in self.learner.parameters.values():
             parameter.grad = None
         self.learner.gradients(self.indices)
         (engine,) = self.learner._engines.values()
-        self.spans += [(a.kind, a.stage, a.microbatch, end - start) for a, start, end in engine.spans]
+        self.spans.append([(a.kind, a.stage, a.microbatch, end - start) for a, start, end in engine.spans])
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.learner.parameters.items() if p.grad is not None}
@@ -176,7 +177,8 @@ class Ours:
     def times(self) -> list[Any]:
         """The mean seconds of each kind of action in each stage, from all ranks."""
         rows: list[Any] = [None] * RANKS
-        dist.all_gather_object(rows, self.spans)
+        timed = [span for step in self.spans[1:] for span in step]  # the first one was not timed
+        dist.all_gather_object(rows, timed)
         self.spans = []
         return [row for rank in rows for row in rank]
 
@@ -198,17 +200,6 @@ def contenders(width: int, batch: int, microbatches: int, gloo: Any, place: Plac
     for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"):
         made[f"dure {schedule}"] = partial(ours, schedule, place)
     return made
-
-
-def seconds_per_step(contender: Any, steps: int, group: Any) -> float:
-    """Of the slowest rank."""
-    dist.barrier(group)
-    started = time.perf_counter()
-    for _ in range(steps):
-        contender.step()
-    seconds = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
-    return seconds.item()
 
 
 def bubble(schedule: str, microbatches: int) -> float:
@@ -255,7 +246,7 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
         rows: list[Any] = [None] * RANKS
         dist.all_gather_object(rows, contender.gradients())
         found[name] = {key: value for row in rows for key, value in row.items()}
-        seconds_per_step(contender, 1, gloo)
+        seconds_per_step(contender.step, 1, gloo)
         if isinstance(contender, Ours):
             contender.times()
     right = found["single"]
@@ -265,8 +256,8 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
     times: dict[str, list[JSON]] = {name: [] for name in playing}
     names = list(playing)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            samples[name].append(seconds_per_step(playing[name], steps, gloo))
+        for name in turns(names, number):
+            samples[name].append(seconds_per_step(playing[name].step, steps, gloo))
             if isinstance(playing[name], Ours):
                 times[name].append(predicted(name.removeprefix("dure "), microbatches, playing[name].times(), send))
     result: JSON = {}

@@ -23,12 +23,12 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rounds import quartiles, seconds_per_step, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,20 +134,12 @@ CONTENDERS: dict[str, tuple[type[Plain], str]] = {
 """Who makes it, and the backend of its group; "" trains in one process."""
 
 
-def seconds_per_step(contender: Plain, alone: bool, steps: int, gloo: Any) -> float:
-    """Of the slowest rank. gloo: a group whose ranks sleep while they wait."""
-    takes_part = not alone or dist.get_rank() == 0
+def timed(contender: Plain, alone: bool, steps: int, gloo: Any) -> float:
+    """Seconds of a step, with the contender's own number of threads."""
     torch.set_num_threads(contender.threads)
-    if takes_part:
-        contender.step()  # what others have pushed out of the caches comes back
-    dist.barrier(gloo)
-    started = time.perf_counter()
-    for _ in range(steps if takes_part else 0):
-        contender.step()
-    seconds = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float64)
+    seconds = seconds_per_step(contender.step, steps, gloo, not alone or dist.get_rank() == 0)
     torch.set_num_threads(1)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, gloo)
-    return seconds.item()
+    return seconds
 
 
 def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: Place) -> JSON:
@@ -159,8 +151,8 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
     weights = {name: contender.weights() for name, contender in contenders.items()}
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            samples[name].append(seconds_per_step(contenders[name], CONTENDERS[name][1] == "", steps, groups["gloo"]))
+        for name in turns(names, number):
+            samples[name].append(timed(contenders[name], CONTENDERS[name][1] == "", steps, groups["gloo"]))
     return {
         name: {
             **quartiles(samples[name]),
@@ -171,11 +163,6 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
         }
         for name in names
     }
-
-
-def quartiles(samples: list[float]) -> JSON:
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median": middle, "quartiles": [low, high], "samples": samples}
 
 
 def sent(setting: Setting, place: Place) -> int:

@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rounds import quartiles
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -172,11 +172,6 @@ def row(system: str, size: str, task: dure.Task, steps: int, samples: dict[str, 
         "gloo_over_dure": quartiles(ratios),
         "largest_difference_of_losses": apart,
     }
-
-
-def quartiles(samples: list[float]) -> JSON:
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median": middle, "quartiles": [low, high], "samples": samples}
 
 
 def own(ranks: int, rounds: int, steps: int, size: str, all_reduce: Any) -> JSON:

@@ -26,13 +26,13 @@ import gc
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rounds import quartiles, seconds_per_step, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -214,20 +214,6 @@ CONTENDERS: dict[str, tuple[Callable[..., Plain], str]] = {
 # How long a step takes.
 
 
-def seconds_per_step(contender: Plain, alone: bool, steps: int, gloo: Any) -> float:
-    """Of the slowest rank. gloo: a group whose ranks sleep while they wait."""
-    takes_part = not alone or dist.get_rank() == 0
-    if takes_part:
-        contender.step()  # what others have pushed out of the caches comes back
-    dist.barrier(gloo)
-    started = time.perf_counter()
-    for _ in range(steps if takes_part else 0):
-        contender.step()
-    seconds = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, gloo)
-    return seconds.item()
-
-
 def contest(names: list[str], model: Any, optimizer: Any, rounds: int, steps: int, place: Place) -> JSON:
     """What every rank does: seconds of a step, a number a round, for each contender."""
     torch.set_num_threads(1)
@@ -246,15 +232,12 @@ def contest(names: list[str], model: Any, optimizer: Any, rounds: int, steps: in
     }
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in turns(names, number):
             alone = CONTENDERS[name][1] == ""
-            samples[name].append(seconds_per_step(contenders[name], alone, steps, groups["gloo"]))
+            samples[name].append(
+                seconds_per_step(contenders[name].step, steps, groups["gloo"], not alone or dist.get_rank() == 0)
+            )
     return {name: {**quartiles(samples[name]), "largest_difference": apart[name]} for name in names}
-
-
-def quartiles(samples: list[float]) -> JSON:
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median": middle, "quartiles": [low, high], "samples": samples}
 
 
 # What a rank holds.
