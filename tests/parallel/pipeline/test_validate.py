@@ -111,18 +111,22 @@ def test_an_action_on_a_foreign_rank_is_named(case, data):
     assert f"foreign rank: stage {error.action.stage} is on rank {rank}" in str(error)
 
 
-@settings(max_examples=50)
-@given(SCHEDULE, st.data())
-def test_two_sends_in_each_others_places_are_refused(schedule, data):
-    rank = data.draw(st.integers(0, schedule.ranks - 1))
-    actions = list(schedule.actions[rank])
-    pairs = [
+def sends_to_one_rank(schedule, actions):
+    """Places of two sends to the same rank, the later one first."""
+    return [
         (i, j)
         for i, one in enumerate(actions)
         for j, two in enumerate(actions[:i])
         if one.kind in SENDS and two.kind in SENDS and _to(schedule, one) == _to(schedule, two)
     ]
-    later, earlier = data.draw(st.sampled_from(pairs))
+
+
+@settings(max_examples=50)
+@given(SCHEDULE, st.data())
+def test_two_sends_in_each_others_places_are_refused(schedule, data):
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    actions = list(schedule.actions[rank])
+    later, earlier = data.draw(st.sampled_from(sends_to_one_rank(schedule, actions)))
     actions[later], actions[earlier] = actions[earlier], actions[later]
     error = refused(changed(schedule, rank, actions))
     assert (error.rank, error.place) == (rank, earlier), "it is sent before it is made"
@@ -134,13 +138,7 @@ def test_two_sends_in_each_others_places_are_refused(schedule, data):
 def test_messages_that_are_sent_in_another_order_than_received_are_refused(schedule, data):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     actions = list(schedule.actions[rank])
-    pairs = [
-        (i, j)
-        for i, one in enumerate(actions)
-        for j, two in enumerate(actions[:i])
-        if one.kind in SENDS and two.kind in SENDS and _to(schedule, one) == _to(schedule, two)
-    ]
-    later, earlier = data.draw(st.sampled_from(pairs))
+    later, earlier = data.draw(st.sampled_from(sends_to_one_rank(schedule, actions)))
     late = actions[earlier]
     actions.insert(later + 1, late)
     del actions[earlier]

@@ -211,7 +211,28 @@ def is_transposed(linear: nn.Module) -> bool:
     raise ValueError(f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D")
 
 
-class ColumnParallel(Divided):
+class DividedLinear(Divided):
+    """A layer made of a weight and a bias: what the two ways to divide it have in common."""
+
+    in_features: int
+    out_features: int
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        process_group: Group | dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> Self:
+        """Of an nn.Linear or Hugging Face's Conv1D, the same on all ranks."""
+        made: Callable[..., Self] = cls
+        return made(*_parameters(linear), process_group, transposed=is_transposed(linear), **options)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
+
+
+class ColumnParallel(DividedLinear):
     """Y_r = X·A_r + b_r: A divided by columns, which are rows of torch's weight W = Aᵀ.
 
     weight, bias: undivided, the same on all ranks; this rank's part of them is copied.
@@ -258,16 +279,6 @@ class ColumnParallel(Divided):
         beside = runs_beside(overlap, self.group, weight.device)
         self._how = _How(self.group, transposed, sequence, enters, beside)
 
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Module,
-        process_group: Group | dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> Self:
-        """Of an nn.Linear or Hugging Face's Conv1D, the same on all ranks."""
-        return cls(*_parameters(linear), process_group, transposed=is_transposed(linear), **options)
-
     def forward(self, tensor: Tensor) -> Tensor:
         """tensor: (..., inputs). Returns this rank's outputs, or all of them."""
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
@@ -276,11 +287,8 @@ class ColumnParallel(Divided):
             self.draws.enter()
         return gather_features(outputs, self.group, self._outputs) if self.gather_output else outputs
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
 
-
-class RowParallel(Divided):
+class RowParallel(DividedLinear):
     """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ; b is on every rank.
 
     input_is_parallel: False where all ranks have the whole input, of which they take their part.
@@ -309,16 +317,6 @@ class RowParallel(Divided):
         self.input_is_parallel = input_is_parallel
         self._how = _How(self.group, transposed, sequence, False, False)
 
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Module,
-        process_group: Group | dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> Self:
-        """Of an nn.Linear or Hugging Face's Conv1D, the same on all ranks."""
-        return cls(*_parameters(linear), process_group, transposed=is_transposed(linear), **options)
-
     def forward(self, tensor: Tensor) -> Tensor:
         """tensor: (..., this rank's inputs, or all of them). Returns all outputs, or a shard of the sequence."""
         if self.draws is not None:
@@ -328,9 +326,6 @@ class RowParallel(Divided):
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Row.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         return outputs
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
 
 
 def _parameters(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
