@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dure.report.read import Line, Partition, Run, Span, Trace
+from dure.report.runs import Line, Partition, Run, Span, Trace
 from dure.report.words import count, duration, higher_is_better, is_share, listed, metric_name
 
 JSON = dict[str, Any]

@@ -13,7 +13,8 @@ from dure.report.document import document, plotly_source, section, source
 from dure.report.parts import bar, legend, percents, swatch, world
 from dure.report.pipeline import pipelines
 from dure.report.ranks import holdings
-from dure.report.read import Run, Runs, Worker, number, read_runs
+from dure.report.read import number, read_runs
+from dure.report.runs import Run, Runs, Worker
 from dure.report.table import table
 from dure.report.words import count, duration, escape, size
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dure.report.read import Run, Worker, number
+from dure.report.read import number
+from dure.report.runs import Run, Worker
 from dure.report.words import UNKNOWN, count, duration
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from dure.report.document import section
 from dure.report.parts import swatch
-from dure.report.read import Rank, Run, Stage, Trace
+from dure.report.runs import Rank, Run, Stage, Trace
 from dure.report.words import UNKNOWN, count, duration, escape, size
 
 if TYPE_CHECKING:

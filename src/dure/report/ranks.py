@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dure.report.document import section
 from dure.report.parts import swatch
-from dure.report.read import Rank, Run
+from dure.report.runs import Rank, Run
 from dure.report.words import UNKNOWN, duration, escape, size
 
 _MOST = 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dure.report import charts
 from dure.report.document import section
 from dure.report.parts import bar, legend, percents, swatch, world
-from dure.report.read import Result, Run, Runs, Worker
+from dure.report.runs import Result, Run, Runs, Worker
 from dure.report.words import (
     UNKNOWN,
     count,

@@ -1,0 +1,151 @@
+"""What the report knows of runs: what their folders say, as data (`dure.report.read` makes it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of history.jsonl. The counters of a step line are rank 0's, of an evaluation line everybody's; the
+    metrics of a step line are what the strategy says about it, as residuals."""
+
+    step: float
+    epoch: float | None
+    seconds: float | None
+    loss: float | None
+    bytes_sent: float | None
+    compute: float | None
+    communication: float | None
+    idle: float | None
+    peak_memory: float | None
+    metrics: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank, thread, client or server: where its time went, in seconds, and the bytes that passed through it."""
+
+    name: str
+    compute: float
+    communication: float
+    idle: float
+    sent: float = 0.0
+    received: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication + self.idle
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing a lane did; `start` and `duration` in milliseconds since the run began. The name ends with the step."""
+
+    lane: int
+    name: str
+    category: str
+    start: float
+    duration: float
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The timeline: the names of the lanes, their spans by start, and how many spans were not kept."""
+
+    lanes: Mapping[int, str]
+    spans: Sequence[Span]
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How examples lie with clients. `histograms`: clients x classes, or None where there are no labels."""
+
+    description: str
+    counts: Sequence[int]
+    histograms: Sequence[Sequence[int]] | None
+    classes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Of a pipeline: the module in which it begins, its parameters, and the bytes of a full step over the boundary
+    behind it, values there and gradients back."""
+
+    number: int
+    begins: str
+    parameters: int
+    there: int
+    back: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank of a mesh told of itself. at: data, pipeline and tensor index. held: bytes of parameters, gradients,
+    optimizer and buffers. inside: seconds of collectives in its layers, per step."""
+
+    name: str
+    at: tuple[int, int, int]
+    stages: Sequence[Stage]
+    held: Mapping[str, float]
+    peak_memory: float | None
+    inside: float | None
+    schedule: str | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
+
+    metric: str
+    value: float
+    reached: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to: `summary.json`, or what the history of a killed run tells of it."""
+
+    unit: str
+    world: str | None
+    ended: str | None
+    steps: float | None
+    epochs: float | None
+    seconds: float | None
+    final: Mapping[str, float]
+    best: Mapping[str, float]
+    train_loss: float | None
+    bytes_per_worker: float | None
+    peak_memory: float | None
+    everyone: Worker | None
+    workers: Sequence[Worker]
+    targets: Sequence[Target]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder."""
+
+    folder: Path
+    label: str
+    config: Mapping[str, Any]
+    steps: Sequence[Line]
+    evaluations: Sequence[Line]
+    result: Result
+    trace: Trace | None
+    partition: Partition | None
+    notes: Sequence[str]
+    ranks: Sequence[Rank] = ()
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All the runs of a report; `failed`: name -> reason, of a comparison's runs that came to nothing."""
+
+    runs: Sequence[Run]
+    failed: Mapping[str, str] = field(default_factory=dict)
