@@ -15,7 +15,7 @@ SOURCE = Path(dure.__file__).parent
 FLOORS = [
     {"errors", "randomness", "flat", "catalog", "written", "registration", "__init__"},
     {"record", "stop", "task", "data", "models", "convolution", "threads", "devices"},
-    {"collectives", "strategy", "tasks", "evaluation"},
+    {"collectives", "strategy", "tasks", "evaluation", "fleet"},
     {"worlds", "parallel", "averaging", "federated"},
     {"train", "strategies", "drive"},
     {"compare", "report", "bench"},

@@ -34,7 +34,20 @@ if TYPE_CHECKING:
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
     from dure.data.partition import QuantitySkew as QuantitySkew
+    from dure.federated.byzantine import ByzantineGD as ByzantineGD
+    from dure.federated.ditto import Ditto as Ditto
+    from dure.federated.fed_async import FedAsync as FedAsync
     from dure.federated.fed_avg import FedAvg as FedAvg
+    from dure.federated.fed_buff import FedBuff as FedBuff
+    from dure.federated.fed_opt import FedAdagrad as FedAdagrad
+    from dure.federated.fed_opt import FedAdam as FedAdam
+    from dure.federated.fed_opt import FedAvgM as FedAvgM
+    from dure.federated.fed_opt import FedYogi as FedYogi
+    from dure.federated.fed_per import FedPer as FedPer
+    from dure.federated.fed_prox import FedProx as FedProx
+    from dure.federated.fed_sgd import FedSGD as FedSGD
+    from dure.federated.per_fed_avg import PerFedAvg as PerFedAvg
+    from dure.federated.scaffold import Scaffold as Scaffold
     from dure.parallel.combined import Parallel as Parallel
     from dure.parallel.data import DataParallel as DataParallel
     from dure.parallel.hogwild import Hogwild as Hogwild
@@ -78,7 +91,20 @@ _WHERE = {
     "LocalSGD": "dure.averaging.local_sgd",
     "DiLoCo": "dure.averaging.diloco",
     "ADMM": "dure.averaging.admm",
+    "ByzantineGD": "dure.federated.byzantine",
+    "Ditto": "dure.federated.ditto",
+    "FedAdagrad": "dure.federated.fed_opt",
+    "FedAdam": "dure.federated.fed_opt",
+    "FedAsync": "dure.federated.fed_async",
     "FedAvg": "dure.federated.fed_avg",
+    "FedAvgM": "dure.federated.fed_opt",
+    "FedBuff": "dure.federated.fed_buff",
+    "FedPer": "dure.federated.fed_per",
+    "FedProx": "dure.federated.fed_prox",
+    "FedSGD": "dure.federated.fed_sgd",
+    "FedYogi": "dure.federated.fed_opt",
+    "PerFedAvg": "dure.federated.per_fed_avg",
+    "Scaffold": "dure.federated.scaffold",
     "DataParallel": "dure.parallel.data",
     "Hogwild": "dure.parallel.hogwild",
     "LayersPerCore": "dure.parallel.layers",
@@ -103,7 +129,7 @@ _WHERE = {
     "Torchrun": "dure.worlds.torchrun",
 }
 
-_SUBMODULES = ("collectives", "models", "errors", "parallel", "averaging", "federated", "data", "record")
+_SUBMODULES = ("collectives", "models", "errors", "parallel", "averaging", "federated", "fleet", "data", "record")
 
 __all__ = sorted([*_WHERE, *_SUBMODULES])
 

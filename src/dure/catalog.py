@@ -50,7 +50,44 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
     "admm": ("dure.averaging.admm", "ADMM", "ranks minimise apart, duals draw them to a consensus"),
     "layers-per-core": ("dure.parallel.layers", "LayersPerCore", "a pipeline of threads, each with some of the layers"),
     "hogwild": ("dure.parallel.hogwild", "Hogwild", "threads or processes update the same weights without locks"),
+    "fed-sgd": (
+        "dure.federated.fed_sgd",
+        "FedSGD",
+        "clients send gradients of all their data, a server makes one step",
+    ),
     "fed-avg": ("dure.federated.fed_avg", "FedAvg", "clients train locally, a server averages their updates"),
+    "fed-prox": (
+        "dure.federated.fed_prox",
+        "FedProx",
+        "FedAvg whose clients are held near the global model, and may do less",
+    ),
+    "scaffold": ("dure.federated.scaffold", "Scaffold", "FedAvg with control variates against the clients' drift"),
+    "fed-avg-m": ("dure.federated.fed_opt", "FedAvgM", "FedAvg with momentum on the server"),
+    "fed-adagrad": ("dure.federated.fed_opt", "FedAdagrad", "FedAvg with Adagrad on the server"),
+    "fed-adam": ("dure.federated.fed_opt", "FedAdam", "FedAvg with Adam on the server"),
+    "fed-yogi": ("dure.federated.fed_opt", "FedYogi", "FedAvg with Yogi on the server"),
+    "fed-async": (
+        "dure.federated.fed_async",
+        "FedAsync",
+        "no rounds: updates are mixed in one by one, the stale ones by less",
+    ),
+    "fed-buff": (
+        "dure.federated.fed_buff",
+        "FedBuff",
+        "no rounds: a step for every so many updates, the stale ones count less",
+    ),
+    "byzantine": (
+        "dure.federated.byzantine",
+        "ByzantineGD",
+        "gradient descent by the geometric median of means: withstands liars",
+    ),
+    "fed-per": ("dure.federated.fed_per", "FedPer", "FedAvg of the lower layers; the last ones are each client's own"),
+    "ditto": ("dure.federated.ditto", "Ditto", "FedAvg, and for every client a model of its own near the global one"),
+    "per-fed-avg": (
+        "dure.federated.per_fed_avg",
+        "PerFedAvg",
+        "a global model that is good after a step on a client's own data",
+    ),
 }
 """Strategies: name to (module, class, summary)."""
 

@@ -25,6 +25,7 @@ from dure.flags import (
     ResumeOptions,
     TrainOptions,
     WorldName,
+    WorldOptions,
     given_options,
     options_of_task,
     parse_flags,
@@ -164,12 +165,19 @@ def _train(given: list[str]) -> int:
     from dure.tasks import load_task
 
     kind = strategy_class(system)
-    parts = {"strategy": kind, "task": options_of_task(reference), "limits": Limits, "how": TrainOptions}
+    among = _conditions_for(system, flags) if kind.kind == "clients" else WorldOptions
+    parts = {
+        "strategy": kind,
+        "task": options_of_task(reference),
+        "world": among,
+        "limits": Limits,
+        "how": TrainOptions,
+    }
     asked = parse_flags(f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0])
     how: TrainOptions = asked["how"]
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
-    world = _world(strategy, how.workers, how.deadline, how.backend, how.world, how.devices)
+    world = _world_of(strategy, asked["world"])
     if how.out is None and getattr(world, "elastic", False):
         raise ValueError("torchrun may start this job again: say with --out which folder it goes on with")
     out = how.out if how.out is not None else _new_folder(f"{_file_name(task)}-{system}")
@@ -374,6 +382,28 @@ def _world_in(system: str) -> tuple[str, WorldName | None]:
         else:
             kept.append(setting)
     return ",".join(kept), world
+
+
+def _conditions_for(system: str, flags: list[str]) -> type[Any]:
+    """The flags of a simulated federation. Raises ValueError for those of workers, which it has not."""
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        if flag.partition("=")[0] == "--workers":
+            count = flag.partition("=")[2] or following
+            raise ValueError(f"{system} counts clients, not workers: use --clients {count}")
+    from dure.fleet.conditions import Conditions
+
+    return Conditions
+
+
+def _world_of(strategy: Strategy, given: Any) -> World:
+    """The world that the flags describe."""
+    if isinstance(given, WorldOptions):
+        return _world(strategy, given.workers, given.deadline, given.backend, given.world, given.devices)
+    from dataclasses import fields
+
+    from dure.worlds.simulated import Simulated
+
+    return Simulated(**{field.name: getattr(given, field.name) for field in fields(given)})
 
 
 def _world(

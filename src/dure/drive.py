@@ -413,6 +413,8 @@ def summarise(
         for name, counters in zip(names, workers, strict=True)
     ]
     target = job.stop.target or {}
+    many = sum(meter.stands_for for meter in learner.meters() if meter.name.split()[0] not in NO_WORKERS)
+    count = len(senders) if len(names) > len(learner.meters()) else many
     return {
         "label": job.label,
         "strategy": job.strategy.name,
@@ -428,9 +430,9 @@ def summarise(
         "train_loss": position.loss,
         "numbers": position.numbers,
         "parameters": job.parameters,
-        "workers": len(senders),
+        "workers": count,
         **total,
-        "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / len(senders),
+        "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / count,
         "peak_memory": max(counters.peak_memory for counters in workers),
         "per_worker": per_worker,
         "to_target": {

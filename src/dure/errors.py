@@ -93,3 +93,7 @@ class PeerLostError(DureError, RuntimeError):
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+class TooFewClientsError(DureError):
+    """A federation could not go on because too few of its clients were there, or answered in time."""

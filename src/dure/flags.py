@@ -56,8 +56,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """How to run it.
+class WorldOptions:
+    """Who takes part.
 
     Args:
         workers: ranks or threads, for systems that divide the work; one a core by default.
@@ -65,6 +65,20 @@ class TrainOptions:
         devices: where threads compute, as cpu or cuda:0 cuda:1; GPUs by default where there are.
         deadline: seconds that a rank waits for a silent peer.
         backend: what carries the bytes between ranks: dure through shared memory, gloo through sockets.
+    """
+
+    workers: int | None = None
+    world: WorldName | None = None
+    devices: tuple[str, ...] = ()
+    deadline: float = 60.0
+    backend: Literal["dure", "gloo"] = "dure"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to run it.
+
+    Args:
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
         out: the run folder; by default a new one in runs/. Under torchrun with restarts it is gone on with.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
@@ -73,11 +87,6 @@ class TrainOptions:
         json: print the summary as JSON on standard output, and no progress.
     """
 
-    workers: int | None = None
-    world: WorldName | None = None
-    devices: tuple[str, ...] = ()
-    deadline: float = 60.0
-    backend: Literal["dure", "gloo"] = "dure"
     seed: int = 0
     out: Path | None = None
     evaluate_every: int | None = None

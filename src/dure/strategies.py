@@ -21,9 +21,25 @@ from dure.collectives import compression
 from dure.collectives.compression import Compression
 from dure.data import partition
 from dure.data.partition import Partition
+from dure.federated import aggregate, sampling
+from dure.federated.aggregate import Aggregator
+from dure.federated.sampling import Selection
+from dure.fleet.arrival import Arrival, parse_arrival
+from dure.fleet.attacks import Attack, parse_attack
+from dure.fleet.availability import Availability, parse_availability
+from dure.fleet.devices import Devices, parse_devices
 from dure.strategy import Strategy, World, dwellings
 
-TEXTS: dict[type[Any], Callable[[str], Any]] = {Partition: partition.parse, Compression: compression.parse}
+TEXTS: dict[type[Any], Callable[[str], Any]] = {
+    Partition: partition.parse,
+    Compression: compression.parse,
+    Selection: sampling.parse,
+    Aggregator: aggregate.parse,
+    Devices: parse_devices,
+    Availability: parse_availability,
+    Arrival: parse_arrival,
+    Attack: parse_attack,
+}
 """Types of fields that are written as text, and what reads it."""
 
 

@@ -10,7 +10,7 @@ meet in `dure.train`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.data.examples import Examples
 from dure.data.partition import Description
+from dure.fleet.carrier import Carrier, Clients
+from dure.fleet.conditions import Conditions
 from dure.randomness import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
 from dure.record.trace import Trace
@@ -101,13 +103,7 @@ class Telling(Protocol):
         """What this rank holds, as JSON; summary.json has all ranks' under "facts". It speaks with no other rank."""
 
 
-Item = TypeVar("Item")
 Value = TypeVar("Value")
-
-
-def visit_in_order(work: Callable[[Item], Value], items: Iterable[Item]) -> Iterable[Value]:
-    """Does the clients' work one after another, here."""
-    return map(work, items)
 
 
 @dataclass
@@ -115,21 +111,23 @@ class Place:
     """What a world gives to a program that runs in it.
 
     group: the ranks, and this one among them. trace: this process's timeline. report: sends an event to whoever
-    watches the run (rank 0 only). interrupted: whether the user asked to stop (rank 0 only). visit: how clients'
-    work is done, results in any order. clock_offset: seconds to add to this machine's clock to get rank 0's.
-    kind: of the world. devices: where this program computes, one for each of its workers; the first is its own.
-    ending: what has to end with the run, as threads.
+    watches the run (rank 0 only). interrupted: whether the user asked to stop (rank 0 only). clock_offset: seconds to
+    add to this machine's clock to get rank 0's. kind: of the world. devices: where this program computes, one for each
+    of its workers; the first is its own. ending: what has to end with the run, as threads. conditions, carrier: of a
+    federation: what its clients are like, and, given the clients' side and the seed, who carries messages between a
+    coordinator and them.
     """
 
     group: Group
     trace: Trace = field(default_factory=Trace)
     report: Callable[[dict[str, Any]], None] = lambda event: None
     interrupted: Callable[[], bool] = lambda: False
-    visit: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]] = visit_in_order
     clock_offset: float = 0.0
     kind: Kind = "ranks"
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)
     ending: ExitStack = field(default_factory=ExitStack)
+    conditions: Conditions | None = None
+    carrier: Callable[[Clients, int], Carrier] | None = None
 
 
 class World(Protocol):

@@ -7,7 +7,7 @@ A setting is a frozen dataclass with a `name`, whose fields are numbers or words
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dure.catalog import suggestion
@@ -24,6 +24,14 @@ def write(setting: Any) -> str:
     while len(values) > 1 and values[-1] == fields[len(values) - 1].default:
         values.pop()
     return ":".join([setting.name, *map(str, values)])
+
+
+def parse_fields(thing: Any, readers: Mapping[str, Callable[[str], Any]]) -> None:
+    """Reads those fields of a frozen dataclass that were given as text, in its `__post_init__`."""
+    for field, reader in readers.items():
+        value = getattr(thing, field)
+        if isinstance(value, str):
+            object.__setattr__(thing, field, reader(value))
 
 
 def read(text: str, known: Mapping[str, type[Setting]], what: str) -> Setting:

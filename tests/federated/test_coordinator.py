@@ -1,144 +1,416 @@
-"""The server of a federation as a state machine."""
+"""The server of a federation as a state machine: driven by hand, with updates that are made up."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.federated.coordinator import Coordinator, merged
+from dure.errors import TooFewClientsError
+from dure.federated import coordinator as module
+from dure.federated.aggregate import Krum
+from dure.federated.algorithm import Algorithm
+from dure.federated.coordinator import Coordinator, Result
+from dure.federated.fed_async import Mixing
+from dure.federated.fed_buff import Discounted
+from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Assignment, Update
+from dure.federated.pacing import Buffered, Pacing, Rounds, asynchronous
+from dure.federated.sampling import Uniform
+from dure.federated.server_optimizer import ServerOptimizer
+from dure.fleet.carrier import Assign, Combine, Refuse
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 
 SEEDS = st.integers(0, 1000)
 
 
-def server(clients: int, fraction: float = 1.0, server_lr: float = 1.0, dtype=torch.float32) -> Coordinator:
-    """Weights of 6 and 2 elements; a batch norm's buffers: mean, variance and the count of batches."""
-    random = torch.Generator().manual_seed(0)
-    weights = [torch.randn(n, generator=random).to(dtype) for n in (6, 2)]
+def server(
+    clients: int,
+    pacing: Pacing | None = None,
+    algorithm: Algorithm | None = None,
+    lr: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> Coordinator:
+    """Weights of 6 and 2 elements; a batch norm's buffers: mean, count of batches, variance."""
+    draws = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, generator=draws).to(dtype) for n in (6, 2)]
     buffers = [torch.zeros(3, dtype=dtype), torch.tensor(5), torch.ones(3, dtype=dtype)]
-    return Coordinator(weights, buffers, clients, fraction, seed=7, server_lr=server_lr)
+    model = GlobalModel(weights, buffers, optimizer=ServerOptimizer(lr=lr))
+    return Coordinator(model, pacing or Rounds(), algorithm or Algorithm(), [10] * clients, seed=7)
 
 
-def answer(assignment: Assignment, seed: int) -> Update:
+def answer(assignment: Assignment, seed: int = 0) -> Update:
     """A made-up update: of 1 to 50 examples, the numbers of batches seen drawn around 5."""
-    random = torch.Generator().manual_seed(1000 * seed + assignment.client)
-    examples = int(torch.randint(1, 51, (), generator=random))
+    draws = torch.Generator().manual_seed(1000 * seed + 7 * assignment.round + assignment.client)
+    examples = int(torch.randint(1, 51, (), generator=draws))
 
-    def noise(tensor):
-        return torch.randn(tensor.shape, generator=random).to(tensor.dtype)
+    def noise(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=draws).to(tensor.dtype)
 
     delta = [noise(weight) for weight in assignment.weights]
     buffers = [
-        noise(b) if b.is_floating_point() else torch.randint(0, 11, (), generator=random) for b in assignment.buffers
+        noise(b) if b.is_floating_point() else torch.randint(0, 11, (), generator=draws) for b in assignment.buffers
     ]
-    return Update(assignment.round, assignment.client, examples, 2 * examples, float(examples % 7), delta, buffers)
+    return Update(
+        *(assignment.ticket, assignment.client, assignment.round, examples, 2 * examples, float(examples % 7)),
+        *(delta, buffers),
+    )
 
 
-def play(coordinator: Coordinator, order, seed: int = 0):
+def assigned(actions: list[Any]) -> list[Assignment]:
+    return [action.assignment for action in actions if isinstance(action, Assign)]
+
+
+def combines(actions: list[Any]) -> list[int] | None:
+    found = [action.tickets for action in actions if isinstance(action, Combine)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def combine(
+    one: Coordinator, tickets: list[int], now: float = 0.0, make: Callable[[Assignment], Update] = answer
+) -> Result:
+    for ticket in tickets:
+        one.fold(make(one.assignment(ticket)))
+    return one.finish(now)
+
+
+def play(one: Coordinator, order: Callable[[int], list[int]]) -> tuple[Result, list[Update]]:
     """One round whose updates arrive in `order`, a permutation of the round's clients."""
-    updates = [answer(assignment, seed) for assignment in coordinator.begin_round()]
-    results = [coordinator.receive(updates[i]) for i in order(len(updates))]
-    assert results[:-1] == [None] * (len(updates) - 1)
-    return results[-1], updates
+    assignments = assigned(one.tick(0.0))
+    tickets = None
+    for position in order(len(assignments)):
+        assert tickets is None
+        tickets = combines(one.update(assignments[position].ticket, 1.0))
+    assert tickets is not None
+    return combine(one, tickets, 1.0), [answer(assignment) for assignment in assignments]
 
 
-@given(st.integers(1, 8), st.randoms(use_true_random=False), SEEDS)
-def test_the_order_of_arrival_does_not_change_a_bit(clients, random, seed):
-    def shuffled(n):
-        order = list(range(n))
-        random.shuffle(order)
-        return order
+def in_order(count: int) -> list[int]:
+    return list(range(count))
 
-    in_order, as_they_come = server(clients), server(clients)
+
+def model_of(one: Coordinator) -> torch.Tensor:
+    return torch.cat([t.double().reshape(-1) for t in (*one.model.weights, *one.model.buffers)])
+
+
+@given(st.integers(1, 8), st.randoms(use_true_random=False))
+def test_the_order_of_arrival_does_not_change_a_bit(clients: int, draws: random.Random) -> None:
+    first, second = server(clients), server(clients)
     for _ in range(2):
-        first, _ = play(in_order, range, seed)
-        second, _ = play(as_they_come, shuffled, seed)
-        assert first == second
-        for a, b in zip(in_order.weights + in_order.buffers, as_they_come.weights + as_they_come.buffers, strict=True):
-            assert torch.equal(a, b)
+        a, _ = play(first, in_order)
+        b, _ = play(second, lambda n: draws.sample(range(n), n))
+        assert a == b
+        assert torch.equal(model_of(first), model_of(second))
 
 
-@given(st.integers(1, 8), SEEDS, st.floats(0.1, 3.0))
-def test_the_new_model_is_the_mean_update_weighted_by_examples(clients, seed, server_lr):
-    coordinator = server(clients, server_lr=server_lr, dtype=torch.float64)
-    before = [weight.clone() for weight in coordinator.weights]
-    result, updates = play(coordinator, range, seed)
+@given(st.integers(1, 8), st.floats(0.1, 3.0))
+def test_the_new_model_is_the_mean_update_weighted_by_examples(clients: int, lr: float) -> None:
+    one = server(clients, lr=lr)
+    before = [weight.clone() for weight in one.model.weights]
+    result, updates = play(one, in_order)
     total = sum(update.examples for update in updates)
     for part, start in enumerate(before):
-        for element in range(len(start)):
-            mean = sum(u.examples * float(u.delta[part][element]) for u in updates) / total
-            expected = float(start[element]) + server_lr * mean
-            assert float(coordinator.weights[part][element]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        mean = sum(u.examples * u.delta[part] for u in updates) / total
+        assert torch.allclose(one.model.weights[part], start + lr * mean, rtol=1e-12, atol=1e-12)
     assert result.samples == 2 * total
     assert result.loss == pytest.approx(sum(u.loss * u.samples for u in updates) / (2 * total))
     assert result.clients == list(range(clients))
-    assert coordinator.round == 1
+    assert one.round == 1
 
 
-def test_floating_point_buffers_are_averaged_and_counters_take_the_largest():
-    coordinator = server(3, server_lr=0.5)
-    _, updates = play(coordinator, range)
+def test_floating_point_buffers_are_averaged_and_counters_take_the_largest() -> None:
+    one = server(3, lr=0.5)
+    _, updates = play(one, in_order)
     total = sum(update.examples for update in updates)
-    mean = sum(u.examples * u.buffers[0] for u in updates) / total
-    assert torch.allclose(coordinator.buffers[0], mean)
-    assert torch.allclose(coordinator.buffers[2], sum(u.examples * u.buffers[2] for u in updates) / total)
-    assert int(coordinator.buffers[1]) == max(5, *(int(u.buffers[1]) for u in updates))
-    assert [b.dtype for b in coordinator.buffers] == [torch.float32, torch.int64, torch.float32]
+    for position in (0, 2):
+        assert torch.allclose(
+            one.model.buffers[position], sum(u.examples * u.buffers[position] for u in updates) / total
+        )
+    assert int(one.model.buffers[1]) == max(5, *(int(u.buffers[1]) for u in updates))
+    assert [b.dtype for b in one.model.buffers] == [torch.float64, torch.int64, torch.float64]
 
 
-def test_merged_buffers_stand_in_the_model_s_order():
-    buffers = [torch.tensor(1), torch.tensor(0.5), torch.tensor(True), torch.tensor(0.25)]
-    new = merged(buffers, [torch.tensor(5.0), torch.tensor(6.0)], [torch.tensor(7), torch.tensor(False)])
-    assert [b.item() for b in new] == [7, 5.0, False, 6.0]
-
-
-def test_an_assignment_holds_the_global_model_and_says_its_bytes():
-    coordinator = server(4, fraction=0.5)
-    assignments = coordinator.begin_round()
-    assert len(assignments) == 2
-    for assignment in assignments:
-        assert assignment.round == 0
-        assert assignment.weights is coordinator.weights
-        assert assignment.nbytes == 8 * 4 + (3 + 3) * 4 + 8
-        assert answer(assignment, 0).nbytes == assignment.nbytes
-
-
-def test_what_was_handed_out_stays_as_it_was_when_the_model_moves_on():
-    coordinator = server(2)
-    assignments = coordinator.begin_round()
+def test_what_was_handed_out_stays_as_it_was_when_the_model_moves_on() -> None:
+    one = server(2)
+    assignments = assigned(one.tick(0.0))
     before = [weight.clone() for weight in assignments[0].weights]
-    for assignment in assignments:
-        coordinator.receive(answer(assignment, 0))
+    one.update(assignments[0].ticket, 0.0)
+    combine(one, combines(one.update(assignments[1].ticket, 0.0)) or [])
     assert all(map(torch.equal, assignments[0].weights, before))
-    assert not torch.equal(coordinator.weights[0], before[0])
+    assert not torch.equal(one.model.weights[0], before[0])
+    assert assignments[0].nbytes == 8 * 8 + 6 * 8 + 8
 
 
-def test_an_update_that_was_not_asked_for_is_refused():
-    coordinator = server(4, fraction=0.5)
-    with pytest.raises(ValueError, match="was not asked for an update"):
-        coordinator.receive(Update(0, 0, 1, 1, 0.0, coordinator.weights, coordinator.buffers))
-    first, second = coordinator.begin_round()
-    stranger = next(c for c in range(4) if c not in (first.client, second.client))
-    update = answer(first, 0)
-    with pytest.raises(ValueError, match=f"client {stranger} was not asked"):
-        coordinator.receive(dataclasses.replace(update, client=stranger))
-    with pytest.raises(ValueError, match=f"client {first.client} sent an update of round 1 in round 0"):
-        coordinator.receive(dataclasses.replace(update, round=1))
-    assert coordinator.receive(update) is None
-    with pytest.raises(ValueError, match="has sent it already"):
-        coordinator.receive(update)
-    assert coordinator.receive(answer(second, 0)) is not None
-    with pytest.raises(ValueError, match="sent an update of round 0 in round 1"):
-        coordinator.receive(update)
+def test_updates_that_nobody_waits_for_are_refused_with_the_reason() -> None:
+    one = server(2)
+    first, second = assigned(one.tick(0.0))
+    assert one.update(99, 0.0) == [Refuse(99, -1, "nobody asked for it, or it was sent already")]
+    assert one.update(first.ticket, 0.0) == []
+    assert one.update(first.ticket, 0.0) == [Refuse(first.ticket, first.client, "it was sent already")]
+    combine(one, combines(one.update(second.ticket, 0.0)) or [])
+    assert isinstance(one.update(second.ticket, 0.0)[0], Refuse)
 
 
-def test_an_early_update_that_comes_twice_is_refused():
-    coordinator = server(2)
-    _, late = coordinator.begin_round()
-    coordinator.receive(answer(late, 0))
-    with pytest.raises(ValueError, match="has sent it already"):
-        coordinator.receive(answer(late, 0))
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"delta": [torch.full((6,), float("nan")).double(), torch.zeros(2).double()]}, "not finite"),
+        ({"delta": [torch.full((6,), float("inf")).double(), torch.zeros(2).double()]}, "not finite"),
+        ({"delta": [torch.zeros(6).double()]}, "not the model's tensors"),
+        ({"delta": [torch.zeros(5).double(), torch.zeros(2).double()]}, "shapes and types"),
+        ({"delta": [torch.zeros(6), torch.zeros(2)]}, "shapes and types"),
+        ({"client": 17}, "not an answer to what was asked"),
+        ({"samples": 0}, "of no examples"),
+    ],
+)
+def test_an_update_that_cannot_be_right_is_left_out_and_the_round_goes_on(change: dict[str, Any], reason: str) -> None:
+    one, honest = server(3), server(3)
+    for each in (one, honest):
+        assignments = assigned(each.tick(0.0))
+        for assignment in assignments:
+            tickets = combines(each.update(assignment.ticket, 0.0))
+        assert tickets is not None
+        if each is one:
+            bad = tickets[1]
+            for ticket in tickets:
+                update = answer(each.assignment(ticket))
+                each.fold(dataclasses.replace(update, **change) if ticket == bad else update)
+            result = each.finish(0.0)
+            assert reason in result.refused[bad]
+        else:
+            for ticket in (tickets[0], tickets[2]):
+                each.fold(answer(each.assignment(ticket)))
+            result = each.finish(0.0)
+        assert result.clients == [0, 2]
+    assert torch.equal(model_of(one), model_of(honest))
+
+
+def test_a_round_of_too_few_updates_for_its_rule_leaves_the_model_as_it_is() -> None:
+    one = server(8)
+    one.model.aggregator = Krum(2)
+    before = model_of(one)
+    asked = assigned(one.tick(0.0))
+    for assignment in asked[:6]:
+        one.update(assignment.ticket, 0.0)
+    one.failed(asked[6].ticket, "dropped out", 0.0)
+    result = combine(one, combines(one.failed(asked[7].ticket, "dropped out", 0.0)) or [])
+    assert len(result.refused) == 6
+    assert "at least 7 updates" in result.refused[asked[0].ticket]
+    assert torch.equal(model_of(one), before)
+    assert (one.round, result.clients) == (1, [])
+
+
+def test_a_round_asks_more_than_it_needs_and_refuses_who_comes_too_late() -> None:
+    one = server(10, Rounds(0.4, Uniform(over=1.5)))
+    assignments = assigned(one.tick(0.0))
+    assert len(assignments) == 6
+    tickets = None
+    for assignment in assignments[:4]:
+        tickets = combines(one.update(assignment.ticket, 1.0))
+    assert tickets is not None
+    assert len(tickets) == 4
+    combine(one, tickets, 1.0)
+    asked = assigned(one.tick(1.0))
+    late = {assignment.client for assignment in assignments[4:]}
+    assert not late & {assignment.client for assignment in asked}, "who is at work is not asked again"
+    (refused,) = one.update(assignments[4].ticket, 2.0)
+    assert refused == Refuse(assignments[4].ticket, assignments[4].client, "it came too late")
+
+
+def test_at_the_deadline_a_round_ends_with_those_who_have_answered() -> None:
+    one = server(6, Rounds(1.0, Uniform(deadline=10.0, minimum=2)))
+    assignments = assigned(one.tick(0.0))
+    assert {a.deadline for a in assignments} == {10.0}
+    assert one.wake == 10.0
+    for assignment in assignments[:3]:
+        assert one.update(assignment.ticket, 5.0) == []
+    assert one.tick(9.9) == []
+    tickets = combines(one.tick(10.0))
+    assert tickets is not None
+    assert len(tickets) == 3
+
+
+def test_with_too_few_at_the_deadline_it_begins_again_with_others_and_the_model_stays() -> None:
+    one = server(6, Rounds(0.5, Uniform(deadline=10.0, minimum=2)))
+    before = model_of(one)
+    first = assigned(one.tick(0.0))
+    one.update(first[0].ticket, 5.0)
+    actions = one.tick(10.0)
+    assert Refuse(first[0].ticket, first[0].client, "the round was begun again") in actions
+    again = assigned(actions)
+    assert len(again) == 3
+    assert not {a.client for a in first[1:]} & {a.client for a in again}
+    assert one.round == 0
+    assert torch.equal(model_of(one), before)
+    assert one.wake == 20.0
+
+
+def test_who_fails_is_replaced_as_long_as_there_is_somebody() -> None:
+    one = server(5, Rounds(0.4))
+    first, second = assigned(one.tick(0.0))
+    (third,) = assigned(one.failed(first.ticket, "offline", 0.0))
+    assert third.client not in (first.client, second.client)
+    one.update(second.ticket, 1.0)
+    assert combines(one.update(third.ticket, 1.0)) is not None
+
+
+def test_who_is_there_is_chosen_as_if_only_they_had_been_asked() -> None:
+    there = {1, 4, 5, 8}
+    one = server(10, Rounds(0.3))
+    waiting, chosen = one.tick(0.0), []
+    while waiting:
+        assignment = waiting.pop(0).assignment
+        if assignment.client in there:
+            chosen.append(assignment.client)
+        else:
+            waiting += one.failed(assignment.ticket, "offline", 0.0)
+    order = Uniform().order(7, 0, 0, [1] * 10)
+    assert chosen == [client for client in map(order, range(10)) if client in there][:3]
+
+
+def test_a_round_in_which_all_others_have_gone_ends_with_the_rest() -> None:
+    one = server(3)
+    first, second, third = assigned(one.tick(0.0))
+    one.update(first.ticket, 1.0)
+    assert one.failed(second.ticket, "dropped out", 2.0) == []
+    assert combines(one.failed(third.ticket, "dropped out", 3.0)) == [first.ticket]
+
+
+def test_where_nobody_is_there_it_asks_again_later_and_gives_up_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ATTEMPTS", 5)
+    one = server(2)
+
+    def ask_forever() -> None:
+        now = 0.0
+        while True:
+            waiting = one.tick(now)
+            while waiting:
+                waiting += one.failed(waiting.pop(0).assignment.ticket, "offline", now)
+            assert now < one.wake <= now + module.RETRY
+            now = one.wake
+
+    with pytest.raises(TooFewClientsError, match="no client was there in 5 attempts to go on with round 1"):
+        ask_forever()
+
+
+def test_those_who_check_in_are_asked_and_no_others() -> None:
+    one = server(4, Rounds(0.5))
+    one.present = set()
+    assert one.tick(0.0) == []
+    (first,) = assigned(one.check_in(3, 1.0))
+    (second,) = assigned(one.check_in(1, 2.0))
+    assert (first.client, second.client) == (3, 1)
+    one.leave(2)
+    one.update(first.ticket, 3.0)
+    assert combines(one.update(second.ticket, 3.0)) == [second.ticket, first.ticket]
+
+
+def test_asynchronous_clients_are_always_at_work_and_every_update_makes_a_model() -> None:
+    one = server(10, asynchronous(3))
+    assignments = assigned(one.tick(0.0))
+    assert len(assignments) == 3
+    seen = []
+    for number in range(6):
+        actions = one.update(assignments.pop(0).ticket, float(number))
+        result = combine(one, combines(actions) or [], float(number))
+        seen += result.staleness
+        assignments += assigned(one.tick(float(number)))
+        assert len(assignments) == 3
+        assert len({a.client for a in assignments}) == 3
+    assert seen == [0, 1, 2, 2, 2, 2]
+    assert one.round == 6
+
+
+def test_the_mixing_rate_depends_on_an_update_s_own_staleness_alone() -> None:
+    one = server(3, asynchronous(3), Mixing(0.5, "polynomial", 1.0, 0.0, 0.0))
+    one.model.buffers = []
+    start = [w.clone() for w in one.model.weights]
+    first, second, third = assigned(one.tick(0.0))
+    expected = start
+    for staleness, assignment in enumerate((third, first, second)):
+        update = dataclasses.replace(answer(assignment), buffers=[])
+        combine(one, combines(one.update(assignment.ticket, 1.0)) or [], make=lambda a, u=update: u)  # type: ignore[misc]
+        rate = 0.5 / (staleness + 1)
+        models = [s + d for s, d in zip(start, update.delta, strict=True)]
+        expected = [(1 - rate) * x + rate * new for x, new in zip(expected, models, strict=True)]
+    assert all(torch.allclose(a, b, atol=1e-14) for a, b in zip(one.model.weights, expected, strict=True))
+
+
+def test_a_buffer_of_k_moves_against_the_models_that_clients_started_from_and_divides_by_k() -> None:
+    one = server(4, Buffered(2, 2), Discounted(), lr=0.5)
+    waiting, expected = assigned(one.tick(0.0)), [w.clone() for w in one.model.weights]
+    applied: list[list[torch.Tensor]] = []
+    tickets = None
+    while one.round < 4:
+        assignment = waiting.pop(0)
+        actions = one.update(assignment.ticket, 1.0)
+        waiting += assigned(actions)
+        staleness = one.round - assignment.round
+        applied.append([d / math.sqrt(1 + staleness) for d in answer(assignment).delta])
+        tickets = combines(actions)
+        if tickets is not None:
+            combine(one, tickets)
+            waiting += assigned(one.tick(1.0))
+            expected = [w + 0.5 * sum(parts) / 2 for w, *parts in zip(expected, *applied, strict=True)]
+            applied = []
+    assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(one.model.weights, expected, strict=True))
+
+
+@pytest.mark.parametrize("stale", [0, 3])
+def test_models_of_simulated_staleness_are_drawn_from_the_last_ones(stale: int) -> None:
+    one, seen = server(20, asynchronous(1, stale)), []
+    for _ in range(60):
+        (assignment,) = assigned(one.tick(0.0))
+        seen += combine(one, combines(one.update(assignment.ticket, 0.0)) or []).staleness
+    assert set(seen[stale:]) == set(range(stale + 1))
+    assert all(value <= number for number, value in enumerate(seen))
+
+
+def event(one: Coordinator, out: list[int], now: float, draws: random.Random) -> float:
+    """One event drawn at random, and all that follows from it; the time after it. out: tickets that are at work."""
+    now += 1.0
+    kind = draws.choice(["update", "update", "failed", "tick"]) if out else "tick"
+    if kind == "tick":
+        now = now if out or math.isinf(one.wake) else max(now, one.wake)
+        actions = one.tick(now)
+    else:
+        ticket = out.pop(draws.randrange(len(out)))
+        actions = one.update(ticket, now) if kind == "update" else one.failed(ticket, "gone", now)
+    while actions:
+        out += [assignment.ticket for assignment in assigned(actions)]
+        tickets = combines(actions)
+        actions = []
+        if tickets is not None:
+            combine(one, tickets, now)
+            actions = one.tick(now)
+    return now
+
+
+@pytest.mark.parametrize(
+    "pacing",
+    [Rounds(0.5, Uniform(1.4, 20.0, 2)), asynchronous(3), asynchronous(1, 2), Buffered(4, 3)],
+    ids=["rounds", "asynchronous", "stale", "buffered"],
+)
+@given(seed=SEEDS, at=st.integers(0, 39))
+def test_restored_at_any_event_it_goes_on_with_the_same_bits(pacing: Pacing, seed: int, at: int) -> None:
+    one, out, now, saved = server(8, pacing), [], 0.0, b""
+    for number in range(40):
+        if number == at:
+            saved = tree_to_bytes({"state": one.state(), "out": list(out), "now": now})
+        now = event(one, out, now, random.Random(1000 * seed + number))
+    kept = tree_from_bytes(saved)
+    again, out, now = server(8, pacing), kept["out"], kept["now"]
+    again.restore(kept["state"])
+    for number in range(at, 40):
+        now = event(again, out, now, random.Random(1000 * seed + number))
+    assert torch.equal(model_of(one), model_of(again))
+    assert tree_to_bytes(again.state()) == tree_to_bytes(one.state())
+    assert one.round > 0

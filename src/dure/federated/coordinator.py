@@ -1,112 +1,408 @@
 """The coordinator: the server of a federation as a state machine, without I/O, threads or clock.
 
-It is told what happened and answers with what is to be done; whoever drives it (a simulation, a network) carries
-the messages. `begin_round` names the clients of a round and what each is to receive; `receive` takes an update and,
-with the last one, makes the new global model
+It is told what happened, and when, and answers with what is to be done; whoever drives it (a simulation, a network)
+carries the messages:
 
-    w <- w + server_lr · (sum over S_t of n_k·Δ_k) / (sum over S_t of n_k).
+    check_in(client, now)  leave(client)        who is there, where they say so themselves
+    update(ticket, now)                         a client's answer has arrived, and lies with the driver
+    failed(ticket, reason, now)                 there will be none
+    tick(now)                                   time has passed; `wake` says when it wants to be told
 
-Updates are folded in order of client, never of arrival: one that comes early waits for those before it. So the
-model depends on what clients sent and not on who was faster.
+    -> Assign(assignment)    Refuse(ticket, client, reason)    Combine(tickets)
 
-Buffers: floating-point buffers (batch-norm statistics) are averaged with the same weights as the parameters;
-integer buffers (batch counters) take the largest value.
+After `Combine` the driver gives it those updates, one after another in the order of the tickets, by `fold`, and calls
+`finish`, which makes the new global model. So a mean needs the memory of one model, however many clients there are, and
+the model depends on what clients sent and not on who was faster: tickets are in order of client.
 
-Source: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data".
+When it asks whom and when it combines is its pacing's to say (`dure.federated.pacing`); what it makes of updates is
+the model's and the algorithm's. `state` and `restore` at any point go on with the same bits.
+
+Source: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019; McMahan et al. 2017.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dure.federated import sampling
-from dure.federated.aggregate import mean
+from dure.errors import TooFewClientsError
+from dure.federated.algorithm import Algorithm
+from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Assignment, Update
+from dure.federated.pacing import Pacing, Rounds
+from dure.federated.sampling import Order
+from dure.fleet.carrier import Action, Assign, Combine, Refuse
+from dure.fleet.permutation import Permutation
+from dure.randomness import derive
+
+RETRY = 60.0
+"""Seconds until it asks again where nobody was there."""
+
+ATTEMPTS = 10_000
+"""Times that it tries to begin a round, or to find a client, before it gives up."""
 
 
-class RoundResult(NamedTuple):
-    """What a finished round did: mean training loss, examples processed, and who took part."""
+class Result(NamedTuple):
+    """What a new model was made of. loss: mean over the samples; refused: by `fold`, ticket to reason."""
 
     loss: float
     samples: int
     clients: list[int]
+    staleness: list[int]
+    refused: dict[int, str]
+
+
+@dataclass
+class Open:
+    """A ticket whose update has not been folded. weights: those handed out."""
+
+    client: int
+    round: int
+    weights: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    extra: Sequence[Tensor]
+    deadline: float | None
+    reported: bool = False
 
 
 @dataclass
 class Coordinator:
-    """The server's state. weights, buffers: the global model. round: rounds finished."""
+    """The server's state. sizes: examples of each client, as far as the server knows them.
 
-    weights: list[Tensor]
-    buffers: list[Tensor]
-    clients: int
-    fraction: float
+    present: who has checked in; None takes all for reachable until `failed` says otherwise.
+    """
+
+    model: GlobalModel
+    pacing: Pacing
+    algorithm: Algorithm
+    sizes: Sequence[int]
     seed: int
-    server_lr: float = 1.0
-    round: int = 0
-    _expected: list[int] = field(default_factory=list)
-    _early: dict[int, Update] = field(default_factory=dict)
-    _folded: mean.Folded | None = None
-    _counters: list[Tensor] = field(default_factory=list)
-    _loss_sum: float = 0.0
-    _samples: int = 0
-    _taken: list[int] = field(default_factory=list)
+    present: set[int] | None = None
+    wake: float = math.inf
+    tickets: int = 0
+    open: dict[int, Open] = field(default_factory=dict)
+    busy: dict[int, int] = field(default_factory=dict)
+    deadline: float = math.inf
+    began: bool = False
+    _attempt: int = 0
+    _position: int = 0
+    _asked: int = 0
+    _reports: int = 0
+    _answered: set[int] = field(default_factory=set)
+    _combining: list[int] = field(default_factory=list)
+    _probes: int = 0
+    _order: Order | None = None
+    _folded: list[tuple[int, int, float, int]] = field(default_factory=list)
+    _refused: dict[int, str] = field(default_factory=dict)
+    _past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
 
-    def begin_round(self) -> list[Assignment]:
-        """The assignments of the next round. They share the global tensors, which nobody may change."""
-        chosen = sampling.uniform(self.seed, self.round, self.clients, self.fraction)
-        self._expected, self._early, self._taken = chosen, {}, []
-        self._folded = mean.zero([*self.weights, *self._floating()])
-        self._counters = [buffer.clone() for buffer in self.buffers if not buffer.is_floating_point()]
-        self._loss_sum, self._samples = 0.0, 0
-        return [Assignment(self.round, client, self.weights, self.buffers) for client in chosen]
+    @property
+    def round(self) -> int:
+        """The number of the global model."""
+        return self.model.number
 
-    def receive(self, update: Update) -> RoundResult | None:
-        """Takes an update; with the last of the round makes the new model and returns what the round did.
+    # What it is told
 
-        Raises ValueError for an update of another round, of a client not asked, or one that came twice.
-        """
-        if update.round != self.round:
-            raise ValueError(f"client {update.client} sent an update of round {update.round} in round {self.round}")
-        if update.client not in self._expected or update.client in self._early or update.client in self._taken:
-            raise ValueError(f"client {update.client} was not asked for an update, or has sent it already")
-        self._early[update.client] = update
-        while len(self._taken) < len(self._expected):
-            ready = self._early.pop(self._expected[len(self._taken)], None)
-            if ready is None:
-                return None
-            self._fold(ready)
-        return self._finish()
+    def check_in(self, client: int, now: float) -> list[Action]:
+        """A client is there. For drivers that know; others never call it."""
+        if self.present is None:
+            self.present = set()
+        self.present.add(client)
+        self._probes = 0
+        if self.pacing.synchronous:  # the round's order is gone through again for those who were not there before
+            self._position = 0
+        return self.tick(now)
 
-    def _floating(self) -> list[Tensor]:
-        return [buffer for buffer in self.buffers if buffer.is_floating_point()]
+    def leave(self, client: int) -> None:
+        """A client without a ticket has gone again."""
+        if self.present is not None:
+            self.present.discard(client)
 
-    def _fold(self, update: Update) -> None:
-        assert self._folded is not None
-        floating = [buffer for buffer in update.buffers if buffer.is_floating_point()]
-        counters = [buffer for buffer in update.buffers if not buffer.is_floating_point()]
-        self._folded = mean.fold(self._folded, [*update.delta, *floating], float(update.examples))
-        self._counters = [torch.maximum(a, b) for a, b in zip(self._counters, counters, strict=True)]
-        self._loss_sum += update.loss * update.samples
-        self._samples += update.samples
-        self._taken.append(update.client)
+    def update(self, ticket: int, now: float) -> list[Action]:
+        """An update has arrived. It is refused if nobody asked for it, if it came twice, or if it came too late."""
+        known = self.open.get(ticket)
+        if known is None:
+            return [self._late(ticket)]
+        if known.reported:
+            return [Refuse(ticket, known.client, "it was sent already")]
+        known.reported = True
+        self._reports += 1
+        self.busy.pop(known.client, None)
+        if self.pacing.synchronous:
+            self._answered.add(known.client)
+        return [*self._combine(now), *self._fill(now)]
 
-    def _finish(self) -> RoundResult:
-        assert self._folded is not None
-        averages = mean.finish(self._folded)
-        deltas, floating = averages[: len(self.weights)], averages[len(self.weights) :]
-        self.weights = [w.add(d, alpha=self.server_lr) for w, d in zip(self.weights, deltas, strict=True)]
-        self.buffers = merged(self.buffers, floating, self._counters)
-        self.round += 1
-        self._folded = None
-        return RoundResult(self._loss_sum / self._samples, self._samples, self._taken)
+    def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
+        """A client will not answer: it was not there, dropped out, or could not do it. Another is asked instead."""
+        known = self.open.pop(ticket, None)
+        if known is None:
+            self._late(ticket)
+            return []
+        self.busy.pop(known.client, None)
+        if self.present is not None:
+            self.present.discard(known.client)
+        self._asked -= 1
+        return [*self._fill(now), *self._combine(now)]
 
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: a round begins or ends at its deadline, free places are filled."""
+        if self._combining:
+            return []
+        if now >= self.wake:
+            self.wake, self._probes = self.deadline, 0
+        if not self.began:
+            self._begin(now)
+        return [*self._fill(now), *self._combine(now)]
 
-def merged(buffers: Sequence[Tensor], floating: Sequence[Tensor], counters: Sequence[Tensor]) -> list[Tensor]:
-    """New values in the order of `buffers`: of the floating-point ones, and of the others."""
-    of_floating, of_counters = iter(floating), iter(counters)
-    return [next(of_floating) if buffer.is_floating_point() else next(of_counters) for buffer in buffers]
+    # The new model
+
+    def fold(self, update: Update) -> None:
+        """Takes the next update of those that `Combine` named. One that cannot be right is left out, with its reason
+        in the result."""
+        known = self.open.pop(update.ticket)
+        reason = self._wrong(update, known)
+        if reason is not None:
+            self._refused[update.ticket] = reason
+            return
+        staleness = self.model.number - known.round
+        scale, weight = self.algorithm.share(update, staleness)
+        start = known.weights if self.algorithm.mixes_models else None
+        self.model.fold(update, scale, weight, start)
+        self._folded.append((update.client, update.samples, update.loss, staleness))
+
+    def finish(self, now: float) -> Result:
+        """Makes the new model. Where the updates are too few for the rule, the model stays, and they are refused."""
+        try:
+            extra = self.model.finish(self.seed)
+        except ValueError as error:
+            self._refused |= {ticket: str(error) for ticket in self._combining}
+            self._folded, extra = [], []
+            self.model.skip()
+        self.algorithm.absorb(extra, len(self._folded))
+        samples = sum(one[1] for one in self._folded)
+        loss = sum(one[1] * one[2] for one in self._folded) / samples if samples else math.nan
+        clients, staleness = [one[0] for one in self._folded], [one[3] for one in self._folded]
+        result = Result(loss, samples, clients, staleness, self._refused)
+        self._folded, self._refused, self._combining = [], {}, []
+        self._attempt, self._probes = 0, 0
+        if isinstance(self.pacing, Rounds):
+            self._close("the round is over")
+        elif self.pacing.stale is not None:
+            self._past = [*self._past, (self.model.weights, self.model.buffers)][-self.pacing.stale - 1 :]
+        self.wake = now
+        return result
+
+    # Asking
+
+    def _begin(self, now: float) -> None:
+        """A round, or an attempt at one, begins; asynchronous pacing begins once."""
+        self.began, self._position, self._asked, self._probes, self._order = True, 0, 0, 0, None
+        if isinstance(self.pacing, Rounds):
+            self.deadline = now + self.pacing.selection.deadline
+            self.wake = self.deadline
+        elif self.pacing.stale is not None and not self._past:
+            self._past = [(self.model.weights, self.model.buffers)]
+
+    def _fill(self, now: float) -> list[Action]:
+        """Asks as many clients as the pacing wants at work."""
+        if not self.began or self._combining:
+            return []
+        actions: list[Action] = []
+        asked = self.pacing.asked(self.seed, self.round, len(self.sizes))
+        while self._asked - (0 if self.pacing.synchronous else self._reports) < asked:
+            client = self._next()
+            if client is None:
+                break
+            actions.append(self._assign(client))
+        return actions
+
+    def _next(self) -> int | None:
+        """The next client in order who is not busy and, where that is known, there."""
+        count = len(self.sizes)
+        if len(self.busy) >= count:
+            return None
+        while self._probes < count and not (self.pacing.synchronous and self._position >= count):
+            client = self._at(self._position)
+            self._position += 1
+            self._probes += 1
+            free = client not in self.busy and client not in self._answered
+            if free and (self.present is None or client in self.present):
+                return client
+        return None
+
+    def _at(self, position: int) -> int:
+        """The client at a position of the order: of the round, or of an endless one."""
+        count = len(self.sizes)
+        if isinstance(self.pacing, Rounds):
+            if self._order is None:
+                self._order = self.pacing.selection.order(self.seed, self.round, self._attempt, self.sizes)
+            return self._order(position)
+        epoch, position = divmod(position, count)
+        if self._order is None or position == 0:
+            self._order = Permutation(count, derive(self.seed, "candidates", epoch)).__getitem__
+        return self._order(position)
+
+    def _assign(self, client: int) -> Assign:
+        number, weights, buffers = self.model.number, self.model.weights, self.model.buffers
+        if self._past and not isinstance(self.pacing, Rounds) and self.pacing.stale is not None:
+            drawn = derive(self.seed, "staleness", self.tickets) % (self.pacing.stale + 1)
+            old = min(drawn, len(self._past) - 1)
+            number, (weights, buffers) = number - old, self._past[-1 - old]
+        deadline = self.deadline if math.isfinite(self.deadline) else None
+        ticket = self.tickets
+        self.open[ticket] = Open(client, number, weights, buffers, self.algorithm.down(), deadline)
+        self.busy[client] = ticket
+        self.tickets += 1
+        self._asked += 1
+        return Assign(self.assignment(ticket))
+
+    def assignment(self, ticket: int) -> Assignment:
+        """What a client with an open ticket was sent."""
+        one = self.open[ticket]
+        return Assignment(ticket, one.client, one.round, one.weights, one.buffers, one.extra, one.deadline)
+
+    def waits_for(self, ticket: int) -> bool:
+        """Whether an update with this ticket would count: when a round is combined, no later one does."""
+        if self.pacing.synchronous and self._combining:
+            return False
+        return ticket in self.open and not self.open[ticket].reported
+
+    # Ending
+
+    def _combine(self, now: float) -> list[Action]:
+        """The answer `Combine` if there is enough for a new model; a round that cannot come to that begins again."""
+        if not self.began or self._combining:
+            return []
+        reported = self._reports
+        needed = self.pacing.needed(self.seed, self.round, len(self.sizes))
+        if not isinstance(self.pacing, Rounds):
+            if reported >= needed:
+                return self._take(needed)
+            return self._wait(now, reported == len(self.open))
+        over = now >= self.deadline
+        stuck = reported == len(self.open) and (self._asked < needed or needed == 0)
+        if reported >= needed > 0 or needed == 0 or ((over or stuck) and reported >= self.pacing.selection.minimum):
+            return self._take(needed)
+        if over:
+            return self._again(now)
+        if stuck:
+            return self._wait(now, True)
+        return []
+
+    def _take(self, most: int) -> list[Action]:
+        """Combines what has been reported, at most so many, the earliest tickets first; then in order of client."""
+        reported = [ticket for ticket, one in self.open.items() if one.reported][:most]
+        self._reports -= len(reported)
+        self._combining = sorted(reported, key=lambda ticket: (self.open[ticket].client, ticket))
+        if not self.pacing.synchronous:
+            self._asked -= len(reported)
+        return [Combine(list(self._combining))]
+
+    def _wait(self, now: float, idle: bool) -> list[Action]:
+        """Nobody is at work and nobody could be asked: it tries again later. Raises TooFewClientsError at last."""
+        if not idle:
+            self.wake = min(self.wake, now + RETRY) if self._probes >= len(self.sizes) else self.wake
+            return []
+        self._attempt += 1
+        if self._attempt > ATTEMPTS:
+            raise TooFewClientsError(
+                f"no client was there in {ATTEMPTS:,} attempts to go on with round {self.round + 1}: "
+                "look at the availability of the clients, or ask for fewer"
+            )
+        self.wake = min(self.deadline, now + RETRY)
+        if isinstance(self.pacing, Rounds):  # those who were not there may be there then
+            self._position, self._order = 0, None
+        return []
+
+    def _again(self, now: float) -> list[Action]:
+        """At the deadline too few have answered: another attempt, with others."""
+        self._attempt += 1
+        if self._attempt > ATTEMPTS:
+            minimum = self._minimum
+            raise TooFewClientsError(
+                f"round {self.round + 1} ended {ATTEMPTS:,} times with fewer than {minimum} updates at its deadline: "
+                "give it more time, ask more clients, or take a smaller minimum"
+            )
+        refused = self._close("the round was begun again")
+        self._begin(now)
+        return [*refused, *self._fill(now)]
+
+    @property
+    def _minimum(self) -> int:
+        return self.pacing.selection.minimum if isinstance(self.pacing, Rounds) else 1
+
+    def _close(self, reason: str) -> list[Action]:
+        """Forgets the open tickets of a round; clients at work stay busy until they answer, and are then refused."""
+        refused: list[Action] = [
+            Refuse(ticket, one.client, reason) for ticket, one in self.open.items() if one.reported
+        ]
+        self.open.clear()
+        self._answered.clear()
+        self.began, self.deadline, self._reports = False, math.inf, 0
+        return refused
+
+    def _late(self, ticket: int) -> Refuse:
+        """An answer to a ticket that is not open any more."""
+        client = next((client for client, held in self.busy.items() if held == ticket), -1)
+        if client < 0:
+            return Refuse(ticket, client, "nobody asked for it, or it was sent already")
+        del self.busy[client]
+        return Refuse(ticket, client, "it came too late")
+
+    def _wrong(self, update: Update, known: Open) -> str | None:
+        """Why an update cannot be right."""
+        if update.client != known.client or update.round != known.round:
+            return "it is not an answer to what was asked"
+        if len(update.delta) != len(known.weights) or len(update.buffers) != len(known.buffers):
+            return "it has not the model's tensors"
+        pairs = [*zip(update.delta, known.weights, strict=True), *zip(update.buffers, known.buffers, strict=True)]
+        if any(one.shape != other.shape or one.dtype != other.dtype for one, other in pairs):
+            return "its tensors have not the model's shapes and types"
+        floating = (tensor for tensor in (*update.delta, *update.buffers, *update.extra) if tensor.is_floating_point())
+        if not all(math.isfinite(float(torch.linalg.vector_norm(t, math.inf))) for t in floating if t.numel()):
+            return "it is not finite"
+        if update.samples <= 0:
+            return "it is of no examples"
+        return None
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as a tree for checkpoints. Models that clients hold are written once each."""
+        models = {one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one in self.open.values()}
+        return {
+            "model": self.model.state(),
+            "algorithm": self.algorithm.state(),
+            "models": dict(sorted(models.items())),
+            "open": [[ticket, o.client, o.round, o.deadline, o.reported] for ticket, o in self.open.items()],
+            "past": [[list(weights), list(buffers)] for weights, buffers in self._past],
+            "busy": [[client, ticket] for client, ticket in self.busy.items()],
+            "present": None if self.present is None else sorted(self.present),
+            "times": [self.wake, self.deadline],
+            "answered": sorted(self._answered),
+            "counts": [self.tickets, self._attempt, self._position, self._asked, self._reports, self._probes],
+            "began": self.began,
+            "combining": list(self._combining),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`, between two models or at any event in between."""
+        self.model.restore(state["model"])
+        self.algorithm.restore(state["algorithm"])
+        models = state["models"]
+        self.open = {}
+        for ticket, client, number, deadline, reported in state["open"]:
+            weights, buffers, extra = models[number]
+            self.open[ticket] = Open(client, number, weights, buffers, extra, deadline, reported)
+        self._past = [(weights, buffers) for weights, buffers in state["past"]]
+        self.busy = dict(state["busy"])
+        self.present = None if state["present"] is None else set(state["present"])
+        self.wake, self.deadline = state["times"]
+        self.tickets, self._attempt, self._position, self._asked, self._reports, self._probes = state["counts"]
+        self._answered = set(state["answered"])
+        self.began, self._combining, self._order = state["began"], list(state["combining"]), None

@@ -1,4 +1,9 @@
-"""What travels between server and client: an assignment down, an update up."""
+"""What travels between server and client: an assignment down, an update up.
+
+Weights and updates are lists of flat tensors, one a dtype of the model (`dure.flat`); buffers are in the model's own
+order. A client that trains without a server's knowledge does not exist: each assignment has a ticket, which its update
+gives back.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +22,41 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
 class Assignment:
     """The server asks a client to train from these weights.
 
-    weights: the model's parameters, one flat tensor a dtype. buffers: the model's buffers, in its own order.
-    Payload: d parameters and the buffers.
+    round: the number of the global model that these are. deadline: when the update has to be there, in the
+    coordinator's time; None where nobody waits for it. extra: what an algorithm sends besides, as SCAFFOLD's control.
     """
 
-    round: int
+    ticket: int
     client: int
+    round: int
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor]
+    extra: Sequence[Tensor] = ()
+    deadline: float | None = None
 
     @property
     def nbytes(self) -> int:
-        return nbytes(self.weights) + nbytes(self.buffers)
+        return nbytes(self.weights) + nbytes(self.buffers) + nbytes(self.extra)
 
 
 @dataclass(frozen=True)
 class Update:
     """A client's answer: how its weights moved. The model itself never leaves the client.
 
-    delta: weights after training less the weights received. examples: n_k, the client's weight in the mean.
-    samples: examples processed, local epochs counted. loss: mean over them. Payload: as the assignment's.
+    delta: weights after training less the weights received. buffers: after training. examples: n_k, how many the
+    client has. samples: examples processed, local epochs counted. loss: mean over them.
     """
 
-    round: int
+    ticket: int
     client: int
+    round: int
     examples: int
     samples: int
     loss: float
     delta: Sequence[Tensor]
     buffers: Sequence[Tensor]
+    extra: Sequence[Tensor] = ()
 
     @property
     def nbytes(self) -> int:
-        return nbytes(self.delta) + nbytes(self.buffers)
+        return nbytes(self.delta) + nbytes(self.buffers) + nbytes(self.extra)

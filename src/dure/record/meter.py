@@ -68,6 +68,8 @@ class Meter:
         self.name = name
         self.trace = trace
         self.counters = Counters()
+        self.stands_for = 1
+        """Workers that are counted here together, where they are too many for a meter each."""
         self.inside_seconds, self.inside_steps = 0.0, 0
         """Seconds of the transfers inside computations (`inside`), and the steps that had any."""
         self._inside: deque[tuple[str, float, float]] = deque(maxlen=MOST_INSIDE)

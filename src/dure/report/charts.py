@@ -6,6 +6,7 @@ that plotly will draw is escaped here, since plotly reads a little HTML in it.
 Histories are thinned for drawing: the evaluations to the lowest and highest of every stretch (so that the best
 value stays on the curve), the training losses to the mean of every stretch. The bytes of all workers together are
 known at evaluations only; between them a training loss is placed by linear interpolation, after the last not at all.
+A federation says its clock at every round, so what was measured has a place in virtual time as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dure.report.runs import Line, Partition, Run, Span, Trace
 from dure.report.words import count, duration, higher_is_better, is_share, listed, metric_name
 
 JSON = dict[str, Any]
+Clock = Callable[[float], float | None]
 
 COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross")
@@ -30,6 +32,9 @@ LANES = 12
 SPANS = 3_000
 SPANS_OF_ALL_RUNS = 24_000
 CELLS = 60_000
+
+CLOCK = "virtual_seconds"
+"""What a federation says of its clock: an axis, and no curve."""
 
 
 def style(index: int) -> JSON:
@@ -49,15 +54,17 @@ def metrics(runs: Sequence[Run]) -> list[str]:
 
 def curves(runs: Sequence[Run]) -> JSON | None:
     """Every metric, the training loss and what strategies say of their rounds, against epochs, seconds, steps or
-    rounds, and bytes."""
+    rounds, bytes, and, where a federation has a clock of its own, virtual seconds. What a strategy says is left out
+    where it is 0 in all runs."""
     series = []
     for index, run in enumerate(runs):
         if any(line.metrics for line in run.evaluations):
-            series.append(_evaluations(index, run.evaluations))
+            series.append(_evaluations(index, run.evaluations, _clock(run)))
         if run.steps:
-            series.append(_training(index, run.steps, run.evaluations))
+            series.append(_training(index, run.steps, run.evaluations, _clock(run)))
     drawn = [key for one in series for key, values in one["y"].items() if any(v is not None for v in values)]
-    keys = [key for key in dict.fromkeys([*metrics(runs), "train_loss", *drawn]) if key in drawn]
+    told = [key for one in series for key, values in one["y"].items() if any(values)]
+    keys = [key for key in dict.fromkeys([*metrics(runs), "train_loss", *told]) if key in drawn]
     if not keys:
         return None
     units = sorted({run.result.unit for run in runs})
@@ -67,6 +74,8 @@ def curves(runs: Sequence[Run]) -> JSON | None:
         {"key": "step", "name": " or ".join(f"{unit}s" for unit in units)},
         {"key": "bytes", "name": "bytes", "title": "bytes sent, all workers together"},
     ]
+    if any(value is not None for one in series for value in one["x"][CLOCK]):
+        axes.append({"key": CLOCK, "name": "virtual seconds", "title": "seconds on the federation’s clock"})
     return {
         "axes": [{"title": axis["name"], **axis, "log": _wide(series, axis["key"])} for axis in axes],
         "metrics": [
@@ -99,32 +108,34 @@ def partitions(runs: Sequence[Run]) -> list[JSON]:
     return [_partition(partition, [run.label for run in names]) for partition, names in users]
 
 
-def _evaluations(run: int, lines: Sequence[Line]) -> JSON:
+def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
     keys = list(dict.fromkeys(key for line in lines for key in line.metrics))
     lines = [line for line in lines if line.metrics]
     share = POINTS // len(keys)
     places = {i for key in keys for i in _extremes([line.metrics.get(key) for line in lines], share)}
     kept = [lines[i] for i in sorted(places)]
     x = {
-        "epoch": [_short(line.epoch) for line in kept],
-        "seconds": [_short(line.seconds) for line in kept],
+        "epoch": [short(line.epoch) for line in kept],
+        "seconds": [short(line.seconds) for line in kept],
         "step": [line.step for line in kept],
         "bytes": [line.bytes_sent for line in kept],
+        CLOCK: [short(clock(line.step)) for line in kept],
     }
-    return {"run": run, "x": x, "y": {key: [_short(line.metrics.get(key)) for line in kept] for key in keys}}
+    return {"run": run, "x": x, "y": {key: [short(line.metrics.get(key)) for line in kept] for key in keys}}
 
 
-def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line]) -> JSON:
+def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], clock: Clock) -> JSON:
     # One batch's loss jumps; a mean of a stretch of the run shows where the run goes.
     stretches = [lines[start:end] for start, end in _stretches(len(lines), POINTS // 2)]
     sent = _interpolated([(line.step, line.bytes_sent) for line in evaluations])
     x = {
-        "epoch": [_short(part[-1].epoch) for part in stretches],
-        "seconds": [_short(part[-1].seconds) for part in stretches],
+        "epoch": [short(part[-1].epoch) for part in stretches],
+        "seconds": [short(part[-1].seconds) for part in stretches],
         "step": [part[-1].step for part in stretches],
-        "bytes": [_short(sent(part[-1].step)) for part in stretches],
+        "bytes": [short(sent(part[-1].step)) for part in stretches],
+        CLOCK: [short(clock(part[-1].step)) for part in stretches],
     }
-    said = dict.fromkeys(key for line in lines for key in line.metrics)
+    said = dict.fromkeys(key for line in lines for key in line.metrics if key != CLOCK)
     numbers = {key: [_mean([line.metrics.get(key) for line in part]) for part in stretches] for key in said}
     return {
         "run": run,
@@ -149,7 +160,13 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
     return sorted(kept)
 
 
-def _interpolated(known: Sequence[tuple[float, float | None]]) -> Callable[[float], float | None]:
+def _clock(run: Run) -> Clock:
+    """The federation's clock at a step, which begins at 0; None in a run that has none."""
+    told = [(line.step, line.metrics.get(CLOCK)) for line in run.steps]
+    return _interpolated([(0.0, 0.0), *told]) if any(now is not None for _, now in told) else lambda step: None
+
+
+def _interpolated(known: Sequence[tuple[float, float | None]]) -> Clock:
     points = [(step, value) for step, value in known if value is not None]
     steps = [step for step, _ in points]
 
@@ -193,7 +210,7 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
         "end": end / per_unit,
         "spans": {
             category: [
-                [rows[span.lane], _short(span.start / per_unit, 8), _short(span.duration / per_unit),
+                [rows[span.lane], short(span.start / per_unit, 8), short(span.duration / per_unit),
                  html.escape(span.name, quote=False)]
                 for span in spans if _category(span) == category
             ]
@@ -261,9 +278,9 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return _short(sum(known) / len(known)) if known else None
+    return short(sum(known) / len(known)) if known else None
 
 
-def _short(value: float | None, digits: int = 6) -> float | None:
+def short(value: float | None, digits: int = 6) -> float | None:
     """Enough digits to draw: six keep the file small."""
     return None if value is None else float(f"{value:.{digits}g}")

@@ -187,6 +187,49 @@
     });
   }
 
+  const many = (series) => series.reduce((sum, one) => sum + one.spans.length, 0);
+  const lanes = (element, { rows, series }) => {
+    const height = Math.min(22, Math.max(12, 760 / rows.length));
+    // Bars that touch are told apart by a gap, where there is room for one.
+    const line = { color: "var(--page)", width: many(series) > 25 * rows.length ? 0 : 1 };
+    const steps = Math.ceil(14 / height);
+    const ticks = rows.map((_, i) => i).filter((i) => i % steps === 0);
+    draw(element, series.map(({ name, color, spans }) => ({
+      type: "bar", orientation: "h", name, width: 0.8, marker: { color, line }, textposition: "none",
+      y: spans.map((span) => span[0]), base: spans.map((span) => span[1]), x: spans.map((span) => span[2]),
+      customdata: spans.map((span) => [rows[span[0]], span[3]]),
+      hovertemplate: `<b>client %{customdata[0]}</b>, round %{customdata[1]:,}<br>${name}<br>%{x:.4~r} s, from %{base:.6~r} s<extra></extra>`,
+    })), {
+      barmode: "overlay", height: height * rows.length + 70,
+      xaxis: axis({ title: "virtual seconds", rangemode: "tozero", nticks: narrow() ? 5 : 12 }),
+      yaxis: axis({ title: "client", tickvals: ticks, ticktext: ticks.map((i) => rows[i]), range: [rows.length - 0.5, -0.5], fixedrange: true, showgrid: false }),
+    });
+  };
+  const xy = (element, { x, y, series, share, shares, log, diagonal }) => {
+    const value = share ? ".1%" : ".4~g";
+    const traces = series.map((one) => ({
+      ...(one.type === "bar" ? { type: "bar" } : { type: "scatter", mode: one.type }),
+      name: one.name, x: one.x, y: one.y, text: one.said || "", textposition: "none",
+      ...(one.type === "lines" ? { line: { color: one.color, dash: one.dash, width: 2 } } : {}),
+      ...(one.type === "markers" ? { opacity: 0.7 } : {}),
+      ...(one.type === "lines" ? {} : { marker: { color: one.color, line: { width: 0 }, ...(one.symbol ? { symbol: one.symbol, size: 7 } : {}) } }),
+      hovertemplate: `<b>%{fullData.name}</b>${one.said ? ", %{text}" : ""}<br>${y} %{y:${value}}<br>${x} %{x:${shares ? ".0%" : diagonal ? value : ".4~g"}}<extra></extra>`,
+    }));
+    const ends = diagonal ? series.flatMap((one) => [...one.x, ...one.y]) : [];
+    const line = [Math.min(...ends), Math.max(...ends)];
+    const equal = { type: "scatter", mode: "lines", x: line, y: line, hoverinfo: "skip", line: { color: "var(--soft)", dash: "dot", width: 1 } };
+    const percent = { tickformat: ".0%" };
+    draw(element, diagonal ? [equal, ...traces] : traces, {
+      height: 320, bargap: 0.18,
+      xaxis: axis({ title: x, nticks: narrow() ? 5 : 9, ...(shares || (share && diagonal) ? percent : {}) }),
+      yaxis: axis({ title: y, ...(log ? { type: "log", dtick: 1 } : {}), ...(share ? percent : {}) }),
+    });
+  };
+  for (const element of document.querySelectorAll("[data-figure]")) {
+    const figure = data.figures[element.dataset.figure];
+    charts.push(() => ({ lanes, xy })[figure.kind](element, figure));
+  }
+
   const drawAll = () => drawEach(charts);
   onTheme(drawAll);
   const print = (on) => () => {

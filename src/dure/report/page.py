@@ -10,6 +10,7 @@ from typing import Any
 
 from dure.report import charts
 from dure.report.document import document, plotly_source, section, source
+from dure.report.federated import fairness, federations, figures
 from dure.report.parts import bar, legend, percents, swatch, world
 from dure.report.pipeline import pipelines
 from dure.report.ranks import holdings
@@ -38,12 +39,13 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
 def page(runs: Runs, title: str, plotly: str) -> str:
     """The whole HTML document; `plotly`: the source of plotly.js."""
     curves, timelines = charts.curves(runs.runs), charts.timelines(runs.runs)
-    partitions = charts.partitions(runs.runs)
+    partitions, drawn = charts.partitions(runs.runs), figures(runs.runs)
     data = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
         "curves": curves,
         "timelines": timelines,
         "partitions": partitions,
+        "figures": drawn,
     }
     sections = [
         _header(runs, title),
@@ -53,6 +55,8 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         pipelines(runs.runs),
         holdings(runs.runs),
         _timelines(runs.runs, timelines),
+        federations(runs.runs, drawn),
+        fairness(runs.runs, drawn),
         _partitions(partitions),
         _footer(runs.runs),
     ]

@@ -8,17 +8,35 @@ count as missing. Where a resumed run wrote a step again, the newer line stands.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dure.errors import RunFolderError
-from dure.report.runs import Line, Partition, Rank, Result, Run, Runs, Span, Stage, Target, Trace, Worker
+from dure.report.runs import (
+    Assignment,
+    Federation,
+    Line,
+    Partition,
+    Rank,
+    Result,
+    Run,
+    Runs,
+    Sent,
+    Span,
+    Stage,
+    Target,
+    Trace,
+    Worker,
+)
 from dure.report.words import higher_is_better
+
+T = TypeVar("T")
 
 
 def read_runs(folders: Sequence[Path]) -> Runs:
@@ -68,6 +86,7 @@ def read_run(folder: Path) -> Run:
         partition=_partition(config),
         notes=notes,
         ranks=_ranks(summary),
+        federation=_federation(summary),
     )
 
 
@@ -294,6 +313,55 @@ def _stage(raw: Mapping[str, Any]) -> Stage:
         return int(number(raw.get(key)) or 0)
 
     return Stage(whole("stage"), str(raw.get("begins", "")), whole("parameters"), whole("there"), whole("back"))
+
+
+def _federation(summary: Mapping[str, Any]) -> Federation | None:
+    """What the server told; None where it is no federation's."""
+    facts = _mapping(next(iter(_list(summary.get("facts"))), None))
+    if not isinstance(facts.get("flights"), list):
+        return None
+    return Federation(
+        engine=_text(facts.get("engine")),
+        assignments=_rows(facts["flights"], _assignment),
+        outcomes={str(key): int(number(value) or 0) for key, value in _mapping(facts.get("outcomes")).items()},
+        staleness=_counts(facts.get("staleness")),
+        turns=_counts(facts.get("turns")),
+        updates=_rows(facts.get("updates"), _sent),
+        by_client={
+            str(key): [number(value) for value in _list(values)]
+            for key, values in _mapping(facts.get("by_client")).items()
+        },
+    )
+
+
+def _assignment(raw: Sequence[Any]) -> Assignment:
+    client, round, outcome = raw[0], raw[1], raw[4]
+    began, ended = number(raw[2]), number(raw[3])
+    if began is None or ended is None:
+        raise ValueError("an assignment has a beginning and an end")
+    return Assignment(int(client), int(round), began, ended, str(outcome))
+
+
+def _sent(raw: Sequence[Any]) -> Sent:
+    round, client, lies, norm, cosine = raw
+    return Sent(int(round), int(client), bool(lies), number(norm), number(cosine))
+
+
+def _counts(raw: object) -> dict[int, int]:
+    def pair(row: Sequence[Any]) -> tuple[int, int]:
+        key, value = row
+        return int(key), int(value)
+
+    return dict(_rows(raw, pair))
+
+
+def _rows(raw: object, made: Callable[[Sequence[Any]], T]) -> list[T]:
+    """What is made of each row; damaged ones are left out."""
+    rows: list[T] = []
+    for row in _list(raw):
+        with contextlib.suppress(TypeError, ValueError, LookupError):
+            rows.append(made(row))
+    return rows
 
 
 def _partition(config: Mapping[str, Any]) -> Partition | None:

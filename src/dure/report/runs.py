@@ -98,6 +98,47 @@ class Rank:
     schedule: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a client of a federation was asked in a round; began and ended in virtual seconds. outcome: "accepted",
+    "late", or why there was no update."""
+
+    client: int
+    round: int
+    began: float
+    ended: float
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A client's update, in the step to the model of `round` + 1: its norm, and the cosine between it and that step;
+    None where they are no numbers. lies: whether the client is an attacker."""
+
+    round: int
+    client: int
+    lies: bool
+    norm: float | None
+    cosine: float | None
+
+
+@dataclass(frozen=True)
+class Federation:
+    """What a federation told of itself.
+
+    assignments and updates are the first ones of the run, outcomes, staleness and turns of all of it: outcome ->
+    assignments, staleness -> updates, client -> updates. by_client: metric -> a value for each client measured.
+    """
+
+    engine: str | None
+    assignments: Sequence[Assignment]
+    outcomes: Mapping[str, int]
+    staleness: Mapping[int, int]
+    turns: Mapping[int, int]
+    updates: Sequence[Sent]
+    by_client: Mapping[str, Sequence[float | None]]
+
+
 @dataclass(frozen=True)
 class Target:
     """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
@@ -141,6 +182,7 @@ class Run:
     partition: Partition | None
     notes: Sequence[str]
     ranks: Sequence[Rank] = ()
+    federation: Federation | None = None
 
 
 @dataclass(frozen=True)

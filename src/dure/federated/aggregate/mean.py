@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from dure.federated.aggregate.aggregator import Folds
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,22 @@ def finish(folded: Folded) -> list[Tensor]:
     if folded.weight <= 0:
         raise ValueError("the mean of no updates is not defined")
     return [(total / folded.weight).to(dtype) for total, dtype in zip(folded.sums, folded.dtypes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Mean(Folds):
+    """The weighted mean. It withstands nothing: one update that is not finite makes the result not finite."""
+
+    name: ClassVar[str] = "mean"
+
+    def zero(self, like: Sequence[Tensor]) -> Folded:
+        return zero(like)
+
+    def fold(self, folded: Folded, update: Sequence[Tensor], weight: float) -> Folded:
+        return fold(folded, update, weight)
+
+    def finish(self, folded: Folded) -> list[Tensor]:
+        return finish(folded)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,50 @@
+"""dure: FedAvg in a simulated world. The clients are its natural ones, whose keys are the examples' owners."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from federation import BATCH, LR, Federation, asked, ended, finished
+from torch.nn import functional as F
+
+import dure
+
+
+def main() -> None:
+    options = asked()
+    federation = Federation(options.file)
+    owners = np.repeat(np.arange(federation.clients), np.diff(federation.starts))
+    train = dure.Examples(*federation.tensors, keys=[f"{owner:06}" for owner in owners])
+    test = (torch.from_numpy(federation.test_inputs), torch.from_numpy(federation.test_targets))
+
+    def sgd(parameters: Any) -> torch.optim.SGD:
+        return torch.optim.SGD(parameters, lr=LR)
+
+    task = dure.Task(federation.torch_model, F.cross_entropy, train, test, sgd)
+    strategy = dure.FedAvg(
+        clients=federation.clients,
+        fraction=len(federation.cohorts[0]) / federation.clients,
+        local_epochs=1,
+        batch_size=BATCH,
+        partition=dure.NaturalKey(),
+    )
+    told: list[float] = []
+    run = dure.train(
+        task,
+        strategy,
+        dure.Simulated(),
+        dure.Stop(rounds=federation.rounds),
+        evaluate_every=federation.rounds,
+        on_progress=lambda event: told.append(time.time()),
+    )
+    # The first that it tells is that it begins; when it ended each round is in its history.
+    for step in run.history.steps:
+        finished(step.step, told[0] + step.seconds)
+    ended(run.summary["test_accuracy"], "dure", "torch")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What an aggregator is: updates in, one update out.
+
+One that *folds* takes them one after another, in O(1) memory; one that *collects* needs them all. Both are frozen
+dataclasses with a text form (`dure.written`), as `krum:4` or `clipped:10/mean`.
+
+An update is a list of flat tensors, one a dtype of the model (as `dure.flat` keeps parameters), followed by the
+changes of its floating-point buffers. A rule sees it as *one* vector: distances, norms and medians are of the whole.
+
+Rules that collect never see an update that is not finite. Such updates are dropped first, and count among the f that
+a rule withstands: with b of n dropped it goes on with n - b updates, of which at most max(f - b, 0) are broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from dure.federated.aggregate.rows import Rows
+from dure.federated.turn import Turn
+from dure.written import write
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """What all have in common. collects: whether it needs all updates at once."""
+
+    name: ClassVar[str]
+    collects: ClassVar[bool]
+
+    def check(self, updates: int) -> None:
+        """Raises ValueError if `updates` a round are too few for what the aggregator promises."""
+        if updates < 1:
+            raise ValueError(f"{self} needs at least 1 update a round, not {updates}")
+
+    def __str__(self) -> str:
+        """The text that `parse` reads: the name and the settings; for one that wraps, then "/" and the inner one."""
+        return write(self)
+
+
+@dataclass(frozen=True)
+class Folds(Aggregator):
+    """Takes updates as a stream. `zero` before the first, `fold` for each, `finish` after the last."""
+
+    collects: ClassVar[bool] = False
+
+    def zero(self, like: Sequence[Tensor]) -> Any:
+        """Nothing folded yet, for updates shaped like `like`."""
+        raise NotImplementedError
+
+    def fold(self, folded: Any, update: Sequence[Tensor], weight: float) -> Any:
+        """`folded` with one update more, of weight n_k. The memory of `folded` is used again."""
+        raise NotImplementedError
+
+    def finish(self, folded: Any) -> list[Tensor]:
+        """The combined update. Raises ValueError if nothing was folded."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Collects(Aggregator):
+    """Takes all updates of a round at once."""
+
+    collects: ClassVar[bool] = True
+
+    def combine(
+        self, rows: Rows, turn: Turn, state: list[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """(the combined update, shaped as each of them and finite; the state for the next round).
+
+        rows: the updates, in order of client, and their weights n_k. turn: for rules that draw. state: what the rule
+        itself returned in the round before, None in the first; only rules that need it return one.
+
+        Raises ValueError if there are too few updates, or if none is finite.
+        """
+        self.check(len(rows))
+        finite = rows.finite()
+        if not finite:
+            raise ValueError(f"{self}: of {len(rows)} updates none is finite; did training diverge?")
+        return self.combine_finite(rows.only(finite), len(rows) - len(finite), turn, state)
+
+    def combine_finite(
+        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """`combine` for finite rows, after `dropped` others were dropped: the rule itself."""
+        raise NotImplementedError
+
+
+def still_broken(f: int, dropped: int) -> int:
+    """How many of the f broken updates may be among those that are left, once `dropped` were dropped."""
+    return max(f - dropped, 0)

@@ -1,0 +1,77 @@
+"""Bulyan: Krum again and again, then of each coordinate the mean of the values around the median.
+
+    theta = n - 2f times: the best update by Krum of those not chosen yet, whose scores are computed anew, is chosen
+    of each coordinate: the mean of the theta - 2f chosen values that are closest to the median of the chosen
+
+Withstands f of n >= 4f + 3 broken updates. Krum alone can be led far astray in one of very many coordinates; here such
+a value has the median against it. With f = 0 it is the mean with equal weights. Where the last rounds of choice leave
+fewer than f + 3 updates, Krum's score is the distance to the nearest one. Ties are broken by value.
+
+Cost: m²·d/2 differences for m updates of d parameters, m³ for choosing; memory: a block and m² distances.
+
+Source: E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium",
+ICML 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.federated.aggregate.aggregator import Collects, still_broken
+from dure.federated.aggregate.krum import scores
+from dure.federated.aggregate.median import middle
+from dure.federated.aggregate.order import sorted_rows
+from dure.federated.aggregate.rows import Rows
+from dure.federated.turn import Turn
+
+
+@dataclass(frozen=True)
+class Bulyan(Collects):
+    """f: broken updates withstood."""
+
+    name: ClassVar[str] = "bulyan"
+    f: int = 1
+
+    def __post_init__(self) -> None:
+        if self.f < 0:
+            raise ValueError(f"bulyan: f cannot be negative, as {self.f} is")
+
+    def check(self, updates: int) -> None:
+        if updates < 4 * self.f + 3:
+            raise ValueError(f"{self} needs at least {4 * self.f + 3} updates a round (4f + 3), not {updates}")
+
+    def combine_finite(
+        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+    ) -> tuple[list[Tensor], None]:
+        f = still_broken(self.f, dropped)
+        chosen = rows.only(selection(rows, f))
+        keep = len(chosen) - 2 * f
+        return chosen.map(lambda values: around_the_median(values, keep)), None
+
+
+def selection(rows: Rows, f: int) -> list[int]:
+    """The n - 2f rows that Krum chooses, one after another, of n."""
+    squared = rows.squared_distances()
+    left, chosen = list(range(len(rows))), list[int]()
+    while len(chosen) < len(rows) - 2 * f:
+        best = left[rows.only(left).order(scores(squared[left][:, left], f))[0]]
+        left.remove(best)
+        chosen.append(best)
+    return chosen
+
+
+def around_the_median(values: Tensor, keep: int) -> Tensor:
+    """The mean of the `keep` values of each column that are closest to its median; values: float64 of shape (n, b).
+
+    In order they are a window. It moves up as long as the value that leaves is farther from the median than the one
+    that enters; of two equally far the smaller stays.
+    """
+    ordered = sorted_rows(values)
+    median, window = middle(ordered), torch.stack(ordered)
+    leaves_farther = (median - window[: len(window) - keep]) > (window[keep:] - median)
+    place = torch.arange(len(window), device=values.device).unsqueeze(1) - leaves_farther.sum(0)
+    return window.masked_fill_((place < 0) | (place >= keep), 0).sum(0) / keep

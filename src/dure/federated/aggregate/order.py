@@ -1,0 +1,48 @@
+"""Columns in order: Batcher's network of comparators, on whole rows of a block.
+
+For few rows and many columns, as updates are, a network of minima and maxima of rows is several times as fast as
+sorting each column: 97 comparators sort 20 rows, and each works on all columns at once.
+
+Source: K. E. Batcher, "Sorting networks and their applications", AFIPS 1968; D. E. Knuth, The Art of Computer
+Programming 3, section 5.2.2, algorithm M.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+MOST = 256
+"""Rows up to which the network is the faster one (measured on a CPU with AVX2)."""
+
+
+def sorted_rows(values: Tensor) -> list[Tensor]:
+    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,). Uses the memory of `values`."""
+    if len(values) > MOST:
+        return list(values.sort(0).values)
+    rows, spare = list(values), torch.empty_like(values[0])
+    for low, high in comparators(len(rows)):
+        one, other = rows[low], rows[high]
+        torch.minimum(one, other, out=spare)
+        torch.maximum(one, other, out=other)
+        rows[low], spare = spare, one
+    return rows
+
+
+@lru_cache
+def comparators(n: int) -> list[tuple[int, int]]:
+    """Pairs (low, high) of places to compare, one after another, that sort n numbers: about n·(log2 n)²/4."""
+    pairs: list[tuple[int, int]] = []
+    largest = 1 << max((n - 1).bit_length() - 1, 0)
+    p = largest if n > 1 else 0
+    while p > 0:
+        q, r, distance = largest, 0, p
+        while True:
+            pairs += [(place, place + distance) for place in range(n - distance) if place & p == r]
+            if q == p:
+                break
+            distance, q, r = q - p, q // 2, p
+        p //= 2
+    return pairs

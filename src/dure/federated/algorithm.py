@@ -1,0 +1,80 @@
+"""What makes one federated algorithm differ from another: what clients are asked to do, and what their answers mean.
+
+The default of every hook is FedAvg's. An algorithm is a file with a strategy (its hyperparameters) and, where it needs
+one, a class with the hooks that it changes. The two sides live in one class so that a file tells the whole story; a
+deployed client uses the client's hooks and the server the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from dure.federated.cohort.job import Job, Trained
+from dure.federated.messages import Assignment, Update
+
+Memory = list[Tensor]
+"""What a client keeps between its rounds; it never travels."""
+
+
+class Start(NamedTuple):
+    """What an algorithm begins with. weights: the model's, one flat tensor a dtype. lr: of the clients' optimizer, NaN
+    where it has none."""
+
+    model: nn.Module
+    weights: Sequence[Tensor]
+    clients: int
+    lr: float
+
+
+class Algorithm:
+    """FedAvg, and the hooks in which others differ from it."""
+
+    mixes_models = False
+    """Whether the server mixes in the clients' models, x_start + Δ, rather than add their changes."""
+
+    # The server's side
+
+    def shared(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """What of the model's weights the server has, and sends."""
+        return list(weights)
+
+    def whole(self, shared: Sequence[Tensor], memories: Mapping[int, Memory]) -> list[Tensor]:
+        """The model that is measured: the shared weights, and where there is more, what clients have there."""
+        return list(shared)
+
+    def down(self) -> Sequence[Tensor]:
+        """What is sent besides the model."""
+        return ()
+
+    def share(self, update: Update, staleness: int) -> tuple[float, float]:
+        """(scale, weight): the update is scaled, and has this weight in the mean. staleness: models made meanwhile."""
+        return 1.0, float(update.examples)
+
+    def absorb(self, extra: list[Tensor], updates: int) -> None:
+        """Takes the mean of the extras of the updates that made the new model."""
+
+    def state(self) -> Any:
+        """What the server keeps besides the model, as a tree for checkpoints."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """The inverse of `state`."""
+
+    # The client's side
+
+    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        """What the client computes. job: FedAvg's; memory: what it kept, None if it has not taken part yet."""
+        return [job]
+
+    def answer(
+        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        """(delta, extra, memory): what the client sends of what it computed, and keeps once that is accepted."""
+        return trained[0].delta, (), memory
+
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> list[Tensor] | None:
+        """The client's own weights, given the shared ones; None where it has none but the global model."""
+        return None

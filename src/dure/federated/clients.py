@@ -1,0 +1,232 @@
+"""The clients' side of a federation, computed here: their examples, what they keep, and their local training.
+
+What a client computes depends on its assignment, its own examples and memory, and the seed; never on who else is
+visited, when, or by which engine. Liars are clients whose examples are poisoned, or whose updates are forged before
+they are sent; the server is not told who they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.data.examples import DatasetExamples, Examples
+from dure.federated.algorithm import Algorithm, Memory
+from dure.federated.cohort.job import Engine, Job, Trained
+from dure.federated.messages import Assignment, Update, nbytes
+from dure.fleet.attacks import Attack
+from dure.fleet.carrier import Order, Work
+
+AHEAD = 64
+"""Updates that are computed before they are asked for, at most; they are kept until then."""
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """How much a client trains in a round.
+
+    epochs: passes over its examples; ignored if `steps` is given. batch_size: None is all of the client's examples.
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int | None = 10
+
+    def steps_of(self, examples: int) -> int:
+        """Optimizer steps of a client with so many examples."""
+        return self.steps if self.steps is not None else self.epochs * self.per_epoch(examples)
+
+    def per_epoch(self, examples: int) -> int:
+        """Batches in one pass."""
+        return -(-examples // min(self.batch_size or examples, examples))
+
+    def examples_in(self, steps: int, examples: int) -> int:
+        """Examples processed in so many steps from the start of a pass."""
+        epochs, rest = divmod(steps, self.per_epoch(examples))
+        return epochs * examples + rest * min(self.batch_size or examples, examples)
+
+
+class Clients:
+    """All of them.
+
+    parts: the examples of each, as indices. present: which of n they have at a time; None is all. attack, liars: what
+    liars send, and who they are in a round. partial: whether clients send unfinished work at a deadline.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        work: LocalWork,
+        algorithm: Algorithm,
+        engine: Callable[[Sequence[Job], str | None], Engine],
+        seed: int,
+        present: Callable[[int, float], Tensor] | None = None,
+        attack: Attack | None = None,
+        liars: Callable[[int], Collection[int]] = lambda turn: (),
+        partial: bool = False,
+    ) -> None:
+        self.parts, self.local, self.algorithm, self.seed = parts, work, algorithm, seed
+        self.partial, self.present, self.attack, self.liars = partial, present, attack, liars
+        self.memories: dict[int, Memory] = {}
+        self._make = engine
+        self._engine: Engine | None = None
+        self.chosen: str | None = None
+        """The engine's name, once there is one."""
+        self._pending: dict[int, tuple[int, Memory | None]] = {}
+        self._ready: dict[int, Update] = {}
+
+    # What the carrier asks
+
+    def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
+        """What an assignment takes. most: examples that can be processed in time; at least one step is done."""
+        examples = len(self.indices(assignment.client, now))
+        steps = self.local.steps_of(examples)
+        if most is not None:
+            batch = min(self.local.batch_size or examples, examples)
+            steps = max(1, min(steps, int(most // batch)))
+        up = nbytes(assignment.weights) + nbytes(assignment.buffers) + nbytes(assignment.extra)
+        return Work(steps, self.local.examples_in(steps, examples), up)
+
+    def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
+        """The updates, one after another; nobody keeps more than a cohort of them.
+
+        ahead: computed together with these where they are few, and kept until they are asked for.
+        """
+        missing = [order for order in orders if order.assignment.ticket not in self._ready]
+        if missing and len(orders) < AHEAD and ahead:
+            more = [order for order in ahead if order.assignment.ticket not in self._ready]
+            for update in self._computed([*missing, *more[: AHEAD - len(self._ready)]]):
+                self._ready[update.ticket] = update
+            missing = []
+        computed = self._computed(missing) if missing else iter(())
+        for order in orders:
+            ready = self._ready.pop(order.assignment.ticket, None)
+            yield ready if ready is not None else next(computed)
+
+    # What clients keep
+
+    def keep(self, tickets: Sequence[int]) -> None:
+        """The server has accepted these updates: their clients keep what they learned for next time."""
+        for ticket in tickets:
+            client, memory = self._pending.pop(ticket, (-1, None))
+            if memory is not None:
+                self.memories[client] = memory
+
+    def forget(self, tickets: Sequence[int]) -> None:
+        """These updates did not count."""
+        for ticket in tickets:
+            self._pending.pop(ticket, None)
+
+    def state(self) -> Any:
+        """What clients keep, as a tree. Updates that are ready are computed again instead."""
+        return [[client, memory] for client, memory in sorted(self.memories.items())]
+
+    def restore(self, state: Any) -> None:
+        self.memories = {client: list(memory) for client, memory in state}
+        self._pending, self._ready = {}, {}
+
+    # How they compute
+
+    def indices(self, client: int, now: float) -> Tensor:
+        """The examples that a client has at this time."""
+        own = self.parts[client]
+        return own if self.present is None else own[self.present(len(own), now)]
+
+    def job(self, order: Order) -> Job:
+        """FedAvg's job for an assignment."""
+        one: Assignment = order.assignment
+        indices = self.indices(one.client, order.began)
+        first = one.round * self.local.steps_of(len(indices))
+        return Job(one.client, one.round, indices, one.weights, one.buffers, first, order.work.steps)
+
+    def engine(self, jobs: Sequence[Job]) -> Engine:
+        """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not."""
+        if self._engine is None:
+            self._engine = self._make(jobs, self.chosen)
+            self.chosen = self._engine.name
+        return self._engine
+
+    def close(self) -> None:
+        """Ends the engine's processes, where it has any."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _computed(self, orders: Sequence[Order]) -> Iterator[Update]:
+        updates = self._trained(orders)
+        return updates if self.attack is None else iter(self._forged(list(updates), self.attack))
+
+    def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
+        asked: list[list[Job]] = [
+            self.algorithm.jobs(self.job(order), order.assignment, self.memories.get(order.assignment.client))
+            for order in orders
+        ]
+        flat = [job for jobs in asked for job in jobs]
+        results = self.engine(flat).train(flat)
+        for order, jobs in zip(orders, asked, strict=True):
+            yield self._update(order, jobs, [next(results) for _ in jobs])
+
+    def _update(self, order: Order, jobs: list[Job], trained: list[Trained]) -> Update:
+        one: Assignment = order.assignment
+        memory = self.memories.get(one.client)
+        delta, extra, memory = self.algorithm.answer(jobs, trained, one, memory)
+        self._pending[one.ticket] = one.client, memory
+        first = trained[0]
+        examples = len(jobs[0].indices)
+        return Update(
+            one.ticket, one.client, one.round, examples, first.samples, first.loss, delta, first.buffers, extra
+        )
+
+    def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
+        """The updates as they are sent: those of liars are not what they computed."""
+        turn = updates[0].round if updates else 0
+        known = self.liars(turn)
+        lying = [position for position, update in enumerate(updates) if update.client in known]
+        if not lying:
+            return updates
+        clients = [update.client for update in updates]
+        deltas = attack.forge([list(update.delta) for update in updates], lying, self.seed, turn, clients)
+        return [replace(update, delta=delta) for update, delta in zip(updates, deltas, strict=True)]
+
+
+def poisoned(
+    examples: Examples, parts: Sequence[Tensor], liars: Collection[int], attack: Attack
+) -> tuple[Examples, list[Tensor]]:
+    """(the examples and, behind them, those of liars as the attack spoils them; the parts, where liars have these).
+
+    Raises ValueError for examples that are no plain tensors.
+    """
+    if isinstance(examples, DatasetExamples) or not (
+        isinstance(examples.inputs, Tensor) and isinstance(examples.targets, Tensor)
+    ):
+        raise ValueError(f"{attack} spoils examples that are two tensors, inputs and targets; these are something else")
+    labels = examples.labels()
+    classes = len(examples.classes) if examples.classes else (int(labels.max()) + 1 if labels is not None else 0)
+    inputs, targets = [examples.inputs], [examples.targets]
+    new, end = list(parts), len(examples)
+    for client in liars:
+        own_inputs, own_targets = attack.poison(*examples.batch(parts[client]), classes)
+        inputs.append(own_inputs)
+        targets.append(own_targets)
+        new[client] = torch.arange(end, end + len(parts[client]))
+        end += len(parts[client])
+    return Examples(torch.cat(inputs), torch.cat(targets), None, examples.classes), new
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, worst tenth and standard deviation over clients: how fair a model is to them."""
+    if not values:
+        return {}
+    ordered = torch.tensor(values, dtype=torch.float64)
+    worst = float(torch.quantile(ordered, 0.1))
+    return {"mean": float(ordered.mean()), "p10": worst, "std": float(ordered.std(correction=0)), "min": min(values)}
+
+
+def finite_loss(loss: float, before: float) -> float:
+    """The loss, or the one before where nobody took part."""
+    return before if math.isnan(loss) else loss

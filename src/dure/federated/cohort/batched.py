@@ -1,0 +1,178 @@
+"""Whole cohorts of clients at once: one call of a kernel where a loop makes one for each client.
+
+For models that are a chain of known layers (`program`), known losses (`losses`) and SGD (`sgd`). The weights of the C
+clients of a cohort lie side by side, and a step is some 25 calls for all of them, forward and backward by hand,
+without a graph; the gradients of weights are added to the weights by the product that makes them.
+
+A cohort is so large that its weights stay in the cache: C d elements, d the model's. A model of megabytes is trained
+one client at a time, where what is won is the missing graph, the fused update and better kernels.
+
+Equal to the loop but for rounding: sums are made in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from dure.data.examples import Examples
+from dure.devices import to_device
+from dure.errors import DureError
+from dure.federated.cohort.job import Job, Trained
+from dure.federated.cohort.loop import not_finite
+from dure.federated.cohort.plan import Step, plan
+from dure.federated.cohort.program import Program, program_of
+from dure.federated.cohort.sgd import SGD, CannotBatchError, sgd_of
+from dure.task import Task
+
+CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
+"""Bytes of weights of a cohort."""
+
+_NOTHING = Trained([], [], 0, 0.0)
+
+
+def batched_engine(
+    task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int
+) -> BatchedEngine | str:
+    """The engine, or the reason why this cannot be computed for many clients at once."""
+    parameters = list(model.parameters())
+    try:
+        program = program_of(task, model, examples)
+        rule = sgd_of(task.optimizer(parameters), parameters)
+    except CannotBatchError as reason:
+        return str(reason)
+    return BatchedEngine(program, rule, examples, parameters[0].device, batch_size, seed)
+
+
+class BatchedEngine:
+    """Trains cohorts of clients; made by `batched_engine`. cohort: how many clients at once. why: it is this engine."""
+
+    name = "batched"
+
+    def __init__(
+        self,
+        program: Program,
+        rule: SGD,
+        examples: Examples,
+        device: torch.device,
+        batch_size: int | None,
+        seed: int,
+    ) -> None:
+        self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
+        self.why = ""
+        self.device = device
+        self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
+        sizes = [math.prod(weights.shape) for weights in program.weights]
+        self.offsets = [0, *accumulate(sizes)]
+        of_a_client = self.offsets[-1] * self.inputs.element_size()
+        self.cohort = max(1, min(64, CACHE.get(device.type, CACHE["cpu"]) // of_a_client))
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """The results in the jobs' order, a cohort at a time.
+
+        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
+        """
+        for cohort in cohorts(jobs, self.cohort):
+            trained, error = self._cohort(cohort)
+            yield from trained
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @torch.no_grad()
+    def _cohort(self, jobs: Sequence[Job]) -> tuple[list[Trained], DureError | None]:
+        """The results, up to the first job whose numbers are not finite, and what is then to be raised."""
+        made = plan(jobs, self.batch_size, self.seed)
+        start = self._load([jobs[which] for which in made.by_steps])
+        losses = torch.zeros(len(made.steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
+        for at, step in enumerate(made.steps):
+            losses[at, : len(step.sizes)] = self._step(step, at == 0)
+        deltas = self._deltas(start, len(jobs))
+        finite = bool((deltas.sum() + losses.sum()).isfinite())
+        values, rows = losses.T.tolist(), deltas.to(jobs[0].weights[0].device).unbind(0)
+        trained: list[Trained] = [_NOTHING] * len(jobs)
+        for at, which in enumerate(made.by_steps):
+            sizes = made.sizes[at]
+            samples = sum(sizes)
+            loss = sum(value * size for value, size in zip(values[at], sizes, strict=False)) / samples
+            trained[which] = Trained([rows[at]], [], samples, loss)
+        if not finite:
+            place = {which: at for at, which in enumerate(made.by_steps)}
+            for which, job in enumerate(jobs):
+                error = _error(job, values[place[which]], trained[which].delta[0])
+                if error is not None:
+                    return trained[:which], error
+        return trained, None
+
+    def _load(self, jobs: Sequence[Job]) -> Tensor:
+        """Begins a cohort; returns the weights that it begins with, (C, d), or (1, d) where they are the same."""
+        first, rule = jobs[0], self.rule
+        start = self._side_by_side([job.weights for job in jobs])
+        constant: Tensor | None = None
+        if first.mu and first.anchor is not None:
+            constant = self._side_by_side([_known(job.anchor) for job in jobs]) * -first.mu
+        elif first.mu:
+            constant = start * -first.mu
+        if first.correction is not None:
+            correction = self._side_by_side([_known(job.correction) for job in jobs])
+            constant = correction if constant is None else constant + correction
+        for weights, begin, end in zip(self.program.weights, self.offsets, self.offsets[1:], strict=False):
+            part = None if constant is None else constant[:, begin:end]
+            weights.load(start[:, begin:end], len(jobs), rule, first.mu, part)
+        return start
+
+    def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
+        """(C, d), or (1, d) if all are one tensor."""
+        tensors = [value[0] for value in values]
+        alike = all(tensor is tensors[0] for tensor in tensors)
+        together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
+        return together.to(self.device)
+
+    def _step(self, step: Step, first: bool) -> Tensor:
+        rows = step.rows.view(-1).to(self.device)
+        inputs = self.inputs.index_select(0, rows).unflatten(0, step.rows.shape)
+        targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)
+        shares = step.shares.to(self.device, self.inputs.dtype)
+        return self.program.step(inputs, targets, step.sizes, shares, first)
+
+    def _deltas(self, start: Tensor, clients: int) -> Tensor:
+        """(C, d): what the weights are now less `start`."""
+        deltas = start.new_empty(clients, start.shape[1])
+        for weights, begin, end in zip(self.program.weights, self.offsets, self.offsets[1:], strict=False):
+            torch.sub(weights.values.view(clients, -1), start[:, begin:end], out=deltas[:, begin:end])
+        return deltas
+
+
+def cohorts(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
+    """The jobs in their order, up to `size` at a time, those of a cohort alike in what is added to gradients."""
+    cohort: list[Job] = []
+    for job in jobs:
+        if cohort and (len(cohort) == size or _kind(job) != _kind(cohort[0])):
+            yield cohort
+            cohort = []
+        cohort.append(job)
+    if cohort:
+        yield cohort
+
+
+def _kind(job: Job) -> tuple[float, bool, bool]:
+    return job.mu, job.anchor is None, job.correction is None
+
+
+def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:
+    assert values is not None, "the jobs of a cohort are alike"
+    return values
+
+
+def _error(job: Job, losses: Sequence[float], delta: Tensor) -> DureError | None:
+    """What is to be raised for a client whose losses or weights are not finite."""
+    for step, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            return not_finite(job, loss, step)
+    return None if bool(delta.isfinite().all()) else not_finite(job)

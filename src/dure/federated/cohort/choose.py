@@ -1,0 +1,166 @@
+"""Which engine computes, by a short trial on the first jobs.
+
+Tried are, from simple to involved: the loop; the batched engine, where the model is one for it; the better of the two
+on several processes, where a round takes long enough. The next one is taken only if it is `GAIN` times as fast, so
+that a repeated run decides alike and nothing involved is used for little.
+
+A trial takes the first steps of the first clients, for `SECONDS` an engine or as long as two steps take. Its results
+are thrown away: engines differ in rounding, and a run is to have the bits of one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from dure.data.examples import Examples
+from dure.errors import DureError
+from dure.federated.cohort.batched import BatchedEngine, batched_engine
+from dure.federated.cohort.job import Engine, Job
+from dure.federated.cohort.loop import LoopEngine
+from dure.federated.cohort.processes import ProcessesEngine, forks_here
+from dure.task import Task
+
+GAIN = 1.2
+SECONDS = 0.06
+LONG_ROUND = 0.02
+"""Seconds of a round from which several processes are tried; what a shorter one gains is lost in messages."""
+
+NAMES = ("loop", "batched", "loop-processes", "batched-processes")
+
+
+def engine_for(
+    task: Task,
+    model: nn.Module,
+    examples: Examples,
+    batch_size: int | None,
+    seed: int,
+    jobs: Sequence[Job],
+    processes: int | None = None,
+    wanted: str = "auto",
+) -> Engine:
+    """The engine for jobs like these, those of a typical round; its `why` says in one line why it is this one.
+
+    model: a fresh one, which becomes the engine's own. processes: at most so many; None is one a core. wanted: auto,
+    or one of `NAMES`.
+
+    Raises ValueError if the wanted engine cannot compute the task, with the reason.
+    """
+    if wanted not in ("auto", *NAMES):
+        raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
+    workers = processes if processes is not None else len(os.sched_getaffinity(0))
+    asked_for_loop = wanted.startswith("loop")
+    batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed)
+    made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers)
+    return _auto(made) if wanted == "auto" else made.wanted(wanted)
+
+
+@dataclass
+class _Made:
+    """The engines that there can be. batched: the engine, or why there is none."""
+
+    loop: LoopEngine
+    batched: BatchedEngine | str
+    model: nn.Module
+    jobs: Sequence[Job]
+    workers: int
+
+    def wanted(self, name: str) -> Engine:
+        inner: LoopEngine | BatchedEngine = self.loop
+        if name.startswith("batched"):
+            if isinstance(self.batched, str):
+                raise ValueError(f"the engine {name} cannot compute this: {self.batched}; take loop or auto")
+            inner = self.batched
+        inner.why = "asked for"
+        if not name.endswith("processes"):
+            return inner
+        if not forks_here():
+            raise ValueError(f"the engine {name} needs forked processes, which a GPU or this system does not allow")
+        return self.divided(inner)
+
+    def divided(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
+        """On several processes: as many clients a child at once as the engine likes and a round has for each."""
+        a_child = -(-len(self.jobs) // self.workers)
+        chunk = min(inner.cohort, a_child) if isinstance(inner, BatchedEngine) else 1
+        made = ProcessesEngine(inner, self.model, self.workers, max(1, chunk))
+        made.why = inner.why
+        return made
+
+
+def _auto(made: _Made) -> Engine:
+    chosen: LoopEngine | BatchedEngine = made.loop
+    several = made.workers > 1 and len(made.jobs) > 1 and forks_here()
+    if isinstance(made.batched, str) and not several:
+        chosen.why = f"no other can: {made.batched}"
+        return chosen
+    try:
+        rate = _rate(chosen, made.jobs[:2])
+        if isinstance(made.batched, str):
+            chosen.why = f"one client after another, for {made.batched}"
+        else:
+            together = _rate(made.batched, made.jobs[: made.batched.cohort])
+            if together >= GAIN * rate:
+                chosen = made.batched
+            chosen.why = f"many clients at once are {together / rate:.1f} times as fast as one after another"
+            rate = max(rate, together) if chosen is made.batched else rate
+        of_a_round = sum(_examples(job, made.loop.batch_size) for job in made.jobs)
+        if several and of_a_round / rate >= LONG_ROUND:
+            return _on_processes(made, chosen, rate)
+    except DureError:  # what is wrong with a client is said when its turn comes
+        chosen = made.loop
+        chosen.why = "the trial failed"
+    return chosen
+
+
+def _on_processes(made: _Made, alone: LoopEngine | BatchedEngine, rate: float) -> Engine:
+    divided = made.divided(alone)
+    try:
+        gain = _rate(divided, made.jobs[: divided.chunk * divided.workers]) / rate
+    except BaseException:
+        divided.close()
+        raise
+    said = f"{alone.why}; {made.workers} processes are {gain:.1f} times as fast as one"
+    if gain >= GAIN:
+        divided.why = said
+        return divided
+    divided.close()
+    alone.why = said
+    return alone
+
+
+def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
+    """Examples a second, at best; the first call is not counted, for it brings kernels and memory into being."""
+    batch_size = getattr(engine, "batch_size", None)
+    began = time.perf_counter()
+    short = _first_steps(jobs, 1)
+    _time(engine, short)
+    one_step = _time(engine, short)
+    best = sum(_examples(job, batch_size) for job in short) / one_step
+    steps = int(min(4, max(1, SECONDS / 3 / one_step)))
+    longer = _first_steps(jobs, steps)
+    examples = sum(_examples(job, batch_size) for job in longer)
+    for _ in range(8):
+        if time.perf_counter() - began > SECONDS:
+            break
+        best = max(best, examples / _time(engine, longer))
+    return best
+
+
+def _first_steps(jobs: Sequence[Job], steps: int) -> list[Job]:
+    return [replace(job, steps=min(steps, job.steps)) for job in jobs]
+
+
+def _time(engine: Engine, jobs: Sequence[Job]) -> float:
+    began = time.perf_counter()
+    for _ in engine.train(jobs):
+        pass
+    return time.perf_counter() - began
+
+
+def _examples(job: Job, batch_size: int | None) -> int:
+    """Examples that the job processes, but for smaller last batches."""
+    return job.steps * min(batch_size or len(job.indices), len(job.indices))

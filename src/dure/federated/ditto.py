@@ -1,0 +1,66 @@
+"""Ditto: beside the global model, every client keeps one of its own that is held near it.
+
+    global:    FedAvg, or any other; its rule is `aggregate`
+    client k:  v_k <- as many local steps on  F_k(v) + λ/2·|v - w_t|²,  from the v_k that it kept
+
+λ = 0 is training alone, a large λ the global model. v_k never travels, and learns nothing of others but through w.
+
+Cost of a round: as FedAvg's; clients compute twice as much and keep d elements.
+
+Source: T. Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from dure.federated.algorithm import Algorithm, Memory, Start
+from dure.federated.cohort.job import Job, Trained
+from dure.federated.federated import Federated
+from dure.federated.messages import Assignment
+from dure.task import Task
+
+
+@dataclass(frozen=True)
+class Ditto(Federated):
+    """FedAvg, and a model of its own for every client.
+
+    Args:
+        lam: λ, how strongly a client's own model is held near the global one.
+    """
+
+    held_out: float = 0.2
+    lam: float = 0.1
+
+    name: ClassVar[str] = "ditto"
+    title: ClassVar[str] = "Ditto"
+
+    def check_task(self, task: Task) -> None:
+        if not 0 <= self.lam < float("inf"):
+            raise ValueError(f"lam is {self.lam}, but it is 0 or more")
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return OwnModels(self.lam)
+
+
+class OwnModels(Algorithm):
+    """A second job for each client, whose result it keeps."""
+
+    def __init__(self, lam: float) -> None:
+        self.lam = lam
+
+    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        return [job, replace(job, weights=memory or job.weights, mu=self.lam, anchor=assignment.weights)]
+
+    def answer(
+        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        own = [w + d for w, d in zip(jobs[1].weights, trained[1].delta, strict=True)]
+        return trained[0].delta, (), own
+
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> list[Tensor] | None:
+        return memory if memory is not None else list(shared)

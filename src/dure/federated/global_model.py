@@ -1,0 +1,116 @@
+"""The global model and how updates become the next one: fold or collect, combine, step.
+
+    Δ <- aggregate of s_k·Δ_k over the updates, weighted        x <- server optimizer's step along Δ
+
+Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, by the same rule and weight, and
+take their mean change whole; integer ones (counters) take the largest value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
+from dure.federated.aggregate.mean import Mean
+from dure.federated.aggregate.rows import Rows
+from dure.federated.messages import Update
+from dure.federated.server_optimizer import ServerOptimizer, State
+from dure.federated.turn import Turn
+
+
+@dataclass
+class GlobalModel:
+    """weights: one flat tensor a dtype. buffers: in the model's order. number: of models made so far."""
+
+    weights: list[Tensor]
+    buffers: list[Tensor]
+    aggregator: Aggregator = field(default_factory=Mean)
+    optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
+    number: int = 0
+    moments: State | None = None
+    memory: list[Tensor] | None = None
+    _folded: Any = None
+    _extra: Any = None
+    _collected: list[list[Tensor]] = field(default_factory=list)
+    _shares: list[float] = field(default_factory=list)
+    _counters: list[Tensor] = field(default_factory=list)
+
+    def fold(self, update: Update, scale: float, weight: float, start: Sequence[Tensor] | None = None) -> None:
+        """Takes one update, scaled by `scale`, with `weight` in the mean.
+
+        start: the weights it began from, where it is the *model* that is mixed in and not its change: the update is
+        then x_start + Δ - x.
+        """
+        delta = list(update.delta)
+        if start is not None:
+            delta = [d + s - w for d, s, w in zip(delta, start, self.weights, strict=True)]
+        parts = [*delta, *(new - old for new, old in zip(update.buffers, self.buffers, strict=True) if _floats(old))]
+        if scale != 1:
+            parts = [part * scale for part in parts]
+        if isinstance(self.aggregator, Folds):
+            if self._folded is None:
+                self._folded = self.aggregator.zero(parts)
+            self._folded = self.aggregator.fold(self._folded, parts, weight)
+        else:
+            self._collected.append(parts)
+        self._shares.append(weight)
+        if update.extra:
+            if self._extra is None:
+                self._extra = Mean().zero(update.extra)
+            self._extra = Mean().fold(self._extra, update.extra, 1.0)
+        counters = [b for b in update.buffers if not _floats(b)]
+        mine = self._counters or [b for b in self.buffers if not _floats(b)]
+        self._counters = [torch.maximum(a, b) for a, b in zip(mine, counters, strict=True)]
+
+    def finish(self, seed: int) -> list[Tensor]:
+        """Makes the new model of what was folded, if anything was; returns the mean of the updates' extras.
+
+        Raises ValueError if the updates are too few for the aggregator.
+        """
+        extra: list[Tensor] = []
+        if self._shares:
+            combined = self._combined(Turn(seed, self.number))
+            count = len(self.weights)
+            if self.moments is None:
+                self.moments = self.optimizer.start(self.weights)
+            self.weights, self.moments = self.optimizer.step(self.weights, combined[:count], self.moments)
+            changes, counters = iter(combined[count:]), iter(self._counters)
+            self.buffers = [b + next(changes) if _floats(b) else next(counters) for b in self.buffers]
+            extra = Mean().finish(self._extra) if self._extra is not None else []
+        self.skip()
+        return extra
+
+    def skip(self) -> None:
+        """Goes on to the next model, and forgets what was folded."""
+        self.number += 1
+        self._folded, self._extra, self._collected, self._shares, self._counters = None, None, [], [], []
+
+    def _combined(self, turn: Turn) -> list[Tensor]:
+        if isinstance(self.aggregator, Folds):
+            return self.aggregator.finish(self._folded)
+        assert isinstance(self.aggregator, Collects)
+        combined, self.memory = self.aggregator.combine(Rows(self._collected, self._shares), turn, self.memory)
+        return combined
+
+    def state(self) -> dict[str, Any]:
+        """All of it, between two models, as a tree for checkpoints."""
+        return {
+            "weights": list(self.weights),
+            "buffers": list(self.buffers),
+            "number": self.number,
+            "moments": self.moments,
+            "memory": self.memory,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.weights, self.buffers, self.number = state["weights"], state["buffers"], state["number"]
+        self.moments, self.memory = state["moments"], state["memory"]
+
+
+def _floats(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()

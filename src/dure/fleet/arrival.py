@@ -1,0 +1,123 @@
+"""Data that come and go: which of its examples a client has at a virtual time.
+
+A client's examples are taken to be in the order in which they came into being; k of its n are there at time t:
+
+    still                    all of them, always                                           k = n
+    arriving:SHARE:SECONDS   the first k; more and more, all after SECONDS                 k from SHARE·n to n
+    leaving:SHARE:SECONDS    the last k: the oldest are forgotten, down to SHARE           k from n to SHARE·n
+    window:SHARE:SECONDS     k in a row, beginning at n·t/SECONDS, around and around       k = SHARE·n
+
+k is rounded to the nearest whole number, and never 0: a client without an example is one that is not there, which is
+what `dure.fleet.availability` is for. Cost O(k) when asked, for the client asked about.
+
+Sources: arriving data as in Y. Chen et al., "Asynchronous Online Federated Learning for Edge Devices with Non-IID
+Data", IEEE Big Data 2020; a window as in O. Marfoq et al., "Federated Learning for Data Streams", AISTATS 2023 (clients
+whose memory is small).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.fleet.chance import check_share
+from dure.written import read, write
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What all settings have in common: a name, a text form, and `present`."""
+
+    name: ClassVar[str]
+
+    def present(self, n: int, now: float) -> Tensor:
+        """Which of its n examples a client has at time `now` (seconds, >= 0).
+
+        Positions in 0..n-1, ascending, int64 of shape (k,) with 1 <= k <= n: `indices[arrival.present(n, now)]`.
+        """
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The text that `parse_arrival` reads."""
+        return write(self)
+
+
+@dataclass(frozen=True)
+class Still(Arrival):
+    """Every client has all its data all the time."""
+
+    name: ClassVar[str] = "still"
+
+    def present(self, n: int, now: float) -> Tensor:
+        return torch.arange(n)
+
+
+@dataclass(frozen=True)
+class Arriving(Arrival):
+    """Data arrive evenly. share: what is there at the start. seconds: when all is there."""
+
+    name: ClassVar[str] = "arriving"
+    share: float = 0.1
+    seconds: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def present(self, n: int, now: float) -> Tensor:
+        return torch.arange(_count(n, self.share + (1 - self.share) * min(now / self.seconds, 1)))
+
+
+@dataclass(frozen=True)
+class Leaving(Arrival):
+    """Data are forgotten evenly, the oldest first. share: what stays. seconds: when only that is left."""
+
+    name: ClassVar[str] = "leaving"
+    share: float = 0.1
+    seconds: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def present(self, n: int, now: float) -> Tensor:
+        return torch.arange(n - _count(n, 1 - (1 - self.share) * min(now / self.seconds, 1)), n)
+
+
+@dataclass(frozen=True)
+class Window(Arrival):
+    """A window moves over the data and begins again. share: of the data in it. seconds: for one way around."""
+
+    name: ClassVar[str] = "window"
+    share: float = 0.1
+    seconds: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def present(self, n: int, now: float) -> Tensor:
+        start = int(n * (math.fmod(now, self.seconds) / self.seconds))
+        count = _count(n, self.share)
+        wrapped = max(start + count - n, 0)
+        return torch.cat([torch.arange(wrapped), torch.arange(start, start + count - wrapped)])
+
+
+ARRIVALS: dict[str, type[Arrival]] = {kind.name: kind for kind in (Still, Arriving, Leaving, Window)}
+"""Every setting by the name its text form begins with."""
+
+
+def parse_arrival(text: str) -> Arrival:
+    """The arrival that `text` names: "still", "arriving:0.1:3600", ... Raises ValueError for what is none."""
+    return read(text, ARRIVALS, "arrival")
+
+
+def _count(n: int, share: float) -> int:
+    return max(round(n * share), 1)
+
+
+def _check(arrival: Arriving | Leaving | Window) -> None:
+    check_share(arrival.share, f"{arrival.name}: the share")
+    if not (arrival.seconds > 0 and math.isfinite(arrival.seconds)):
+        raise ValueError(f"{arrival.name}: the time is a positive number of seconds, not {arrival.seconds}")

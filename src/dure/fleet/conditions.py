@@ -1,0 +1,64 @@
+"""Under what conditions clients work: what a simulation is told, and a deployment finds out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dure.fleet.arrival import Arrival, Still, parse_arrival
+from dure.fleet.attacks import Attack, NoAttack, parse_attack
+from dure.fleet.availability import Always, Availability, parse_availability
+from dure.fleet.devices import Devices, Equal, parse_devices
+from dure.written import parse_fields
+
+EngineName = Literal["auto", "loop", "batched", "loop-processes", "batched-processes"]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The clients' devices, habits and honesty, and how their work is computed here.
+
+    Settings may be given as text, as the command line takes them.
+
+    Args:
+        devices: how fast they compute and send: equal, stragglers:0.1:10, lognormal:0.5, file:PATH.
+        availability: when they are there: always, probability:0.8, daily:0.3, file:PATH.
+        arrival: which of their examples they have when: still, arriving:0.1:3600, leaving:0.5:3600, window:0.2:3600.
+        drop_out: the probability that a client is gone before it has finished what it was asked.
+        attack: what liars send or learn from: none, sign-flip, gaussian, label-flip, alie, inner-product, backdoor, ...
+        attackers: how many clients lie: a number, or a share below 1.
+        attackers_change: others lie in every round, and not the same all along.
+        engine: how local training is computed; auto measures which way is the fastest here.
+        processes: of this machine that compute, for the engines that use several; one a core by default.
+    """
+
+    devices: Devices = field(default_factory=Equal)
+    availability: Availability = field(default_factory=Always)
+    arrival: Arrival = field(default_factory=Still)
+    drop_out: float = 0.0
+    attack: Attack = field(default_factory=NoAttack)
+    attackers: float = 0.0
+    attackers_change: bool = False
+    engine: EngineName = "auto"
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        parse_fields(
+            self,
+            {
+                "devices": parse_devices,
+                "availability": parse_availability,
+                "arrival": parse_arrival,
+                "attack": parse_attack,
+            },
+        )
+        if not 0 <= self.drop_out < 1:
+            raise ValueError(f"drop_out is {self.drop_out}, but it is a probability below 1")
+        if not self.attackers >= 0 or (self.attackers > 1 and self.attackers != int(self.attackers)):
+            raise ValueError(f"attackers is {self.attackers}, but it is a whole number of clients, or a share below 1")
+        if isinstance(self.attack, NoAttack) != (self.attackers == 0):
+            raise ValueError("an attack needs attackers, and attackers an attack: give both, as sign-flip and 4")
+        if self.attackers_change and self.attack.poisons:
+            raise ValueError(f"{self.attack} spoils examples once and for all: its attackers cannot change")
+        if self.processes is not None and self.processes < 1:
+            raise ValueError(f"processes is {self.processes}, but somebody has to compute: at least 1")

@@ -1,0 +1,189 @@
+"""A federation under a virtual clock: what happens when, and that it is the same again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dure
+from dure.errors import TooFewClientsError
+from dure.federated.cohort.loop import LoopEngine
+from dure.fleet.devices import parse_devices
+from small import largest_difference, same_bits, small_task
+
+K = 8
+
+
+def train(strategy: Any, rounds: int = 4, seed: int = 0, **world: Any) -> dure.Run:
+    return dure.train(
+        small_task(), strategy, dure.Simulated(engine="loop", **world), dure.Stop(rounds=rounds), seed=seed
+    )
+
+
+def numbers(run: dure.Run, name: str) -> list[float]:
+    return [float((step.numbers or {})[name] or 0.0) for step in run.history.steps]
+
+
+def facts(run: dure.Run) -> dict[str, Any]:
+    told: dict[str, Any] = run.summary["facts"][0]
+    return told
+
+
+def test_a_round_takes_as_long_as_its_slowest_client() -> None:
+    devices = parse_devices("lognormal:1")
+    run = train(dure.FedAvg(clients=K, batch_size=4), rounds=1, devices=devices)
+    sizes = [len(part) for part in dure.FedAvg(clients=K).divide(small_task(), 0)]
+    model = sum(p.numel() for p in run.model.parameters()) * 8
+    expected = max(sum(devices.of(client, 0).seconds(size, model, model)) for client, size in enumerate(sizes))
+    assert numbers(run, "virtual_seconds") == [pytest.approx(expected, rel=1e-12)]
+
+
+def test_every_byte_and_second_of_a_client_is_counted() -> None:
+    run = train(dure.FedAvg(clients=4, batch_size=4), rounds=3, devices="stragglers:0.5:10")
+    server, *clients = run.summary["per_worker"]
+    size = sum(p.numel() for p in run.model.parameters()) * 8
+    assert server["bytes_sent"] == server["bytes_received"] == 3 * 4 * size
+    assert all(one["bytes_sent"] == one["bytes_received"] == 3 * size for one in clients)
+    assert all(one["compute_seconds"] > 0 and one["communication_seconds"] > 0 for one in clients)
+
+
+def test_stragglers_that_miss_the_deadline_are_refused_and_cost_their_bytes() -> None:
+    strategy = dure.FedAvg(clients=K, batch_size=4, selection="uniform:1:0.2:1")
+    run = train(strategy, rounds=6, devices="stragglers:0.5:1000")
+    assert sum(numbers(run, "late")) + facts(run)["outcomes"].get("late", 0) > 0 or numbers(run, "updates")[0] < K
+    assert max(numbers(run, "updates")) < K
+    assert numbers(run, "virtual_seconds")[0] == pytest.approx(0.2)
+
+
+def test_fed_prox_takes_what_stragglers_have_done_by_then() -> None:
+    options: dict[str, Any] = {"clients": K, "local_epochs": 4, "batch_size": 2, "selection": "uniform:1:0.5:1"}
+    dropped = train(dure.FedAvg(**options), rounds=2, devices="stragglers:0.5:20")
+    kept = train(dure.FedProx(mu=0.0, **options), rounds=2, devices="stragglers:0.5:20")
+    assert numbers(dropped, "updates")[0] < K
+    assert numbers(kept, "updates") == [K, K]
+    full = train(dure.FedProx(mu=0.0, **options), rounds=2)
+    assert dropped.summary["samples"] < kept.summary["samples"] < full.summary["samples"]
+
+
+def test_clients_that_drop_out_are_replaced_and_their_work_is_lost() -> None:
+    run = train(dure.FedAvg(clients=20, fraction=0.25, batch_size=4), rounds=8, drop_out=0.4)
+    assert numbers(run, "updates") == [5.0] * 8
+    outcomes = facts(run)["outcomes"]
+    assert outcomes["accepted"] == 40
+    assert outcomes["dropped out"] == sum(numbers(run, "failed")) > 5
+    assert run.summary["per_worker"][0]["bytes_sent"] > run.summary["per_worker"][0]["bytes_received"]
+
+
+def test_clients_are_asked_when_they_are_there_and_lost_when_they_leave() -> None:
+    run = train(
+        dure.FedAvg(clients=10, fraction=0.5, batch_size=4),
+        rounds=12,
+        availability="probability:0.5:1",
+        devices="equal:30",
+    )
+    flights = facts(run)["flights"]
+    assert {flight[4] for flight in flights} >= {"accepted", "went offline"}
+    settings = dure.Simulated(availability="probability:0.5:1").availability
+    for client, _, began, ended, outcome in flights:
+        assert settings.next(client, began, 0) == pytest.approx(began, abs=1e-5)
+        if outcome == "accepted":
+            assert settings.until(client, began, 0) >= ended - 1e-5
+
+
+def test_where_nobody_ever_comes_the_run_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dure.federated.coordinator.ATTEMPTS", 20)
+    path = tmp_path / "away.csv"
+    path.write_text("client,start,end\n" + "".join(f"{client},1e15,1e16\n" for client in range(4)))
+    with pytest.raises(TooFewClientsError, match="no client was there"):
+        train(dure.FedAvg(clients=4), availability=f"file:{path}")
+
+
+def test_data_that_arrive_later_are_trained_on_later() -> None:
+    run = train(dure.FedAvg(clients=2, batch_size=None), rounds=9, arrival="arriving:0.1:1", devices="equal:40")
+    samples = [step.samples for step in run.history.steps]
+    each = [after - before for before, after in zip([0, *samples], samples, strict=False)]
+    assert each[0] < each[-1] == 41
+    assert each == sorted(each)
+
+
+def test_asynchronous_clients_do_not_wait_for_stragglers() -> None:
+    world: dict[str, Any] = {"devices": "stragglers:0.25:50"}
+    rounds = train(dure.FedAvg(clients=K, batch_size=4), rounds=4, **world)
+    updates = train(dure.FedAsync(clients=K, fraction=1.0, batch_size=4), rounds=4 * K, **world)
+    assert numbers(updates, "virtual_seconds")[-1] < numbers(rounds, "virtual_seconds")[-1] / 2
+    assert max(value for value, _ in facts(updates)["staleness"]) >= 3
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dure.FedAvg(clients=K, fraction=0.5, batch_size=4, selection="uniform:1.5:2:2"),
+        dure.Scaffold(clients=K, fraction=0.5, batch_size=4),
+        dure.FedYogi(clients=K, fraction=0.5, batch_size=4),
+        dure.FedAsync(clients=K, fraction=0.5, batch_size=4),
+        dure.FedAsync(clients=K, batch_size=4, stale=3),
+        dure.FedBuff(clients=K, fraction=0.5, batch_size=4, buffer=3),
+        dure.FedPer(clients=K, fraction=0.5, batch_size=4),
+        dure.Ditto(clients=K, fraction=0.5, batch_size=4),
+        dure.PerFedAvg(clients=K, fraction=0.5, batch_size=4),
+        dure.ByzantineGD(clients=K, groups=3),
+        dure.FedAvg(clients=K, batch_size=4, aggregate="centred-clipping:1"),
+    ],
+    ids=lambda strategy: strategy.label,
+)
+def test_ended_at_any_round_and_gone_on_with_it_has_the_same_bits(strategy: Any, tmp_path: Path) -> None:
+    world = dure.Simulated(devices="lognormal:1", availability="probability:0.8:5", drop_out=0.1, engine="loop")
+    whole = dure.train(small_task(), strategy, world, dure.Stop(rounds=6))
+    for ended in (1, 4):
+        out = tmp_path / str(ended)
+        dure.train(small_task(), strategy, world, dure.Stop(rounds=ended), out=out)
+        again = dure.resume(out, task=small_task(), stop=dure.Stop(rounds=6))
+        assert same_bits(whole, again)
+        assert numbers(whole, "virtual_seconds") == numbers(again, "virtual_seconds")
+        assert facts(whole) == facts(again)
+        assert whole.history.evaluations[-1].metrics == again.history.evaluations[-1].metrics
+        assert [one["bytes_sent"] for one in whole.summary["per_worker"]] == [
+            one["bytes_sent"] for one in again.summary["per_worker"]
+        ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"drop_out": 1.0}, "drop_out is 1.0, but it is a probability below 1"),
+        ({"attack": "sign-flip"}, "an attack needs attackers, and attackers an attack"),
+        ({"attackers": 3}, "an attack needs attackers, and attackers an attack"),
+        ({"attack": "alie", "attackers": 2.5}, "attackers is 2.5, but it is a whole number of clients"),
+        ({"devices": "equall"}, "did you mean 'equal'"),
+        ({"processes": 0}, "at least 1"),
+    ],
+)
+def test_conditions_that_make_no_sense_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        dure.Simulated(**changes)
+
+
+def test_what_is_never_combined_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    trained = LoopEngine._train
+    monkeypatch.setattr(LoopEngine, "_train", lambda self, job: done.append(job.client) or trained(self, job))
+    run = train(dure.FedAvg(clients=K, batch_size=None, selection="uniform:1:0.2:1"), devices="stragglers:0.5:1000")
+    assert len(done) == sum(numbers(run, "updates")) < 4 * K
+
+
+def test_attackers_are_not_told_to_the_server_and_robust_rules_stand_them() -> None:
+    world: dict[str, Any] = {"attack": "large:1e30", "attackers": 2}
+    clean = train(dure.FedSGD(clients=K), rounds=6)
+    start = train(dure.FedAvg(clients=K, server_lr=1e-300), rounds=1)
+    far = largest_difference(clean, start)
+    mean = train(dure.FedSGD(clients=K), rounds=1, **world)
+    assert not math.isfinite(largest_difference(mean, clean)) or largest_difference(mean, clean) > 1e20
+    for rule in ("median", "krum:2", "geometric-median", "trimmed-mean:0.25", "geometric-median-of-means:8"):
+        run = train(dure.FedSGD(clients=K, aggregate=rule), rounds=6, **world)
+        assert largest_difference(run, start) < 4 * far, rule
+        updates = facts(run)["updates"]
+        assert sum(lies for _, _, lies, *_ in updates) == 2 * 6
+        assert len({client for _, client, lies, *_ in updates if lies}) == 2
