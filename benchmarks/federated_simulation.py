@@ -9,8 +9,9 @@ of a client's examples within its epoch is each one's own.
     until round 1 is done seconds from the start of the process: imports, data and whatever is compiled or started
     peak memory           proportional set size (PSS), summed over the contender's process and all its descendants, five
                           times a second: what processes share is counted once
-    accuracy              on the test data after the last round. "agrees" says that it lies within three standard errors
-                          of the median of all contenders: all have done the same work
+    accuracy              on the test data after the last round. "agrees" says that it differs from the median of all
+                          contenders by three standard errors and two points at most, the latter for the order of
+                          examples: all have done the same work
 
     dure                  dure.train in its simulated world
     lean, lean x2         a loop by hand: one model, flat weights; in one process and in two
@@ -332,7 +333,7 @@ def judge(measured: JSON, test_examples: int) -> None:
     if not measured:
         return
     middle = statistics.median(one["accuracy"]["median"] for one in measured.values())
-    noise = 3 * (max(middle * (1 - middle), 0.01) / test_examples) ** 0.5
+    noise = 0.02 + 3 * (middle * (1 - middle) / test_examples) ** 0.5
     for one in measured.values():
         one["agrees"] = abs(one["accuracy"]["median"] - middle) <= noise
 

@@ -17,6 +17,13 @@ from dure import catalog
 from dure.cli import main, usage
 from dure.collectives.compression import COMPRESSIONS
 from dure.data.partition import PARTITIONS
+from dure.federated.aggregate import AGGREGATORS
+from dure.federated.cohort.choose import NAMES as ENGINES
+from dure.federated.sampling import SELECTIONS
+from dure.fleet.arrival import ARRIVALS
+from dure.fleet.attacks import ATTACKS
+from dure.fleet.availability import AVAILABILITIES
+from dure.fleet.devices import DEVICES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -63,6 +70,10 @@ def test_every_system_has_a_page(system: str) -> None:
         ("tasks.md", list(catalog.TASKS)),
         ("partitions.md", list(PARTITIONS)),
         ("compression.md", list(COMPRESSIONS)),
+        ("federated.md", list(SELECTIONS)),
+        ("simulation.md", [*DEVICES, *AVAILABILITIES, *ARRIVALS, "auto", *ENGINES]),
+        ("aggregation.md", list(AGGREGATORS)),
+        ("attacks.md", list(ATTACKS)),
         ("command-line.md", [*catalog.TASKS, *catalog.SYSTEMS, *catalog.WORLDS]),
     ],
 )

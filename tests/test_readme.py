@@ -14,7 +14,7 @@ from dure.cli import main
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ["README.md", "docs/index.md", "docs/getting-started.md"]
+PAGES = ["README.md", "docs/index.md", "docs/getting-started.md", "docs/federated.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:

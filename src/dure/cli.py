@@ -240,7 +240,7 @@ def _show_run(run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool,
     elif not quiet:
         error_console().print(table([done.summary]))
         if "facts" in done.summary:
-            _say_stages(folder)
+            _say_facts(folder)
         print(f"run folder: {folder}", file=sys.stderr)
     if done.summary["ended"] != "interrupt":
         return 0
@@ -249,13 +249,13 @@ def _show_run(run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool,
     return 130
 
 
-def _say_stages(folder: Path) -> None:
-    """A line on the stages and the bubble of a pipeline, if there was one."""
-    from dure.report.pipeline import in_a_line
+def _say_facts(folder: Path) -> None:
+    """A line on what a run told of itself: a pipeline its stages and bubble, a federation what came of its clients."""
+    from dure.report import federated, pipeline
     from dure.report.read import read_run
 
-    line = in_a_line(read_run(folder))
-    if line is not None:
+    run = read_run(folder)
+    for line in filter(None, (pipeline.in_a_line(run), federated.in_a_line(run))):
         print(line, file=sys.stderr)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
+from dure.compiler import left_out
 from dure.data.examples import Examples
 from dure.devices import to_device
 
@@ -56,7 +57,7 @@ def _forward_flops(model: nn.Module, inputs: Any) -> float:
 
     hooks = [layer.register_forward_hook(count) for layer in model.modules() if isinstance(layer, nn.RNNBase)]
     try:
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, left_out(type(counter.mode).__torch_dispatch__):
             model(inputs)
     finally:
         for hook in hooks:

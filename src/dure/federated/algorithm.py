@@ -35,6 +35,9 @@ class Algorithm:
     mixes_models = False
     """Whether the server mixes in the clients' models, x_start + Δ, rather than add their changes."""
 
+    passes = 1
+    """Gradients that a client computes of each example of a step, for its virtual time."""
+
     # The server's side
 
     def shared(self, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dure.federated.aggregate import Aggregator, GeometricMedianOfMeans, Mean
+from dure.federated.cohort.optimizers import check_gradients
 from dure.federated.federated import Federated
 from dure.federated.server_optimizer import ServerOptimizer
 from dure.task import Task
@@ -46,6 +47,7 @@ class ByzantineGD(Federated):
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
             raise ValueError("byzantine has its own rule; fed-avg takes another by --aggregate")
+        check_gradients(task, self.name)
 
     def rule(self) -> Aggregator:
         return GeometricMedianOfMeans(self.groups)

@@ -84,26 +84,30 @@ class Clients:
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
         """What an assignment takes. most: examples that can be processed in time; at least one step is done."""
-        examples = len(self.indices(assignment.client, now))
+        examples, passes = len(self.indices(assignment.client, now)), self.algorithm.passes
         steps = self.local.steps_of(examples)
         if most is not None:
             batch = min(self.local.batch_size or examples, examples)
-            steps = max(1, min(steps, int(most // batch)))
+            steps = max(1, min(steps, int(most // (passes * batch))))
         up = nbytes(assignment.weights) + nbytes(assignment.buffers) + nbytes(assignment.extra)
-        return Work(steps, self.local.examples_in(steps, examples), up)
+        return Work(steps, passes * self.local.examples_in(steps, examples), up)
 
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates, one after another; nobody keeps more than a cohort of them.
 
         ahead: computed together with these where they are few, and kept until they are asked for.
         """
+        computed = self._together(orders, ahead)
+        return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
+
+    def _together(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         missing = [order for order in orders if order.assignment.ticket not in self._ready]
         if missing and len(orders) < AHEAD and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
-            for update in self._computed([*missing, *more[: AHEAD - len(self._ready)]]):
+            for update in self._trained([*missing, *more[: AHEAD - len(self._ready)]]):
                 self._ready[update.ticket] = update
             missing = []
-        computed = self._computed(missing) if missing else iter(())
+        computed = self._trained(missing) if missing else iter(())
         for order in orders:
             ready = self._ready.pop(order.assignment.ticket, None)
             yield ready if ready is not None else next(computed)
@@ -157,10 +161,6 @@ class Clients:
             self._engine.close()
             self._engine = None
 
-    def _computed(self, orders: Sequence[Order]) -> Iterator[Update]:
-        updates = self._trained(orders)
-        return updates if self.attack is None else iter(self._forged(list(updates), self.attack))
-
     def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
         asked: list[list[Job]] = [
             self.algorithm.jobs(self.job(order), order.assignment, self.memories.get(order.assignment.client))
@@ -183,12 +183,12 @@ class Clients:
         )
 
     def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
-        """The updates as they are sent: those of liars are not what they computed."""
-        turn = updates[0].round if updates else 0
-        known = self.liars(turn)
-        lying = [position for position, update in enumerate(updates) if update.client in known]
-        if not lying:
+        """The updates as they are sent: those of liars are not what they computed. Whoever knows the honest ones knows
+        those that are combined with its own."""
+        lying = [position for position, update in enumerate(updates) if update.client in self.liars(update.round)]
+        if not lying or (attack.sees == "honest" and len(lying) == len(updates)):
             return updates
+        turn = max(update.round for update in updates)
         clients = [update.client for update in updates]
         deltas = attack.forge([list(update.delta) for update in updates], lying, self.seed, turn, clients)
         return [replace(update, delta=delta) for update, delta in zip(updates, deltas, strict=True)]

@@ -363,7 +363,9 @@ class Coordinator:
         pairs = [*zip(update.delta, known.weights, strict=True), *zip(update.buffers, known.buffers, strict=True)]
         if any(one.shape != other.shape or one.dtype != other.dtype for one, other in pairs):
             return "its tensors have not the model's shapes and types"
-        floating = (tensor for tensor in (*update.delta, *update.buffers, *update.extra) if tensor.is_floating_point())
+        whole = (*update.delta, *update.buffers, *update.extra)
+        seen = update.extra if self.model.aggregator.collects else whole  # rules that collect count such updates
+        floating = (tensor for tensor in seen if tensor.is_floating_point())
         if not all(math.isfinite(float(torch.linalg.vector_norm(t, math.inf))) for t in floating if t.numel()):
             return "it is not finite"
         if update.samples <= 0:

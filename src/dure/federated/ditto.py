@@ -50,6 +50,8 @@ class Ditto(Federated):
 class OwnModels(Algorithm):
     """A second job for each client, whose result it keeps."""
 
+    passes = 2
+
     def __init__(self, lam: float) -> None:
         self.lam = lam
 

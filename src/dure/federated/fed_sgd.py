@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.federated.cohort.optimizers import check_gradients
 from dure.federated.federated import Federated
 from dure.task import Task
 
@@ -32,3 +33,4 @@ class FedSGD(Federated):
         one_step = self.batch_size is None and self.local_epochs == 1 and self.local_steps in (None, 1)
         if not one_step:
             raise ValueError("fed-sgd is one step over all of a client's data; fed-avg has local epochs and batches")
+        check_gradients(task, self.name)

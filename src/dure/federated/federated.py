@@ -29,6 +29,7 @@ from dure.federated.algorithm import Algorithm, Start
 from dure.federated.clients import Clients, LocalWork, finite_loss, poisoned
 from dure.federated.cohort.choose import engine_for
 from dure.federated.cohort.job import Engine, Job
+from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.coordinator import Coordinator, Result
 from dure.federated.global_model import GlobalModel
 from dure.federated.log import Log
@@ -385,7 +386,7 @@ def _meters(clients: int) -> list[Meter]:
 
 
 def _learning_rate(task: Task, model: nn.Module) -> float:
-    return float(task.optimizer(model.parameters()).param_groups[0].get("lr", float("nan")))
+    return float(optimizer_of(task, list(model.parameters())).param_groups[0].get("lr", float("nan")))
 
 
 def _held_out(parts: list[Tensor], share: float, seed: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -25,6 +25,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from dure.data.examples import Examples
+from dure.federated.algorithm import Algorithm, Start
 from dure.federated.cohort.job import Engine, Job
 from dure.federated.cohort.meta import MetaEngine
 from dure.federated.federated import Federated
@@ -52,6 +53,9 @@ class PerFedAvg(Federated):
         if not 0 <= self.alpha < float("inf"):
             raise ValueError(f"alpha is {self.alpha}, but a step is 0 or more")
 
+    def algorithm(self, start: Start) -> Algorithm:
+        return Adapted(4 if self.order == "hessian-free" else 2)
+
     def engine(
         self,
         task: Task,
@@ -65,3 +69,10 @@ class PerFedAvg(Federated):
         if wanted not in ("auto", "loop", MetaEngine.name):
             raise ValueError(f"per-fed-avg has an engine of its own, and cannot be computed by {wanted!r}")
         return MetaEngine(task, model, examples, self.batch_size, seed, self.alpha, self.order == "hessian-free")
+
+
+class Adapted(Algorithm):
+    """FedAvg whose clients compute more gradients."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.cohort.job import Job, Trained
+from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.federated import Federated
 from dure.federated.messages import Assignment, Update
 from dure.federated.server_optimizer import ServerOptimizer
@@ -50,7 +51,7 @@ class Scaffold(Federated):
         return ServerOptimizer(lr=self.server_lr)
 
     def check_task(self, task: Task) -> None:
-        optimizer = task.optimizer([nn.Parameter(torch.zeros(1))])
+        optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
         group = optimizer.param_groups[0]
         plain = type(optimizer) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
         if not plain:

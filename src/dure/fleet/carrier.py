@@ -50,7 +50,7 @@ class Coordinator(Protocol):
 
 
 class Work(NamedTuple):
-    """What an assignment takes: optimizer steps, examples processed in them, bytes sent up afterwards."""
+    """What an assignment takes: optimizer steps, gradients of single examples, bytes sent up afterwards."""
 
     steps: int
     examples: int

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from dure.report.charts import CLOCK, JSON, POINTS, SPANS, SPANS_OF_ALL_RUNS, short, style
 from dure.report.document import section
 from dure.report.parts import swatch
-from dure.report.runs import Assignment, Federation, Run
-from dure.report.words import UNKNOWN, count, duration, escape, higher_is_better, is_share, metric_name, metric_value
+from dure.report.runs import Assignment, Federation, Run, Sent
+from dure.report.words import count, duration, escape, higher_is_better, is_share, metric_name, metric_value
 
 ROWS = 60
 UPDATES = 2_000
@@ -34,7 +34,7 @@ _COLOURS = {
 class Told(NamedTuple):
     """A run that is a federation, and its place in the report."""
 
-    index: int
+    place: int
     run: Run
     federation: Federation
 
@@ -84,11 +84,13 @@ def _came(run: Run, federation: Federation) -> str:
 
 
 def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
-    """What became of assignments, in the order of their colours; those whose update the server refused are told too."""
+    """What became of assignments, in the order of their colours. Updates that came in time, but could not be right, are
+    refused and not accepted."""
     known = {outcome: federation.outcomes.get(outcome, 0) for outcome in _COLOURS}
     others = {outcome: number for outcome, number in federation.outcomes.items() if outcome not in known}
-    refused = {"refused": int(sum(line.metrics.get("refused") or 0 for line in run.steps))}
-    return {outcome: number for outcome, number in (known | refused | others).items() if number}
+    refused = int(sum(line.metrics.get("refused") or 0 for line in run.steps))
+    known["accepted"] -= refused
+    return {outcome: number for outcome, number in (known | {"refused": refused} | others).items() if number > 0}
 
 
 def _last(run: Run, key: str) -> float | None:
@@ -111,8 +113,8 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
     for index, _, federation in told:
         drawn[f"flights-{index}"] = _flights(federation.assignments, most)
         drawn[f"staleness-{index}"] = _staleness(federation.staleness)
-        drawn[f"norms-{index}"] = _lengths(federation, "norm", "norm", lambda sent: sent.norm)
-        drawn[f"cosines-{index}"] = _lengths(federation, "cosine", "cosine", lambda sent: sent.cosine)
+        drawn[f"norms-{index}"] = _points(federation.updates, "norm", lambda sent: sent.norm, log=True)
+        drawn[f"cosines-{index}"] = _points(federation.updates, "cosine", lambda sent: sent.cosine)
     for metric in _metrics(told):
         drawn[f"clients-{metric}"] = _clients(told, metric)
         drawn[f"personal-{metric}"] = _personal(told, metric)
@@ -152,39 +154,38 @@ def _flights(assignments: Sequence[Assignment], most: int) -> JSON | None:
 def _staleness(staleness: Mapping[int, int]) -> JSON | None:
     if not any(staleness):
         return None
-    bars = {"type": "bar", "name": "updates", "color": "var(--compute)"}
-    values = sorted(staleness.items())
-    bars |= {"x": [value for value, _ in values], "y": [number for _, number in values]}  # type: ignore[dict-item]
+    x = sorted(staleness)
+    bars = {"type": "bar", "name": "updates", "color": "var(--compute)", "x": x, "y": [staleness[one] for one in x]}
     return _xy("staleness", "updates", [bars])
 
 
-def _lengths(federation: Federation, title: str, key: str, value: Callable[..., float | None]) -> JSON | None:
-    """A point for each update; whole rounds are left out where there are too many."""
-    rounds = sorted({sent.round for sent in federation.updates})
-    every = max(1, -(-len(federation.updates) // UPDATES))
-    kept = set(rounds[::every])
-    known = [sent for sent in federation.updates if sent.round in kept and value(sent) is not None]
+def _points(
+    updates: Sequence[Sent], name: str, value: Callable[[Sent], float | None], log: bool = False
+) -> JSON | None:
+    """A point for each update; whole rounds are left out where there are too many. log: if they differ much."""
+    every = max(1, -(-len(updates) // UPDATES))
+    rounds = set(sorted({sent.round for sent in updates})[::every])
+    known = [(sent, y) for sent in updates if sent.round in rounds and (y := value(sent)) is not None]
     if not known:
         return None
+    low, high = min(y for _, y in known), max(y for _, y in known)
     series = [
         {
             "type": "markers",
-            "name": name,
+            "name": who,
             "color": colour,
             "symbol": symbol,
-            "x": [sent.round + 1 for sent in known if sent.lies == lies],
-            "y": [short(value(sent)) for sent in known if sent.lies == lies],
-            "said": [f"client {sent.client}" for sent in known if sent.lies == lies],
+            "x": [sent.round + 1 for sent, _ in known if sent.lies == lies],
+            "y": [short(y) for sent, y in known if sent.lies == lies],
+            "said": [f"client {sent.client}" for sent, _ in known if sent.lies == lies],
         }
-        for lies, (name, colour, symbol) in _HONESTY.items()
-        if any(sent.lies == lies for sent in known)
+        for lies, (who, colour, symbol, _) in _HONESTY.items()
+        if any(sent.lies == lies for sent, _ in known)
     ]
-    positive = [y for sent in known if (y := value(sent)) is not None and y > 0]
-    wide = key == "norm" and len(positive) == len(known) and max(positive) > 30 * min(positive)
-    return {**_xy("round", title, series, log=wide), "every": every}
+    return {**_xy("round", name, series, log=log and 0 < 30 * low < high), "every": every}
 
 
-_HONESTY = {False: ("honest", "var(--run-0)", "circle"), True: ("attacker", "var(--run-1)", "x")}
+_HONESTY = {False: ("honest", "var(--run-0)", "circle", "●"), True: ("attacker", "var(--run-1)", "x", "✕")}
 
 
 def _metrics(told: Sequence[Told]) -> list[str]:
@@ -219,7 +220,7 @@ def _clients(told: Sequence[Told], metric: str) -> JSON | None:
     for one, model, values in _models(told, metric):
         points = min(len(values), POINTS)
         shares = [place / max(points - 1, 1) for place in range(points)]
-        look = style(one.index) | ({"dash": "dot"} if model == "own" else {})
+        look = style(one.place) | ({"dash": "dot"} if model == "own" else {})
         curve = {"x": [short(share) for share in shares], "y": [short(quantile(values, share)) for share in shares]}
         series.append({"type": "lines", "name": _named(one, model), **look, **curve})
     return {**_xy("share of the clients", metric_name(metric), series, metric), "shares": True} if series else None
@@ -237,7 +238,7 @@ def _personal(told: Sequence[Told], metric: str) -> JSON | None:
         pairs = _pairs(one.federation, metric) if metric in _metrics([one]) else []
         if pairs:
             points = {"x": [short(x) for x, _ in pairs], "y": [short(y) for _, y in pairs]}
-            series.append({"type": "markers", "name": _named(one), **style(one.index), **points})
+            series.append({"type": "markers", "name": _named(one), **style(one.place), **points})
     name = metric_name(metric)
     if not series:
         return None
@@ -298,7 +299,8 @@ def _facts(run: Run, federation: Federation) -> str:
     took = f"{count(len(turns))} clients gave updates, {_between(min(turns), max(turns))} each" if turns else None
     if took and run.partition is not None:
         took = took.replace(" clients", f" of {count(len(run.partition.counts))} clients", 1)
-    return "; ".join(filter(None, [said, took])) + "."
+    whole = "; ".join(filter(None, [said, took])) + "."
+    return whole[0].upper() + whole[1:]
 
 
 def _between(low: int, high: int) -> str:
@@ -309,7 +311,7 @@ def _flights_note(federation: Federation, flights: JSON) -> str:
     parts = []
     if flights["clients"] > len(flights["rows"]):
         parts.append(
-            f"{len(flights['rows'])} of {count(flights['clients'])} clients are drawn, those that were asked most often."
+            f"{len(flights['rows'])} of {count(flights['clients'])} clients are drawn, those asked most often."
         )
     if flights["left"]:
         parts.append(f"The last {count(flights['left'])} of their assignments are left out.")
@@ -320,8 +322,11 @@ def _flights_note(federation: Federation, flights: JSON) -> str:
 
 
 def _honesty(figure: JSON) -> str:
+    there = {one["name"] for one in figure["series"]}
     keys = "".join(
-        f'<span class="key"><i style="background:{one["color"]}"></i>{one["name"]}</span>' for one in figure["series"]
+        f'<span class="key"><b style="color:{colour}" aria-hidden="true">{sign}</b> {who}</span>'
+        for who, colour, _, sign in _HONESTY.values()
+        if who in there
     )
     every = figure["every"]
     return keys + (f"One round of {every} is drawn." if every > 1 else "")
@@ -336,7 +341,7 @@ def _outcome_table(run: Run, federation: Federation) -> str:
         f"<td>{count(number)}</td><td>{100 * number / asked:.1f} %</td></tr>"
         for outcome, number in outcomes.items()
     )
-    return _table("Outcomes", ("outcome", "assignments", "share"), rows)
+    return _table("Outcomes", "narrow", ("outcome", "assignments", "share"), rows)
 
 
 def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
@@ -348,7 +353,7 @@ def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
     lead = (
         "Models at the last evaluation on the data that each client held out. Clients are in order from the lowest "
         "value to the highest: the flatter a curve, the fairer the model. Each client counts alike; a tenth of the "
-        "clients is at the worst tenth or worse."
+        "clients is at the worst tenth (p10 among the curves) or worse."
     )
     if any(f"personal-{metric}" in drawn for metric in metrics):
         lead += " A client’s own model is the one its algorithm keeps for it, or the global one after fine-tuning."
@@ -362,13 +367,14 @@ def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
     if f"personal-{metric}" in drawn:
         shown.append(_figure(f"personal-{metric}", "Clients’ own models against the global one", _better(told, metric)))
     rows = "".join(
-        f'<tr><th scope="row">{swatch(one.index)}<span>{escape(one.run.label)}</span></th><td class="text">{model}</td>'
+        f'<tr><th scope="row"><div>{swatch(one.place)}<span>{escape(one.run.label)}</span></div></th>'
+        f'<td class="text">{model}</td>'
         f"<td>{count(of.clients)}</td>{''.join(f'<td>{metric_value(metric, v)}</td>' for v in _three(of))}</tr>"
         for one, model, values in _models(told, metric)
         for of in (spread(metric, values),)
     )
     head = ("run", "model", "clients", f"mean {name}", "worst tenth", "standard deviation")
-    return _grid(shown) + _table(f"Spread of {name}", head, rows)
+    return _grid(shown) + _table(f"Spread of {name}", "long", head, rows)
 
 
 def _three(of: Spread) -> tuple[float, float, float]:
@@ -404,10 +410,10 @@ def _grid(shown: Iterable[str]) -> str:
     return f'<div class="grid">{inside}</div>' if inside else ""
 
 
-def _table(name: str, head: Sequence[str], rows: str) -> str:
+def _table(name: str, kind: str, head: Sequence[str], rows: str) -> str:
     heads = "".join(f'<th scope="col"{_TEXT if title == "model" else ""}>{title}</th>' for title in head)
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<div class="scroll small" role="region" aria-label="{name}" tabindex="0">{table}</div>'
+    return f'<div class="scroll small {kind}" role="region" aria-label="{name}" tabindex="0">{table}</div>'
 
 
 _TEXT = ' class="text"'

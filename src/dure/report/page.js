@@ -212,16 +212,16 @@
       name: one.name, x: one.x, y: one.y, text: one.said || "", textposition: "none",
       ...(one.type === "lines" ? { line: { color: one.color, dash: one.dash, width: 2 } } : {}),
       ...(one.type === "markers" ? { opacity: 0.7 } : {}),
-      ...(one.type === "lines" ? {} : { marker: { color: one.color, line: { width: 0 }, ...(one.symbol ? { symbol: one.symbol, size: 7 } : {}) } }),
+      ...(one.type === "lines" ? {} : { marker: { color: one.color, line: { width: 0 }, ...(one.symbol ? { symbol: one.symbol, size: one.x.length > 500 ? 5 : 7 } : {}) } }),
       hovertemplate: `<b>%{fullData.name}</b>${one.said ? ", %{text}" : ""}<br>${y} %{y:${value}}<br>${x} %{x:${shares ? ".0%" : diagonal ? value : ".4~g"}}<extra></extra>`,
     }));
     const ends = diagonal ? series.flatMap((one) => [...one.x, ...one.y]) : [];
     const line = [Math.min(...ends), Math.max(...ends)];
     const equal = { type: "scatter", mode: "lines", x: line, y: line, hoverinfo: "skip", line: { color: "var(--soft)", dash: "dot", width: 1 } };
     const percent = { tickformat: ".0%" };
-    draw(element, diagonal ? [equal, ...traces] : traces, {
+    draw(element, diagonal ? [...traces, equal] : traces, {
       height: 320, bargap: 0.18,
-      xaxis: axis({ title: x, nticks: narrow() ? 5 : 9, ...(shares || (share && diagonal) ? percent : {}) }),
+      xaxis: axis({ title: x, nticks: narrow() ? 5 : 9, ...(shares || (share && diagonal) ? percent : {}), ...(shares ? { range: [0, 1.03] } : {}) }),
       yaxis: axis({ title: y, ...(log ? { type: "log", dtick: 1 } : {}), ...(share ? percent : {}) }),
     });
   };

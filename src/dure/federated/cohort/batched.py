@@ -24,6 +24,7 @@ from dure.devices import to_device
 from dure.errors import DureError
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
+from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.plan import Step, plan
 from dure.federated.cohort.program import Program, program_of
 from dure.federated.cohort.sgd import SGD, CannotBatchError, sgd_of
@@ -42,7 +43,7 @@ def batched_engine(
     parameters = list(model.parameters())
     try:
         program = program_of(task, model, examples)
-        rule = sgd_of(task.optimizer(parameters), parameters)
+        rule = sgd_of(optimizer_of(task, parameters), parameters)
     except CannotBatchError as reason:
         return str(reason)
     return BatchedEngine(program, rule, examples, parameters[0].device, batch_size, seed)

@@ -6,7 +6,8 @@ between rounds: momentum starts from zero.
 
 Where the optimizer computes each element by itself (SGD, Adam and others of torch's), a small model's gradients are
 copied into one flat buffer, and the optimizer has one parameter instead of many: the same bits from a few calls.
-Large models are not copied: there the calls are cheap beside the memory that a copy moves.
+Large models are not copied: there the calls are cheap beside the memory that a copy moves. Nor are those of plain SGD,
+which is one call anyway (`optimizers`).
 
 Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
 """
@@ -24,6 +25,7 @@ from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
 from dure.federated.cohort.job import Job, Trained
+from dure.federated.cohort.optimizers import PlainSGD, is_plain, optimizer_of
 from dure.federated.cohort.plan import batches
 from dure.flat import FlatParameters, by_dtype, views_of
 from dure.randomness import seed_generators
@@ -207,10 +209,15 @@ def _flat_updates(task: Task, parameters: Sequence[nn.Parameter], flat: FlatPara
         return None
     if not all(parameter.requires_grad for parameter in parameters):
         return None
-    given = task.optimizer(parameters)
+    given = optimizer_of(task, parameters)
     whole = nn.Parameter(flat.buffers[0])
-    alone = task.optimizer([whole])
-    if type(given) not in _BY_ELEMENT or type(alone) is not type(given) or len(given.param_groups) != 1:
+    alone = optimizer_of(task, [whole])
+    if (
+        is_plain(given)
+        or type(given) not in _BY_ELEMENT
+        or type(alone) is not type(given)
+        or len(given.param_groups) != 1
+    ):
         return None
     same = settings(given.param_groups[0]) == settings(alone.param_groups[0])
     covers = [id(each) for each in given.param_groups[0]["params"]] == [id(each) for each in parameters]
@@ -223,16 +230,19 @@ class _Fresh:
     """A fresh optimizer for each job: the same object where its state can be taken away, else a new one."""
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
-        self.make: Callable[[], torch.optim.Optimizer] = lambda: task.optimizer(parameters)
+        self.make: Callable[[], torch.optim.Optimizer] = lambda: optimizer_of(task, parameters)
         self.reused: torch.optim.Optimizer | None = None
         self.before: list[dict[str, Any]] = []
         made = self.make()
+        self.plain = PlainSGD(made) if is_plain(made) else None
         if type(made) in _BY_ELEMENT:
             groups = [settings(group) for group in made.param_groups]
             if not any(isinstance(value, Tensor) for group in groups for value in group.values()):
                 self.reused, self.before = made, groups
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer | PlainSGD:
+        if self.plain is not None:
+            return self.plain
         if self.reused is None:
             return self.make()
         self.reused.state.clear()

@@ -12,6 +12,7 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
+from dure.federated.cohort.optimizers import optimizer_of
 from dure.flat import FlatParameters, by_dtype, views_of
 from dure.randomness import seed_generators
 from dure.task import Task
@@ -65,7 +66,7 @@ class MetaEngine:
         return Trained(delta, [buffer.clone() for buffer in self.model.buffers()], samples, loss / samples)
 
     def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
-        optimizer = self.task.optimizer(self.model.parameters())
+        optimizer = optimizer_of(self.task, list(self.model.parameters()))
         each = 3 if self.hessian_free else 2
         total, samples = 0.0, 0
         for step in range(job.first_step, job.first_step + job.steps):

@@ -8,7 +8,8 @@ Jobs are handed out in chunks, the largest first, to whoever is idle, from a win
 jobs' order. What is computed depends on the chunks alone and not on who was faster.
 
 A fork copies only the thread that makes it: OpenMP's are gone in the child, which therefore computes with one thread
-and never asks for them. With a GPU there is no forking: neither CUDA nor autograd's threads survive it.
+and never asks for them: the bits are those of one process with one thread. With a GPU there is no forking: neither
+CUDA nor autograd's threads survive it.
 
 A child ends when the parent closes it, or is gone, by whatever death: it reads a pipe that nobody writes.
 """
@@ -26,6 +27,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection, Pipe, wait
@@ -259,8 +261,9 @@ def _end(children: list[_Worker], pipe: list[int], owner: int) -> None:
         return
     for worker in children:
         worker.connection.close()
-        os.kill(worker.pid, signal.SIGKILL)
-        os.waitpid(worker.pid, 0)
+        with suppress(ProcessLookupError, ChildProcessError):  # somebody else may have waited for it
+            os.kill(worker.pid, signal.SIGKILL)
+            os.waitpid(worker.pid, 0)
     children.clear()
     for descriptor in pipe:
         os.close(descriptor)

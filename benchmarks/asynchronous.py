@@ -1,0 +1,189 @@
+"""Asynchronous federations: what staleness does to FedAsync's mixing, and who arrives first where some are slow.
+
+1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old, drawn uniformly; MNIST,
+   2NN, 100 clients, Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing with alpha 0.9 against
+   polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same clients, batches and staleness.
+   What is reported is the test accuracy at the end (mean over the last quarter's evaluations), and how it swings there: the standard deviation of the
+   differences between evaluations.
+2. Stragglers: a tenth of the devices computes 10 times as slowly. Virtual seconds, and bytes, to a target accuracy:
+   FedAvg that waits for all of a round, FedAvg that asks 1.3 times as many as it needs, FedAsync, FedBuff; with as many
+   clients at work. Learning rates are the task's for all.
+
+    python benchmarks/asynchronous.py --data DIR --out docs/images --page docs/study-asynchronous.md \\
+        > benchmarks/results/asynchronous.json
+
+Progress goes to standard error, the result as JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from figures import Axis, Curve, lines, save
+from pages import fill, table
+
+import dure
+
+STALENESS = (0, 4, 16)
+MIXINGS: dict[str, dict[str, Any]] = {
+    "constant": {"weighting": "constant"},
+    "polynomial": {"weighting": "polynomial", "a": 0.5},
+    "hinge": {"weighting": "hinge", "a": 10.0, "b": 4.0},
+}
+ALPHA = 0.9
+TARGET = 0.95
+DEVICES = "stragglers:0.1:10"
+
+
+def show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def stale(task: dure.Task, mixing: str, staleness: int, updates: int, seed: int) -> dict[str, Any]:
+    """One run of FedAsync with drawn staleness."""
+    strategy = dure.FedAsync(
+        clients=100,
+        batch_size=50,
+        partition=dure.Dirichlet(0.3, 10),
+        alpha=ALPHA,
+        rho=0.005,
+        stale=staleness,
+        **MIXINGS[mixing],
+    )
+    run = dure.train(task, strategy, stop=dure.Stop(rounds=updates), seed=seed, evaluate_every=max(1, updates // 60))
+    step, accuracy = run.history.curve("test_accuracy")
+    late = accuracy[-len(accuracy) // 4 :]
+    swings = [after - before for before, after in zip(late, late[1:], strict=False)]
+    row = {
+        "mixing": mixing,
+        "staleness": staleness,
+        "accuracy": statistics.mean(late),
+        "swing": statistics.pstdev(swings),
+        "worst": min(late),
+        "curve": {"update": step, "accuracy": accuracy},
+    }
+    show(
+        f"staleness <= {staleness}, {mixing}: {row['accuracy']:.4f}, swings {row['swing']:.4f}, worst {row['worst']:.4f}"
+    )
+    return row
+
+
+def contestants() -> dict[str, Any]:
+    """Ten clients at work in each."""
+    options: dict[str, Any] = {"clients": 100, "fraction": 0.1, "batch_size": 10, "partition": dure.IID()}
+    return {
+        "FedAvg": dure.FedAvg(**options),
+        "FedAvg, asks 13 for 10": dure.FedAvg(selection="uniform:1.3", **options),
+        "FedAsync, polynomial": dure.FedAsync(alpha=0.6, rho=0.0, **options),
+        "FedBuff, 5": dure.FedBuff(buffer=5, **options),
+    }
+
+
+def race(task: dure.Task, name: str, strategy: Any, seed: int, most: int) -> dict[str, Any]:
+    """Virtual seconds, client updates and bytes until the target."""
+    per_model = {"FedAsync": 1, "FedBuff": 5}.get(name.split(",")[0], 10)
+    run = dure.train(
+        task,
+        strategy,
+        dure.Simulated(devices=DEVICES),
+        dure.Stop(rounds=most * 10 // per_model, target={"test_accuracy": TARGET}),
+        seed=seed,
+        evaluate_every=max(1, 10 // per_model),
+    )
+    clock = dict(zip(*run.history.series("virtual_seconds"), strict=True))
+    reached = run.summary["to_target"]["test_accuracy"]["reached"]
+    evaluations = run.history.evaluations
+    row = {
+        "system": name,
+        "reached": reached is not None,
+        "virtual_seconds": clock[evaluations[-1].step],
+        "updates": evaluations[-1].step * per_model,
+        "bytes": evaluations[-1].bytes_sent,
+        "curve": {
+            "seconds": [clock.get(e.step, 0.0) for e in evaluations],
+            "accuracy": [e.metrics["test_accuracy"] for e in evaluations],
+        },
+    }
+    show(f"{name}, seed {seed}: {row['virtual_seconds']:.0f} virtual seconds, {row['updates']} updates")
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the folder of MNIST's four files")
+    parser.add_argument("--updates", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, help="where pictures go")
+    parser.add_argument("--page", type=Path, help="the page whose tables are filled")
+    asked = parser.parse_args()
+    updates, seeds = (60, 1) if asked.quick else (asked.updates, asked.seeds)
+    task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=0.1)
+    stales = [stale(task, mixing, most, updates, 0) for most in STALENESS for mixing in MIXINGS]
+    races = [race(task, name, one, seed, 60) for seed in range(seeds) for name, one in contestants().items()]
+    result = {
+        "compared": "FedAsync's mixings under staleness; synchronous and asynchronous systems with stragglers",
+        "alpha": ALPHA,
+        "updates": updates,
+        "target": TARGET,
+        "devices": DEVICES,
+        "staleness": stales,
+        "stragglers": races,
+    }
+    print(json.dumps(result))
+    if asked.out is not None:
+        pictures(stales, races, asked.out)
+    if asked.page is not None:
+        fill(asked.page, {"staleness": staleness_table(stales), "stragglers": stragglers_table(races)})
+
+
+def staleness_table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            f"{row['mixing']}, {row['staleness']}",
+            f"{100 * row['accuracy']:.1f}",
+            f"{100 * row['swing']:.2f}",
+            f"{100 * row['worst']:.1f}",
+        ]
+        for row in rows
+    ]
+    return table(["mixing, staleness up to", "accuracy at the end, %", "swings, points", "worst there, %"], cells)
+
+
+def stragglers_table(rows: list[dict[str, Any]]) -> str:
+    cells = []
+    for name in contestants():
+        own = [row for row in rows if row["system"] == name]
+        middle = {key: statistics.median(row[key] for row in own) for key in ("virtual_seconds", "updates", "bytes")}
+        reached = sum(row["reached"] for row in own)
+        cells.append(
+            [
+                name,
+                f"{reached} of {len(own)}",
+                f"{middle['virtual_seconds']:.0f}",
+                f"{middle['updates']:.0f}",
+                f"{middle['bytes'] / 1e6:.0f}",
+            ]
+        )
+    return table(["system", "reached", "virtual seconds", "updates", "MB sent"], cells)
+
+
+def pictures(stales: list[dict[str, Any]], races: list[dict[str, Any]], out: Path) -> None:
+    """Accuracy against updates for the largest staleness, and against virtual seconds with stragglers."""
+    worst = [row for row in stales if row["staleness"] == STALENESS[-1]]
+    curves = [Curve(row["mixing"], row["curve"]["update"], row["curve"]["accuracy"]) for row in worst]
+    title = f"FedAsync with alpha {ALPHA}, models up to {STALENESS[-1]} versions old"
+    save(out / "staleness.svg", title, lines(title, curves, Axis("updates"), Axis("test accuracy")))
+    first = [row for row in races if row["system"] in contestants()][: len(contestants())]
+    curves = [Curve(row["system"], row["curve"]["seconds"], row["curve"]["accuracy"]) for row in first]
+    title = "A tenth of the devices computes 10 times as slowly"
+    save(out / "stragglers.svg", title, lines(title, curves, Axis("virtual seconds"), Axis("test accuracy")))
+
+
+if __name__ == "__main__":
+    main()

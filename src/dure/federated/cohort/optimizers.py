@@ -1,0 +1,53 @@
+"""The task's optimizer, without the seconds that torch takes to load its compiler.
+
+The first optimizer that is made in a process, and the first step of any, import torch._dynamo (`dure.compiler`). So an
+optimizer is made without it, and plain SGD, w <- w - lr g, is one call for all parameters: the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.compiler import left_out
+from dure.task import Task
+
+
+def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """What the task makes of the parameters."""
+    with left_out(Optimizer.add_param_group):
+        return task.optimizer(parameters)
+
+
+class PlainSGD:
+    """w <- w - lr g, as torch.optim.SGD with nothing but a learning rate."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups: list[tuple[list[Tensor], float]] = [(g["params"], g["lr"]) for g in optimizer.param_groups]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameters, lr in self.groups:
+            moved = [parameter for parameter in parameters if parameter.grad is not None]
+            if moved:
+                torch._foreach_add_(moved, [parameter.grad for parameter in moved], alpha=-lr)  # type: ignore[misc]
+
+
+def check_gradients(task: Task, system: str) -> None:
+    """Raises ValueError unless the task's optimizer is SGD, whose first step is along the gradient."""
+    optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
+    if type(optimizer) is not torch.optim.SGD:
+        raise ValueError(f"{system} sends gradients, which is what a step of torch.optim.SGD is, and not of another")
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is SGD with nothing but a learning rate, and nobody listens to it."""
+    if type(optimizer) is not torch.optim.SGD:
+        return False
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    extras = ("momentum", "weight_decay", "maximize", "fused", "differentiable")
+    plain = not any(group.get(extra) for group in optimizer.param_groups for extra in extras)
+    return plain and not hooks and not any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
