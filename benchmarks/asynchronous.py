@@ -1,10 +1,10 @@
 """Asynchronous federations: what staleness does to FedAsync's mixing, and who arrives first where some are slow.
 
-1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old, drawn uniformly; MNIST,
-   2NN, 100 clients, Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing with alpha 0.9 against
+1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old, drawn uniformly;
+   MNIST, 2NN, 100 clients, Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing with alpha 0.9 against
    polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same clients, batches and staleness.
-   What is reported is the test accuracy at the end (mean over the last quarter's evaluations), and how it swings there: the standard deviation of the
-   differences between evaluations.
+   What is reported is the test accuracy at the end (mean over the last quarter's evaluations), and how it swings there:
+   the standard deviation of the differences between evaluations.
 2. Stragglers: a tenth of the devices computes 10 times as slowly. Virtual seconds, and bytes, to a target accuracy:
    FedAvg that waits for all of a round, FedAvg that asks 1.3 times as many as it needs, FedAsync, FedBuff; with as many
    clients at work. Learning rates are the task's for all.
@@ -21,6 +21,7 @@ import argparse
 import json
 import statistics
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def stale(task: dure.Task, mixing: str, staleness: int, updates: int, seed: int)
     run = dure.train(task, strategy, stop=dure.Stop(rounds=updates), seed=seed, evaluate_every=max(1, updates // 60))
     step, accuracy = run.history.curve("test_accuracy")
     late = accuracy[-len(accuracy) // 4 :]
-    swings = [after - before for before, after in zip(late, late[1:], strict=False)]
+    swings = [after - before for before, after in pairwise(late)]
     row = {
         "mixing": mixing,
         "staleness": staleness,
@@ -67,9 +68,7 @@ def stale(task: dure.Task, mixing: str, staleness: int, updates: int, seed: int)
         "worst": min(late),
         "curve": {"update": step, "accuracy": accuracy},
     }
-    show(
-        f"staleness <= {staleness}, {mixing}: {row['accuracy']:.4f}, swings {row['swing']:.4f}, worst {row['worst']:.4f}"
-    )
+    show(f"staleness <= {staleness}, {mixing}: {row['accuracy']:.4f}, swings {row['swing']:.4f}, {row['worst']:.4f}")
     return row
 
 

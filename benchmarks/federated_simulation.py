@@ -7,8 +7,9 @@ of a client's examples within its epoch is each one's own.
 
     rounds a second       after the first round, until the last is done
     until round 1 is done seconds from the start of the process: imports, data and whatever is compiled or started
-    peak memory           proportional set size (PSS), summed over the contender's process and all its descendants, five
-                          times a second: what processes share is counted once
+    peak memory           proportional set size (PSS), summed over the contender's process and all its descendants: what
+                          they share is counted once. It is looked at ten times a second in the first run, which is
+                          not timed, because looking takes time
     accuracy              on the test data after the last round. "agrees" says that it differs from the median of all
                           contenders by three standard errors and two points at most, the latter for the order of
                           examples: all have done the same work
@@ -200,16 +201,12 @@ def interpreter(contender: Contender, peers: Path | None) -> Path:
 
 def descendants() -> list[int]:
     """Processes that this one began, and those that they began; none is lost, see `adopt_orphans`."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found = children.get(os.getpid(), [])
+    found = [os.getpid()]
     for process in found:
-        found += children.get(process, [])
-    return found
+        for children in Path(f"/proc/{process}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, children.read_text().split())
+    return found[1:]
 
 
 def adopt_orphans() -> None:
@@ -227,14 +224,14 @@ def proportional_set_size(process: int) -> int:
 
 
 class PeakMemory(threading.Thread):
-    """Of all descendants, five times a second, until told to stop."""
+    """Of all descendants, until told to stop."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peak, self.ended = 0, threading.Event()
 
     def run(self) -> None:
-        while not self.ended.wait(0.2):
+        while not self.ended.wait(0.1):
             self.peak = max(self.peak, sum(map(proportional_set_size, descendants())))
 
 
@@ -257,16 +254,17 @@ def reported(line: str) -> JSON | None:
     return None
 
 
-def measure(python: Path, contender: Contender, file: Path, threads: int, patience: float) -> JSON:
-    """Starts the program once. Raises RuntimeError if it fails."""
+def measure(python: Path, contender: Contender, file: Path, threads: int, patience: float, memory: bool) -> JSON:
+    """Starts the program once, and measures its memory or its time. Raises RuntimeError if it fails."""
     command = [python, PROGRAMS / contender.program, file]
     command += ["--processes", str(contender.processes), "--threads", str(max(1, threads // contender.processes))]
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or contender.peer is None}
-    memory = PeakMemory()
+    watch = PeakMemory()
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder) / "errors"
         with errors.open("w") as stream:
-            memory.start()
+            if memory:
+                watch.start()
             started = time.time()
             running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True, cwd=folder, env=own)
             try:
@@ -274,19 +272,19 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
             except subprocess.TimeoutExpired:
                 raise RuntimeError(f"it was not done after {patience:.0f} s") from None
             finally:
-                memory.ended.set()
-                memory.join()
+                watch.ended.set()
                 end_all()
         if running.returncode:
             lines = errors.read_text().strip().splitlines()
             raise RuntimeError(f"it ended with {running.returncode}: {lines[-1] if lines else 'no word'}")
     said = [what for line in output.splitlines() if (what := reported(line)) is not None]
+    if memory:
+        return {"peak_memory": watch.peak}
     times = {what["round"]: what["time"] for what in said if "round" in what}
     last = max(times)
     return {
         "rounds_per_second": (last - 1) / (times[last] - times[1]),
         "seconds_to_first_round": times[1] - started,
-        "peak_memory": memory.peak,
         "accuracy": said[-1]["accuracy"],
         "versions": said[-1]["versions"],
     }
@@ -297,35 +295,37 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
 
 def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSON:
     """All contenders on one federation, in turns. A contender that fails once is out."""
-    samples: dict[str, list[JSON]] = {}
+    pythons: dict[str, Path] = {}
     skipped = dict(NOT_INSTALLABLE)
     for name in asked.peers_only:
         try:
-            interpreter(CONTENDERS[name], asked.peers)
-            samples[name] = []
+            pythons[name] = interpreter(CONTENDERS[name], asked.peers)
         except LookupError as error:
             skipped[name] = str(error)
-    for number in range(asked.repeats):
-        for name in turns(list(samples), number):
+    samples: dict[str, list[JSON]] = {name: [] for name in pythons}
+    for number in range(asked.repeats + 1):
+        for name in turns(list(pythons), number):
             if name in skipped:
                 continue
-            contender = CONTENDERS[name]
             try:
-                got = measure(interpreter(contender, asked.peers), contender, file, row.threads, asked.patience)
+                got = measure(pythons[name], CONTENDERS[name], file, row.threads, asked.patience, memory=number == 0)
             except RuntimeError as error:
                 skipped[name] = str(error)
                 show(f"{name}: {error}")
                 continue
             samples[name].append(got)
-            show(line(f"{number + 1}/{asked.repeats} {name}", got["rounds_per_second"], got))
+            show(f"{number}/{asked.repeats} {line(name, got)}")
     measured = {name: summary(samples[name]) for name in samples if name not in skipped}
     judge(measured, about["test_examples"])
     return {**about, "contenders": measured, "skipped": skipped}
 
 
 def summary(samples: list[JSON]) -> JSON:
-    numbers = ("rounds_per_second", "seconds_to_first_round", "peak_memory", "accuracy")
-    return {name: quartiles([one[name] for one in samples]) for name in numbers} | {"versions": samples[0]["versions"]}
+    """samples: the first has the memory, the others the times."""
+    memory, *timed = samples
+    numbers = ("rounds_per_second", "seconds_to_first_round", "accuracy")
+    times = {name: quartiles([one[name] for one in timed]) for name in numbers}
+    return {**times, **memory, "versions": timed[0]["versions"]}
 
 
 def judge(measured: JSON, test_examples: int) -> None:
@@ -338,22 +338,27 @@ def judge(measured: JSON, test_examples: int) -> None:
         one["agrees"] = abs(one["accuracy"]["median"] - middle) <= noise
 
 
-def line(who: str, rate: float, one: JSON) -> str:
-    first, memory = one["seconds_to_first_round"], one["peak_memory"]
-    return f"{who:<16} {rate:8.2f} rounds/s {first:7.2f} s {memory / 2**20:7.0f} MiB  accuracy {one['accuracy']:.4f}"
+def line(name: str, one: JSON) -> str:
+    """What there is of one contender."""
+    formats = {
+        "rounds_per_second": "{:8.2f} rounds/s",
+        "seconds_to_first_round": "{:6.2f} s to the first",
+        "accuracy": "accuracy {:.4f}",
+        "peak_memory": "{:13,} bytes",
+    }
+    return "  ".join([f"{name:<10}", *(text.format(one[key]) for key, text in formats.items() if key in one)])
 
 
 def medians(one: JSON) -> JSON:
-    return {name: value["median"] for name, value in one.items() if isinstance(value, dict) and "median" in value}
+    numbers = {key: value["median"] for key, value in one.items() if isinstance(value, dict) and "median" in value}
+    return {**numbers, "peak_memory": one["peak_memory"]}
 
 
 def report(result: JSON) -> None:
     for row in result["rows"]:
         show(f"\n{row['title']}")
         for name, one in row.get("contenders", {}).items():
-            middle = medians(one)
-            doubt = "" if one["agrees"] else "  differs from the others"
-            show(line(name, middle["rounds_per_second"], middle) + doubt)
+            show(line(name, medians(one)) + ("" if one["agrees"] else "  differs from the others"))
         for name, reason in row["skipped"].items():
             show(f"{name:<16} skipped: {reason}")
 
@@ -394,7 +399,7 @@ def results(asked: argparse.Namespace) -> JSON:
         "batch": BATCH,
         "lr": LR,
     }
-    about |= {"memory": "sum of proportional set sizes of the process and its descendants, sampled every 0.2 s"}
+    about |= {"memory": "sum of PSS over a process and its descendants, every 0.1 s, in a run that is not timed"}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.only:

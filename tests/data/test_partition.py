@@ -22,7 +22,7 @@ def test_every_example_belongs_to_exactly_one_client_and_nobody_is_empty(partiti
     labels = torch.arange(n) * 7 % 5
     parts = partition.divide(clients, n, labels, seed=seed)
     assert len(parts) == clients
-    assert torch.cat(parts).sort().values.tolist() == list(range(n))
+    assert torch.cat(list(parts)).sort().values.tolist() == list(range(n))
     for part in parts:
         assert part.dtype == torch.int64
         assert len(part) >= getattr(partition, "minimum", 1)

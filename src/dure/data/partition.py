@@ -1,6 +1,6 @@
 """Partitions: which example belongs to which client.
 
-A partition is data: a list of index tensors, one a client. It is a pure function of (clients, n, labels or
+A partition is data: a sequence of index tensors, one a client. It is a pure function of (clients, n, labels or
 keys, seed), so that every rank, the simulation and the deployed server compute the same one. Every example
 belongs to exactly one client, and every client has at least one. For one client every partition is 0..n-1.
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import torch
@@ -34,6 +34,47 @@ from torch import Tensor
 
 from dure.randomness import derive, generator
 from dure.written import read, write
+
+MOST_HISTOGRAMS = 10_000
+"""Clients up to which descriptions have a label histogram of each."""
+
+
+class Parts(Sequence[Tensor]):
+    """The examples of each client, as one tensor and where each client's begin: a million clients are two tensors.
+
+    owners: the client of each example, int64 of shape (n,). The examples of a client are in ascending order.
+    """
+
+    def __init__(self, owners: Tensor, clients: int) -> None:
+        self.owners = owners
+        self.sizes = torch.bincount(owners, minlength=clients)
+        self._indices = owners.sort(stable=True).indices
+        self._starts: list[int] = [0, *self.sizes.cumsum(0).tolist()]
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Parts:
+        """From the examples of each client, which are all of 0..n-1."""
+        everything = torch.cat(list(parts))
+        owners = torch.empty_like(everything)
+        owners[everything] = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
+        return cls(owners, len(parts))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, client: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, client: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(client, slice):
+            return [self[one] for one in range(*client.indices(len(self)))]
+        if not -len(self) <= client < len(self):
+            raise IndexError(f"there is no client {client} among {len(self)}")
+        client %= len(self)
+        return self._indices[self._starts[client] : self._starts[client + 1]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +90,7 @@ class Partition:
         labels: Tensor | None = None,
         keys: Sequence[str] | None = None,
         seed: int = 0,
-    ) -> list[Tensor]:
+    ) -> Parts:
         """One sorted int64 tensor of indices into 0..n-1 for each client.
 
         clients: how many; None only where the data say it (`NaturalKey`).
@@ -64,13 +105,10 @@ class Partition:
         if clients > n:
             raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
         if clients == 1:
-            return [torch.arange(n)]
-        parts = self._divide(clients, n, labels, keys, seed)
-        return [part.sort().values for part in parts]
+            return Parts(torch.zeros(n, dtype=torch.int64), 1)
+        return self._divide(clients, n, labels, keys, seed)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
-    ) -> Sequence[Tensor]:
+    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
         """`divide` for at least two clients and as many examples."""
         raise NotImplementedError
 
@@ -90,10 +128,8 @@ class IID(Partition):
 
     name: ClassVar[str] = "iid"
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
-    ) -> Sequence[Tensor]:
-        return torch.randperm(n, generator=generator(seed, "partition")).tensor_split(clients)
+    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
+        return Parts(_dealt(torch.randperm(n, generator=generator(seed, "partition")), torch.arange(clients)), clients)
 
     @property
     def description(self) -> str:
@@ -114,18 +150,18 @@ class LabelShards(Partition):
         if self.per_client < 1:
             raise ValueError(f"label shards: a client needs at least 1 shard, not {self.per_client}")
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
-    ) -> Sequence[Tensor]:
+    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
         count = self.per_client * clients
         if count > n:
             raise ValueError(
                 f"{n} examples cannot be cut into {count} shards ({self.per_client} a client): "
                 "take fewer clients or fewer shards a client"
             )
-        shards = _needed(labels, n, self).sort(stable=True).indices.tensor_split(count)
-        drawn = torch.randperm(count, generator=generator(seed, "partition")).view(clients, self.per_client)
-        return [torch.cat([shards[shard] for shard in row]) for row in drawn.tolist()]
+        by_label = _needed(labels, n, self).sort(stable=True).indices
+        drawn = torch.randperm(count, generator=generator(seed, "partition"))
+        owner_of_shard = torch.empty_like(drawn)
+        owner_of_shard[drawn] = torch.arange(clients).repeat_interleave(self.per_client)
+        return Parts(_dealt(by_label, owner_of_shard), clients)
 
     @property
     def description(self) -> str:
@@ -147,9 +183,7 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         _check_skew(self)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
-    ) -> Sequence[Tensor]:
+    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
         labels = _needed(labels, n, self)
         random = np.random.default_rng(derive(seed, "partition"))
         parts: list[list[Tensor]] = [[] for _ in range(clients)]
@@ -158,7 +192,7 @@ class Dirichlet(Partition):
             shuffled = members[torch.from_numpy(random.permutation(len(members)))]
             for part, share in zip(parts, _cut(shuffled, _shares(random, self.alpha, clients)), strict=True):
                 part.append(share)
-        return _filled([torch.cat(part) for part in parts], self.minimum, random)
+        return Parts.of(_filled([torch.cat(part) for part in parts], self.minimum, random))
 
     @property
     def description(self) -> str:
@@ -179,12 +213,10 @@ class QuantitySkew(Partition):
     def __post_init__(self) -> None:
         _check_skew(self)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
-    ) -> Sequence[Tensor]:
+    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
         random = np.random.default_rng(derive(seed, "partition"))
         shuffled = torch.from_numpy(random.permutation(n))
-        return _filled(_cut(shuffled, _shares(random, self.alpha, clients)), self.minimum, random)
+        return Parts.of(_filled(_cut(shuffled, _shares(random, self.alpha, clients)), self.minimum, random))
 
     @property
     def description(self) -> str:
@@ -204,25 +236,23 @@ class NaturalKey(Partition):
         labels: Tensor | None = None,
         keys: Sequence[str] | None = None,
         seed: int = 0,
-    ) -> list[Tensor]:
+    ) -> Parts:
         """As `Partition.divide`; clients None means as many as there are keys."""
         if clients is None:
             clients = len(set(_keys(keys, n)))
         return super().divide(clients, n, labels, keys, seed)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
-    ) -> Sequence[Tensor]:
-        members: dict[str, list[int]] = {}
-        for index, key in enumerate(_keys(keys, n)):
-            members.setdefault(key, []).append(index)
-        if clients != len(members):
-            names = ", ".join(sorted(members)[:5]) + (", ..." if len(members) > 5 else "")
+    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
+        keys = _keys(keys, n)
+        names = sorted(set(keys))
+        if clients != len(names):
+            some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise ValueError(
-                f"the data have {len(members)} natural clients ({names}), not {clients}: "
-                f"leave the number of clients out, or give {len(members)}"
+                f"the data have {len(names)} natural clients ({some}), not {clients}: "
+                f"leave the number of clients out, or give {len(names)}"
             )
-        return [torch.tensor(members[key]) for key in sorted(members)]
+        number = {name: client for client, name in enumerate(names)}
+        return Parts(torch.tensor([number[key] for key in keys]), clients)
 
     @property
     def description(self) -> str:
@@ -249,7 +279,8 @@ class Description:
     """What a partition gave each client; as a dict it is the `partition` entry of a run's config.json.
 
     description: the partition in words. counts: examples of each client. label_histograms: for each client
-        how often it has each class, None without labels. classes: their names, for printing only.
+        how often it has each class, None without labels or for more than 10,000 clients. classes: their names, for
+        printing only.
     """
 
     description: str
@@ -287,13 +318,25 @@ def describe(
 
     classes: the labels' names; without them the classes are 0..max(labels).
     """
-    counts = [len(part) for part in parts]
-    if labels is None:
+    divided = parts if isinstance(parts, Parts) else Parts.of(parts)
+    counts: list[int] = divided.sizes.tolist()
+    if labels is None or len(counts) > MOST_HISTOGRAMS:
         return Description(partition.description, counts, None)
     number = max(int(labels.max()) + 1, len(classes or ()))
-    histograms = [torch.bincount(labels[part], minlength=number).tolist() for part in parts]
+    together = torch.bincount(divided.owners * number + labels, minlength=number * len(counts))
+    histograms: list[list[int]] = together.view(-1, number).tolist()
     names = list(classes) if classes is not None and len(classes) == number else list(map(str, range(number)))
     return Description(partition.description, counts, histograms, names)
+
+
+def _dealt(order: Tensor, owners: Tensor) -> Tensor:
+    """The owner of each example, where `order` is cut into parts equal to within one, the k-th of `owners[k]`."""
+    n, count = len(order), len(owners)
+    sizes = torch.full((count,), n // count)
+    sizes[: n % count] += 1
+    dealt = torch.empty_like(order)
+    dealt[order] = owners.repeat_interleave(sizes)
+    return dealt
 
 
 def _needed(labels: Tensor | None, n: int, partition: Partition) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.examples import Examples
-from dure.data.partition import IID, Description, NaturalKey, Partition, describe
+from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
 from dure.evaluation import BATCH, evaluate, ratio
 from dure.federated import aggregate, sampling
 from dure.federated.aggregate import Aggregator, Mean
@@ -43,6 +43,7 @@ from dure.fleet.attacks import Backdoor, NoAttack
 from dure.fleet.carrier import Flight
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import liars
+from dure.randomness import generator
 from dure.record.meter import Meter
 from dure.strategy import (
     Kind,
@@ -193,7 +194,7 @@ class Federated:
         pacing = self.pacing(clients)
         return clients_per_round(clients, self.fraction) if isinstance(pacing, Rounds) else pacing.size
 
-    def divide(self, task: Task, seed: int) -> list[Tensor]:
+    def divide(self, task: Task, seed: int) -> Parts:
         """The examples of each client. Raises ValueError if the partition does not fit the data."""
         train = task.train
         return self.partition.divide(self.clients, len(train), train.labels(), train.keys, seed)
@@ -220,7 +221,7 @@ class FederatedLearner:
         self.flat = FlatParameters(self.model)
         examples, self.test_examples = examples_for(self.model, task)
         own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
-        self.sizes = [len(part) for part in own]
+        self.sizes: list[int] = own.sizes.tolist() if isinstance(own, Parts) else [len(part) for part in own]
         attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
         lying = partial(_liars, len(own), conditions.attackers, seed, conditions.attackers_change)
         self.personal = Personal(task, seeded_model(task, seed), examples, held_out, seed, strategy.fine_tune)
@@ -389,13 +390,11 @@ def _learning_rate(task: Task, model: nn.Module) -> float:
     return float(optimizer_of(task, list(model.parameters())).param_groups[0].get("lr", float("nan")))
 
 
-def _held_out(parts: list[Tensor], share: float, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+def _held_out(parts: Sequence[Tensor], share: float, seed: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """(what clients train on, what they keep for measuring): the share of each that comes last in an order of its own;
     a client that has one example alone trains on it."""
     if not share:
         return parts, []
-    from dure.randomness import generator
-
     own, kept = [], []
     for client, part in enumerate(parts):
         count = min(max(round(share * len(part)), 1), len(part) - 1)

@@ -82,8 +82,8 @@ class Personal:
                 if weights is not loaded:
                     self.flat.load(weights)
                     loaded = weights
-                for name, value in self._of(self.held_out[client]).items():
-                    results[name].append(value)
+                for name, measured in self._of(self.held_out[client]).items():
+                    results[name].append(measured)
         return results
 
     def _of(self, indices: Tensor) -> dict[str, float]:

@@ -45,7 +45,7 @@ class Bucketing(Collects):
     def buckets(self, updates: int, turn: Turn) -> list[list[int]]:
         """The rows of each bucket of this turn."""
         order = torch.randperm(updates, generator=turn.generator("buckets"))
-        return [bucket.tolist() for bucket in order.split(self.s)]
+        return [bucket.tolist() for bucket in torch.split(order, self.s)]
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None

@@ -117,4 +117,5 @@ def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Ste
 
 
 def _norms(vectors: Array) -> Array:
-    return np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
+    norms: Array = np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
+    return norms
