@@ -1,11 +1,12 @@
 """Which engine computes, by a short trial on the first jobs.
 
-Tried are, from simple to involved: the loop; the batched engine, where the model is one for it; the better of the two
-on several processes, where a round takes long enough. The next one is taken only if it is `GAIN` times as fast, so
-that a repeated run decides alike and nothing involved is used for little.
+Engines differ in rounding, so a repeated run has to choose alike, whatever else the machine does at the time. Therefore
+a rule proposes, from the model and the round alone: many clients at once where the model is one for it, several
+processes where a round has `LONG_ROUND` operations. The trial confirms, and overrules only what it finds `CLEARLY`
+slower.
 
 A trial takes the first steps of the first clients, for `SECONDS` an engine or as long as two steps take. Its results
-are thrown away: engines differ in rounding, and a run is to have the bits of one of them.
+are thrown away: a run is to have the bits of one engine.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from dure.federated.cohort.job import Engine, Job
 from dure.federated.cohort.loop import LoopEngine
 from dure.federated.cohort.processes import ProcessesEngine, forks_here
 from dure.task import Task
+from dure.threads import flops_per_step
 
-GAIN = 1.2
+CLEARLY = 2.0
 SECONDS = 0.06
-LONG_ROUND = 0.02
-"""Seconds of a round from which several processes are tried; what a shorter one gains is lost in messages."""
+LONG_ROUND = 2e9
+"""Floating-point operations, some 40 ms; what several processes gain in a shorter round is lost in messages."""
 
-NAMES = ("loop", "batched", "loop-processes", "batched-processes")
+NAMES = ("loop", "batched", "loop-processes", "batched-processes", "loop-ray", "batched-ray")
 
 
 def engine_for(
@@ -55,7 +57,7 @@ def engine_for(
     workers = processes if processes is not None else len(os.sched_getaffinity(0))
     asked_for_loop = wanted.startswith("loop")
     batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed)
-    made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers)
+    made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers, processes)
     return _auto(made) if wanted == "auto" else made.wanted(wanted)
 
 
@@ -68,6 +70,7 @@ class _Made:
     model: nn.Module
     jobs: Sequence[Job]
     workers: int
+    asked: int | None
 
     def wanted(self, name: str) -> Engine:
         inner: LoopEngine | BatchedEngine = self.loop
@@ -76,11 +79,21 @@ class _Made:
                 raise ValueError(f"the engine {name} cannot compute this: {self.batched}; take loop or auto")
             inner = self.batched
         inner.why = "asked for"
+        if name.endswith("ray"):
+            return self.on_ray(inner)
         if not name.endswith("processes"):
             return inner
         if not forks_here():
             raise ValueError(f"the engine {name} needs forked processes, which a GPU or this system does not allow")
         return self.divided(inner)
+
+    def on_ray(self, inner: LoopEngine | BatchedEngine) -> Engine:
+        """On the machines of a Ray cluster."""
+        from dure.federated.cohort.on_ray import RayEngine
+
+        one, batched = self.loop, isinstance(inner, BatchedEngine)
+        cohort = inner.cohort if isinstance(inner, BatchedEngine) else 1
+        return RayEngine(one.task, one.examples, one.batch_size, one.seed, batched, cohort, self.asked)
 
     def divided(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
         """On several processes: as many clients a child at once as the engine likes and a round has for each."""
@@ -103,12 +116,12 @@ def _auto(made: _Made) -> Engine:
             chosen.why = f"one client after another, for {made.batched}"
         else:
             together = _rate(made.batched, made.jobs[: made.batched.cohort])
-            if together >= GAIN * rate:
-                chosen = made.batched
-            chosen.why = f"many clients at once are {together / rate:.1f} times as fast as one after another"
-            rate = max(rate, together) if chosen is made.batched else rate
+            why = f"many clients at once are {together / rate:.1f} times as fast as one after another"
+            if together * CLEARLY >= rate:
+                chosen, rate = made.batched, together
+            chosen.why = why
         of_a_round = sum(_examples(job, made.loop.batch_size) for job in made.jobs)
-        if several and of_a_round / rate >= LONG_ROUND:
+        if several and of_a_round * flops_per_step(made.loop.model, made.loop.examples, 1) >= LONG_ROUND:
             return _on_processes(made, chosen, rate)
     except DureError:  # what is wrong with a client is said when its turn comes
         chosen = made.loop
@@ -124,7 +137,7 @@ def _on_processes(made: _Made, alone: LoopEngine | BatchedEngine, rate: float) -
         divided.close()
         raise
     said = f"{alone.why}; {made.workers} processes are {gain:.1f} times as fast as one"
-    if gain >= GAIN:
+    if gain * CLEARLY >= 1:
         divided.why = said
         return divided
     divided.close()
