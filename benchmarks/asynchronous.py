@@ -1,7 +1,7 @@
 """Asynchronous federations: what staleness does to FedAsync's mixing, and who arrives first where some are slow.
 
 1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old, drawn uniformly;
-   MNIST, 2NN, 100 clients, Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing with alpha 0.9 against
+   MNIST, 2NN, 100 clients, Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing, alpha 0.9, against
    polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same clients, batches and staleness.
    What is reported is the test accuracy at the end (mean over the last quarter's evaluations), and how it swings there:
    the standard deviation of the differences between evaluations.

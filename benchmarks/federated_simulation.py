@@ -94,7 +94,7 @@ def divided(row: Row, data: Path | None) -> tuple[dure.Task, Tensor, list[int]]:
     """The digits, divided evenly."""
     task = dure.load_task("digits")
     parts = dure.IID().divide(row.clients, len(task.train), seed=SEED)
-    return task, torch.cat(parts), [len(part) for part in parts]
+    return task, torch.cat(list(parts)), [len(part) for part in parts]
 
 
 def drawn(row: Row, data: Path | None) -> tuple[dure.Task, Tensor, list[int]]:

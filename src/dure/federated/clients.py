@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from dure.data.examples import DatasetExamples, Examples
+from dure.data.partition import Parts
 from dure.federated.algorithm import Algorithm, Memory
 from dure.federated.cohort.job import Engine, Job, Trained
-from dure.federated.messages import Assignment, Update, nbytes
+from dure.federated.messages import Assignment, Update
 from dure.fleet.attacks import Attack
 from dure.fleet.carrier import Order, Work
 
@@ -71,6 +72,7 @@ class Clients:
         partial: bool = False,
     ) -> None:
         self.parts, self.local, self.algorithm, self.seed = parts, work, algorithm, seed
+        self.sizes: list[int] = parts.sizes.tolist() if isinstance(parts, Parts) else [len(part) for part in parts]
         self.partial, self.present, self.attack, self.liars = partial, present, attack, liars
         self.memories: dict[int, Memory] = {}
         self._make = engine
@@ -84,13 +86,12 @@ class Clients:
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
         """What an assignment takes. most: examples that can be processed in time; at least one step is done."""
-        examples, passes = len(self.indices(assignment.client, now)), self.algorithm.passes
+        examples, passes = self.count(assignment.client, now), self.algorithm.passes
         steps = self.local.steps_of(examples)
         if most is not None:
             batch = min(self.local.batch_size or examples, examples)
             steps = max(1, min(steps, int(most // (passes * batch))))
-        up = nbytes(assignment.weights) + nbytes(assignment.buffers) + nbytes(assignment.extra)
-        return Work(steps, passes * self.local.examples_in(steps, examples), up)
+        return Work(steps, passes * self.local.examples_in(steps, examples), assignment.nbytes)
 
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates, one after another; nobody keeps more than a cohort of them.
@@ -140,6 +141,10 @@ class Clients:
         """The examples that a client has at this time."""
         own = self.parts[client]
         return own if self.present is None else own[self.present(len(own), now)]
+
+    def count(self, client: int, now: float) -> int:
+        """How many examples a client has at this time."""
+        return self.sizes[client] if self.present is None else len(self.indices(client, now))
 
     def job(self, order: Order) -> Job:
         """FedAvg's job for an assignment."""

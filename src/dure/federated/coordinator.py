@@ -59,14 +59,9 @@ class Result(NamedTuple):
 
 @dataclass
 class Open:
-    """A ticket whose update has not been folded. weights: those handed out."""
+    """A ticket whose update has not been folded, and whether it has arrived."""
 
-    client: int
-    round: int
-    weights: Sequence[Tensor]
-    buffers: Sequence[Tensor]
-    extra: Sequence[Tensor]
-    deadline: float | None
+    assignment: Assignment
     reported: bool = False
 
 
@@ -97,6 +92,7 @@ class Coordinator:
     _combining: list[int] = field(default_factory=list)
     _probes: int = 0
     _order: Order | None = None
+    _latest: Assignment | None = None
     _folded: list[tuple[int, int, float, int]] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
     _past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
@@ -129,12 +125,13 @@ class Coordinator:
         if known is None:
             return [self._late(ticket)]
         if known.reported:
-            return [Refuse(ticket, known.client, "it was sent already")]
+            return [Refuse(ticket, known.assignment.client, "it was sent already")]
         known.reported = True
         self._reports += 1
-        self.busy.pop(known.client, None)
+        client = known.assignment.client
+        self.busy.pop(client, None)
         if self.pacing.synchronous:
-            self._answered.add(known.client)
+            self._answered.add(client)
         return [*self._combine(now), *self._fill(now)]
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
@@ -143,9 +140,9 @@ class Coordinator:
         if known is None:
             self._late(ticket)
             return []
-        self.busy.pop(known.client, None)
+        self.busy.pop(known.assignment.client, None)
         if self.present is not None:
-            self.present.discard(known.client)
+            self.present.discard(known.assignment.client)
         self._asked -= 1
         return [*self._fill(now), *self._combine(now)]
 
@@ -161,11 +158,11 @@ class Coordinator:
 
     # The new model
 
-    def fold(self, update: Update) -> None:
+    def fold(self, update: Update, finite: bool = False) -> None:
         """Takes the next update of those that `Combine` named. One that cannot be right is left out, with its reason
-        in the result."""
-        known = self.open.pop(update.ticket)
-        reason = self._wrong(update, known)
+        in the result. finite: the driver knows that all its numbers are."""
+        known = self.open.pop(update.ticket).assignment
+        reason = self._wrong(update, known, finite)
         if reason is not None:
             self._refused[update.ticket] = reason
             return
@@ -255,16 +252,19 @@ class Coordinator:
             number, (weights, buffers) = number - old, self._past[-1 - old]
         deadline = self.deadline if math.isfinite(self.deadline) else None
         ticket = self.tickets
-        self.open[ticket] = Open(client, number, weights, buffers, self.algorithm.down(), deadline)
+        extra, latest = self.algorithm.down(), self._latest
+        alike = latest is not None and latest.weights is weights and latest.extra is extra
+        nbytes = latest.nbytes if latest is not None and alike else 0
+        self._latest = Assignment(ticket, client, number, weights, buffers, extra, deadline, nbytes)
+        self.open[ticket] = Open(self._latest)
         self.busy[client] = ticket
         self.tickets += 1
         self._asked += 1
-        return Assign(self.assignment(ticket))
+        return Assign(self._latest)
 
     def assignment(self, ticket: int) -> Assignment:
         """What a client with an open ticket was sent."""
-        one = self.open[ticket]
-        return Assignment(ticket, one.client, one.round, one.weights, one.buffers, one.extra, one.deadline)
+        return self.open[ticket].assignment
 
     def waits_for(self, ticket: int) -> bool:
         """Whether an update with this ticket would count: when a round is combined, no later one does."""
@@ -298,7 +298,7 @@ class Coordinator:
         """Combines what has been reported, at most so many, the earliest tickets first; then in order of client."""
         reported = [ticket for ticket, one in self.open.items() if one.reported][:most]
         self._reports -= len(reported)
-        self._combining = sorted(reported, key=lambda ticket: (self.open[ticket].client, ticket))
+        self._combining = sorted(reported, key=lambda ticket: (self.open[ticket].assignment.client, ticket))
         if not self.pacing.synchronous:
             self._asked -= len(reported)
         return [Combine(list(self._combining))]
@@ -339,7 +339,7 @@ class Coordinator:
     def _close(self, reason: str) -> list[Action]:
         """Forgets the open tickets of a round; clients at work stay busy until they answer, and are then refused."""
         refused: list[Action] = [
-            Refuse(ticket, one.client, reason) for ticket, one in self.open.items() if one.reported
+            Refuse(ticket, one.assignment.client, reason) for ticket, one in self.open.items() if one.reported
         ]
         self.open.clear()
         self._answered.clear()
@@ -354,33 +354,39 @@ class Coordinator:
         del self.busy[client]
         return Refuse(ticket, client, "it came too late")
 
-    def _wrong(self, update: Update, known: Open) -> str | None:
+    def _wrong(self, update: Update, known: Assignment, finite: bool) -> str | None:
         """Why an update cannot be right."""
         if update.client != known.client or update.round != known.round:
             return "it is not an answer to what was asked"
         if len(update.delta) != len(known.weights) or len(update.buffers) != len(known.buffers):
             return "it has not the model's tensors"
-        pairs = [*zip(update.delta, known.weights, strict=True), *zip(update.buffers, known.buffers, strict=True)]
-        if any(one.shape != other.shape or one.dtype != other.dtype for one, other in pairs):
-            return "its tensors have not the model's shapes and types"
+        for one, other in (
+            *zip(update.delta, known.weights, strict=True),
+            *zip(update.buffers, known.buffers, strict=True),
+        ):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return "its tensors have not the model's shapes and types"
+        if update.samples <= 0:
+            return "it is of no examples"
+        if finite:
+            return None
         whole = (*update.delta, *update.buffers, *update.extra)
         seen = update.extra if self.model.aggregator.collects else whole  # rules that collect count such updates
         if not all(_finite(tensor) for tensor in seen if tensor.is_floating_point()):
             return "it is not finite"
-        if update.samples <= 0:
-            return "it is of no examples"
         return None
 
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
         """Everything, as a tree for checkpoints. Models that clients hold are written once each."""
-        models = {one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one in self.open.values()}
+        handed_out = [(one.assignment, one.reported) for one in self.open.values()]
+        models = {one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one, _ in handed_out}
         return {
             "model": self.model.state(),
             "algorithm": self.algorithm.state(),
             "models": dict(sorted(models.items())),
-            "open": [[ticket, o.client, o.round, o.deadline, o.reported] for ticket, o in self.open.items()],
+            "open": [[one.ticket, one.client, one.round, one.deadline, reported] for one, reported in handed_out],
             "past": [[list(weights), list(buffers)] for weights, buffers in self._past],
             "busy": [[client, ticket] for client, ticket in self.busy.items()],
             "present": None if self.present is None else sorted(self.present),
@@ -399,7 +405,7 @@ class Coordinator:
         self.open = {}
         for ticket, client, number, deadline, reported in state["open"]:
             weights, buffers, extra = models[number]
-            self.open[ticket] = Open(client, number, weights, buffers, extra, deadline, reported)
+            self.open[ticket] = Open(Assignment(ticket, client, number, weights, buffers, extra, deadline), reported)
         self._past = [(weights, buffers) for weights, buffers in state["past"]]
         self.busy = dict(state["busy"])
         self.present = None if state["present"] is None else set(state["present"])

@@ -271,7 +271,7 @@ class FederatedLearner:
         combine = self.carrier.carry(coordinator)
         for update in self.carrier.updates(coordinator, combine.tickets):
             self.log.saw(update)
-            coordinator.fold(update)
+            coordinator.fold(update, finite=self.clients.attack is None)  # the engine has seen to it
         trained = time.perf_counter()
         self.server.compute("local training", started, trained, round + 1)
         result = coordinator.finish(self.carrier.now)

@@ -24,6 +24,7 @@ class Assignment:
 
     round: the number of the global model that these are. deadline: when the update has to be there, in the
     coordinator's time; None where nobody waits for it. extra: what an algorithm sends besides, as SCAFFOLD's control.
+    nbytes: of it all, counted where it is not given.
     """
 
     ticket: int
@@ -33,10 +34,11 @@ class Assignment:
     buffers: Sequence[Tensor]
     extra: Sequence[Tensor] = ()
     deadline: float | None = None
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return nbytes(self.weights) + nbytes(self.buffers) + nbytes(self.extra)
+    def __post_init__(self) -> None:
+        if not self.nbytes:
+            object.__setattr__(self, "nbytes", nbytes(self.weights) + nbytes(self.buffers) + nbytes(self.extra))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,15 @@ class Selection:
     def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Order:
         """The order in which clients are asked in this round. attempt: counts the times that it began again. sizes: of
         all clients."""
-        return Permutation(len(sizes), _seed(seed, round, attempt)).__getitem__
+        permutation = Permutation(len(sizes), _seed(seed, round, attempt))
+        known: list[int] = []
+
+        def at(position: int) -> int:
+            if position >= len(known):  # many at once take hardly longer than one
+                known[:] = permutation.first(2 * position + 32)
+            return known[position]
+
+        return at
 
     def __str__(self) -> str:
         return write(self) if self != type(self)() else self.name

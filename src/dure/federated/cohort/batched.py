@@ -24,6 +24,7 @@ from dure.devices import to_device
 from dure.errors import DureError
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
+from dure.federated.cohort.memory import Memory
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.plan import Step, plan
 from dure.federated.cohort.program import Program, program_of
@@ -70,6 +71,7 @@ class BatchedEngine:
         sizes = [math.prod(weights.shape) for weights in program.weights]
         self.offsets = [0, *accumulate(sizes)]
         of_a_client = self.offsets[-1] * self.inputs.element_size()
+        self.memory = Memory()
         self.cohort = max(1, min(64, CACHE.get(device.type, CACHE["cpu"]) // of_a_client))
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
@@ -144,7 +146,7 @@ class BatchedEngine:
 
     def _deltas(self, start: Tensor, clients: int) -> Tensor:
         """(C, d): what the weights are now less `start`."""
-        deltas = start.new_empty(clients, start.shape[1])
+        deltas = self.memory.take(clients, start)
         for weights, begin, end in zip(self.program.weights, self.offsets, self.offsets[1:], strict=False):
             torch.sub(weights.values.view(clients, -1), start[:, begin:end], out=deltas[:, begin:end])
         return deltas

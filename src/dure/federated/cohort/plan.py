@@ -20,10 +20,11 @@ from dure.federated.cohort.job import Job
 from dure.randomness import shuffled
 
 
-def batches(job: Job, batch_size: int | None, seed: int) -> tuple[Tensor, list[int]]:
+def batches(job: Job, batch_size: int | None, seed: int, ordered: bool = True) -> tuple[Tensor, list[int]]:
     """The examples of the job's steps one after another, int64, and how many of them each step takes.
 
-    batch_size: None is all of the client's examples in every step, in their own order.
+    batch_size: None is all of the client's examples in every step, in their own order. ordered: whether the order of
+    the examples inside a batch matters, which is drawn even where one batch has them all.
     """
     n = job.indices.numel()
     size = n if batch_size is None else min(batch_size, n)
@@ -34,7 +35,8 @@ def batches(job: Job, batch_size: int | None, seed: int) -> tuple[Tensor, list[i
     while step < end:
         epoch, position = divmod(step, per_epoch)
         until = min(per_epoch, position + end - step)
-        order = job.indices if batch_size is None else job.indices[shuffled(n, seed, epoch, job.client)]
+        as_they_are = batch_size is None or (per_epoch == 1 and not ordered)
+        order = job.indices if as_they_are else job.indices[shuffled(n, seed, epoch, job.client)]
         parts.append(order if until - position == per_epoch else order[position * size : until * size])
         sizes += [min(size, n - at * size) for at in range(position, until)]
         step += until - position
@@ -66,7 +68,7 @@ class Plan:
 def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
     """How the jobs are computed together."""
     by_steps = sorted(range(len(jobs)), key=lambda which: -jobs[which].steps)
-    visits = [batches(jobs[which], batch_size, seed) for which in by_steps]
+    visits = [batches(jobs[which], batch_size, seed, ordered=False) for which in by_steps]
     taken = [(examples.numpy(), sizes) for examples, sizes in visits]
     at = [0] * len(jobs)
     steps: list[Step] = []
