@@ -49,7 +49,9 @@ class Actor:
         tensors = [[torch.from_numpy(array) for array in one] for one in sets]
 
         def whole(job: Job, places: list[int | None]) -> Job:
-            given = {name: tensors[at] for name, at in zip(_SENT, places, strict=True) if at is not None}
+            given: dict[str, Any] = {
+                name: tensors[at] for name, at in zip(_SENT, places, strict=True) if at is not None
+            }
             return dataclasses.replace(job, **given)
 
         try:
