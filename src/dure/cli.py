@@ -390,6 +390,10 @@ def _conditions_for(system: str, flags: list[str]) -> type[Any]:
         if flag.partition("=")[0] == "--workers":
             count = flag.partition("=")[2] or following
             raise ValueError(f"{system} counts clients, not workers: use --clients {count}")
+        if flag.partition("=")[0] == "--world":
+            given = (flag.partition("=")[2] or following).capitalize()
+            name = catalog.SYSTEMS[system][1]
+            raise ValueError(f"{name} does not live in {given}; it needs a world of clients, which needs no --world")
     from dure.fleet.conditions import Conditions
 
     return Conditions

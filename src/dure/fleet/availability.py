@@ -146,7 +146,10 @@ class Daily(Availability):
         return now if self.share == 1 else max(now, self._window(client, now, seed)[0])
 
     def until(self, client: int, now: float, seed: int) -> float:
-        return math.inf if self.share == 1 else self._window(client, now, seed)[1]
+        if self.share == 1:
+            return math.inf
+        start, end = self._window(client, now, seed)
+        return max(end, math.nextafter(max(start, now), math.inf))  # a gap may be shorter than numbers can tell
 
     def _window(self, client: int, now: float, seed: int) -> tuple[float, float]:
         """(start, end) of the first window that ends after `now`."""
