@@ -79,6 +79,8 @@ class Clients:
         self._engine: Engine | None = None
         self.chosen: str | None = None
         """The engine's name, once there is one."""
+        self.why = ""
+        """And why it is this one, in a line."""
         self._pending: dict[int, tuple[int, Memory | None]] = {}
         self._ready: dict[int, Update] = {}
 
@@ -156,8 +158,9 @@ class Clients:
     def engine(self, jobs: Sequence[Job]) -> Engine:
         """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not."""
         if self._engine is None:
+            again = self.chosen is not None
             self._engine = self._make(jobs, self.chosen)
-            self.chosen = self._engine.name
+            self.chosen, self.why = self._engine.name, self.why if again else self._engine.why
         return self._engine
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from dure.federated.algorithm import Algorithm
 from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Assignment, Update
 from dure.federated.pacing import Pacing, Rounds
-from dure.federated.sampling import Order
+from dure.federated.sampling import Candidates
 from dure.fleet.carrier import Action, Assign, Combine, Refuse
 from dure.fleet.permutation import Permutation
 from dure.randomness import derive
@@ -91,7 +91,7 @@ class Coordinator:
     _answered: set[int] = field(default_factory=set)
     _combining: list[int] = field(default_factory=list)
     _probes: int = 0
-    _order: Order | None = None
+    _order: Candidates | None = None
     _latest: Assignment | None = None
     _folded: list[tuple[int, int, float, int]] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)

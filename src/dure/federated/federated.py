@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from dure.data import partition
 from dure.data.batches import check_batch_size
-from dure.data.examples import Examples
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
 from dure.evaluation import BATCH, evaluate, ratio
 from dure.federated import aggregate, sampling
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start
 from dure.federated.clients import Clients, LocalWork, finite_loss, poisoned
-from dure.federated.cohort.choose import engine_for
-from dure.federated.cohort.job import Engine, Job
+from dure.federated.cohort.choose import Setting, engine_for
+from dure.federated.cohort.job import Engine
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.coordinator import Coordinator, Result
 from dure.federated.global_model import GlobalModel
@@ -133,18 +132,9 @@ class Federated:
     def check_task(self, task: Task) -> None:
         """Raises ValueError if the algorithm cannot train the task."""
 
-    def engine(
-        self,
-        task: Task,
-        model: nn.Module,
-        examples: Examples,
-        seed: int,
-        jobs: Sequence[Job],
-        processes: int | None,
-        wanted: str,
-    ) -> Engine:
-        """Who computes what clients are asked, given the first jobs."""
-        return engine_for(task, model, examples, self.batch_size, seed, jobs, processes, wanted)
+    def engine(self, setting: Setting) -> Engine:
+        """Who computes what clients are asked. Raises ValueError for a wanted engine that cannot."""
+        return engine_for(*setting)
 
     # What they share
 
@@ -221,7 +211,6 @@ class FederatedLearner:
         self.flat = FlatParameters(self.model)
         examples, self.test_examples = examples_for(self.model, task)
         own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
-        self.sizes: list[int] = own.sizes.tolist() if isinstance(own, Parts) else [len(part) for part in own]
         attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
         lying = partial(_liars, len(own), conditions.attackers, seed, conditions.attackers_change)
         self.personal = Personal(task, seeded_model(task, seed), examples, held_out, seed, strategy.fine_tune)
@@ -234,8 +223,10 @@ class FederatedLearner:
             strategy.work(),
             self.algorithm,
             lambda jobs, chosen: strategy.engine(
-                *(task, seeded_model(task, seed), examples, seed, jobs),
-                *(conditions.processes, chosen or conditions.engine),
+                Setting(
+                    *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
+                    *(conditions.processes, chosen or conditions.engine),
+                )
             ),
             seed,
             None if isinstance(conditions.arrival, Still) else conditions.arrival.present,
@@ -248,7 +239,7 @@ class FederatedLearner:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         shared = self.algorithm.shared(weights)
         model = GlobalModel(shared, buffers, strategy.rule(), strategy.optimizer())
-        self.coordinator = Coordinator(model, pacing, self.algorithm, self.sizes, seed)
+        self.coordinator = Coordinator(model, pacing, self.algorithm, self.clients.sizes, seed)
         asked = pacing.asked(seed, 0, len(own)) if isinstance(pacing, Rounds) else pacing.size
         self.units_per_epoch = 1 if isinstance(pacing, Rounds) else max(1, round(len(own) / asked))
         self.server = place.group.meter
@@ -259,7 +250,7 @@ class FederatedLearner:
         place.ending.callback(self.clients.close)
 
     def flops_per_step(self) -> float:
-        typical = sum(self.sizes) / len(self.sizes)
+        typical = sum(self.clients.sizes) / len(self.clients.sizes)
         batch = min(self.strategy.batch_size or typical, typical)
         return flops_per_step(self.model, self.test_examples or self.personal.examples, batch)
 
@@ -271,7 +262,8 @@ class FederatedLearner:
         combine = self.carrier.carry(coordinator)
         for update in self.carrier.updates(coordinator, combine.tickets):
             self.log.saw(update)
-            coordinator.fold(update, finite=self.clients.attack is None)  # the engine has seen to it
+            checked = self.clients.attack is None and not update.buffers  # the engine has seen to its weights
+            coordinator.fold(update, finite=checked)
         trained = time.perf_counter()
         self.server.compute("local training", started, trained, round + 1)
         result = coordinator.finish(self.carrier.now)
@@ -351,7 +343,7 @@ class FederatedLearner:
             "clients": self.clients.state(),
             "log": self.log.state(),
             "loss": self._loss,
-            "engine": self.clients.chosen,
+            "engine": [self.clients.chosen, self.clients.why],
             "buffers": passing_buffers(self.model),
         }
 
@@ -361,13 +353,13 @@ class FederatedLearner:
         self.coordinator.restore(state["coordinator"])
         self.carrier.restore(state["carrier"])
         self.clients.restore(state["clients"])
-        self.clients.chosen = state["engine"]
+        self.clients.chosen, self.clients.why = state["engine"]
         self.log.restore(state["log"])
         self._loss = state["loss"]
 
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went, for the report."""
-        return {"engine": self.clients.chosen, **self.log.facts(), **self.personal.facts()}
+        return {"engine": self.clients.chosen, "why": self.clients.why, **self.log.facts(), **self.personal.facts()}
 
     def meters(self) -> Sequence[Meter]:
         return [self.server, *self.counted]

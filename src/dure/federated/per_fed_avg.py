@@ -18,15 +18,12 @@ Model-Agnostic Meta-Learning Approach", NeurIPS 2020.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import nn
-
-from dure.data.examples import Examples
 from dure.federated.algorithm import Algorithm, Start
-from dure.federated.cohort.job import Engine, Job
+from dure.federated.cohort.choose import Setting
+from dure.federated.cohort.job import Engine
 from dure.federated.cohort.meta import MetaEngine
 from dure.federated.federated import Federated
 from dure.task import Task
@@ -56,19 +53,10 @@ class PerFedAvg(Federated):
     def algorithm(self, start: Start) -> Algorithm:
         return Adapted(4 if self.order == "hessian-free" else 2)
 
-    def engine(
-        self,
-        task: Task,
-        model: nn.Module,
-        examples: Examples,
-        seed: int,
-        jobs: Sequence[Job],
-        processes: int | None,
-        wanted: str,
-    ) -> Engine:
-        if wanted not in ("auto", "loop", MetaEngine.name):
-            raise ValueError(f"per-fed-avg has an engine of its own, and cannot be computed by {wanted!r}")
-        return MetaEngine(task, model, examples, self.batch_size, seed, self.alpha, self.order == "hessian-free")
+    def engine(self, setting: Setting) -> Engine:
+        if setting.wanted not in ("auto", "loop", MetaEngine.name):
+            raise ValueError(f"per-fed-avg has an engine of its own, and cannot be computed by {setting.wanted!r}")
+        return MetaEngine(*setting[:5], self.alpha, self.order == "hessian-free")
 
 
 class Adapted(Algorithm):

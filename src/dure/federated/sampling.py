@@ -24,7 +24,7 @@ from dure.fleet.permutation import Permutation
 from dure.randomness import derive
 from dure.written import read, write
 
-Order = Callable[[int], int]
+Candidates = Callable[[int], int]
 """The client that is asked at a position 0, 1, ... of a round's order."""
 
 
@@ -54,7 +54,7 @@ class Selection:
         """How many answers the round is to have."""
         return clients_per_round(clients, fraction)
 
-    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Order:
+    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Candidates:
         """The order in which clients are asked in this round. attempt: counts the times that it began again. sizes: of
         all clients."""
         permutation = Permutation(len(sizes), _seed(seed, round, attempt))
@@ -84,7 +84,7 @@ class Weighted(Selection):
 
     name: ClassVar[str] = "weighted"
 
-    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Order:
+    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Candidates:
         random = np.random.default_rng(_seed(seed, round, attempt))
         keys = random.standard_exponential(len(sizes)) / np.asarray(sizes)
         order: list[int] = np.argsort(keys, kind="stable").tolist()

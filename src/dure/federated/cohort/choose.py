@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -33,6 +34,19 @@ LONG_ROUND = 2e9
 """Floating-point operations, some 40 ms; what several processes gain in a shorter round is lost in messages."""
 
 NAMES = ("loop", "batched", "loop-processes", "batched-processes", "loop-ray", "batched-ray")
+
+
+class Setting(NamedTuple):
+    """What an engine is made of: the arguments of `engine_for`."""
+
+    task: Task
+    model: nn.Module
+    examples: Examples
+    batch_size: int | None
+    seed: int
+    jobs: Sequence[Job]
+    processes: int | None
+    wanted: str
 
 
 def engine_for(

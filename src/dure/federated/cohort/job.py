@@ -48,9 +48,11 @@ class Trained:
 
 
 class Engine(Protocol):
-    """Whoever computes. Most also say in one line, `why`, why it is they."""
+    """Whoever computes."""
 
     name: str
+    why: str
+    """In a line, why it is this engine that computes."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Does the jobs and gives the results in their order, a few at a time: never more than a cohort in memory."""

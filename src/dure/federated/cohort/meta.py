@@ -25,6 +25,7 @@ class MetaEngine:
     """alpha: the inner step. hessian_free: whether the second derivative is estimated, or left out."""
 
     name = "meta"
+    why = "the only one that computes gradients at an adapted model"
 
     def __init__(
         self,
