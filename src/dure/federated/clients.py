@@ -194,7 +194,7 @@ class Clients:
         """The updates as they are sent: those of liars are not what they computed. Whoever knows the honest ones knows
         those that are combined with its own."""
         lying = [position for position, update in enumerate(updates) if update.client in self.liars(update.round)]
-        if not lying or (attack.sees == "honest" and len(lying) == len(updates)):
+        if not lying:
             return updates
         turn = max(update.round for update in updates)
         clients = [update.client for update in updates]

@@ -31,6 +31,7 @@ class Log:
         self.outcomes: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.turns: Counter[int] = Counter()
+        self.refusals: Counter[str] = Counter()
         self.updates: list[list[Any]] = []
         self._seen: list[Update] = []
 
@@ -46,6 +47,7 @@ class Log:
         self.outcomes.update(flight.outcome for flight in flown)
         self.turns.update(result.clients)
         self.staleness.update(result.staleness)
+        self.refusals.update(result.refused.values())
         self.flights.extend(
             [flight.client, flight.round, round_(flight.began), round_(flight.ended), flight.outcome]
             for flight in flown[: MOST - len(self.flights)]
@@ -62,6 +64,7 @@ class Log:
         return {
             "flights": self.flights,
             "outcomes": dict(self.outcomes),
+            "refusals": dict(self.refusals),
             "staleness": sorted(self.staleness.items()),
             "turns": sorted(self.turns.items()),
             "updates": self.updates,
@@ -71,15 +74,16 @@ class Log:
         return [
             self.flights,
             *([list(pair) for pair in counter.items()] for counter in (self.outcomes, self.staleness, self.turns)),
+            [list(pair) for pair in self.refusals.items()],
             self.updates,
         ]
 
     def restore(self, state: Any) -> None:
-        flights, outcomes, staleness, turns, updates = state
+        flights, outcomes, staleness, turns, refusals, updates = state
         self.flights, self.updates = list(flights), list(updates)
         self.outcomes = Counter(dict(outcomes))
         self.staleness = Counter(dict(staleness))
-        self.turns = Counter(dict(turns))
+        self.turns, self.refusals = Counter(dict(turns)), Counter(dict(refusals))
 
 
 def round_(seconds: float) -> float:

@@ -69,7 +69,8 @@ def in_a_line(run: Run) -> str | None:
     """The engine, and what came of what clients were asked, for a terminal; None for a run that told nothing of it."""
     if run.federation is None:
         return None
-    engine = f"{run.federation.engine} engine" if run.federation.engine else None
+    why = f" ({run.federation.why})" if run.federation.why else ""
+    engine = f"{run.federation.engine} engine{why}" if run.federation.engine else None
     now = _last(run, CLOCK)
     clock = None if now is None else f"{duration(now)} of virtual time"
     return "; ".join(filter(None, [engine, clock, _came(run, run.federation)]))
@@ -80,7 +81,9 @@ def _came(run: Run, federation: Federation) -> str:
     updates = sum(federation.turns.values())
     rest = {outcome: number for outcome, number in _outcomes(run, federation).items() if outcome != "accepted"}
     said = [f"{count(updates)} update{'' if updates == 1 else 's'}"]
-    return ", ".join([*said, *(f"{count(number)} {outcome}" for outcome, number in rest.items())])
+    said += [f"{count(number)} {outcome}" for outcome, number in rest.items()]
+    most = max(federation.refusals, key=federation.refusals.__getitem__, default=None)
+    return ", ".join(said) + ("" if most is None else f"; refused most often: {most}")
 
 
 def _outcomes(run: Run, federation: Federation) -> dict[str, int]:

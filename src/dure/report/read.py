@@ -331,6 +331,8 @@ def _federation(summary: Mapping[str, Any]) -> Federation | None:
             str(key): [number(value) for value in _list(values)]
             for key, values in _mapping(facts.get("by_client")).items()
         },
+        why=_text(facts.get("why")),
+        refusals={str(key): int(number(value) or 0) for key, value in _mapping(facts.get("refusals")).items()},
     )
 
 

@@ -128,6 +128,7 @@ class Federation:
 
     assignments and updates are the first ones of the run, outcomes, staleness and turns of all of it: outcome ->
     assignments, staleness -> updates, client -> updates. by_client: metric -> a value for each client measured.
+    why: it was this engine. refusals: reason -> updates that the server left out.
     """
 
     engine: str | None
@@ -137,6 +138,8 @@ class Federation:
     turns: Mapping[int, int]
     updates: Sequence[Sent]
     by_client: Mapping[str, Sequence[float | None]]
+    why: str | None = None
+    refusals: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,6 @@ class _Made:
             if isinstance(self.batched, str):
                 raise ValueError(f"the engine {name} cannot compute this: {self.batched}; take loop or auto")
             inner = self.batched
-        inner.why = "asked for"
         if name.endswith("ray"):
             return self.on_ray(inner)
         if not name.endswith("processes"):

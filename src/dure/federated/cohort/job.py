@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     name: str
     why: str
-    """In a line, why it is this engine that computes."""
+    """In a line, why it is this engine that computes; empty where it was asked for."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Does the jobs and gives the results in their order, a few at a time: never more than a cohort in memory."""

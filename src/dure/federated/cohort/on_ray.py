@@ -81,7 +81,7 @@ class RayEngine:
         workers: int | None,
     ) -> None:
         self.name = "batched-ray" if batched else "loop-ray"
-        self.why = "asked for"
+        self.why = ""
         self.ray = _ray()
         self._started = not self.ray.is_initialized()
         if self._started:
