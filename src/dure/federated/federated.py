@@ -217,6 +217,7 @@ class FederatedLearner:
         if attack is not None and attack.poisons:
             examples, own = poisoned(examples, own, lying(0), attack)
         weights = self.flat.copy()
+        pacing = strategy.pacing(len(own))
         self.algorithm = strategy.algorithm(Start(self.model, weights, len(own), _learning_rate(task, self.model)))
         self.clients = Clients(
             own,
@@ -225,7 +226,7 @@ class FederatedLearner:
             lambda jobs, chosen: strategy.engine(
                 Setting(
                     *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
-                    *(conditions.processes, chosen or conditions.engine),
+                    *(conditions.processes, chosen or conditions.engine, pacing.synchronous),
                 )
             ),
             seed,
@@ -235,7 +236,6 @@ class FederatedLearner:
             strategy.sends_partial_work,
         )
         self.carrier = place.carrier(self.clients, seed)
-        pacing = strategy.pacing(len(own))
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         shared = self.algorithm.shared(weights)
         model = GlobalModel(shared, buffers, strategy.rule(), strategy.optimizer())

@@ -38,16 +38,20 @@ _NOTHING = Trained([], [], 0, 0.0)
 
 
 def batched_engine(
-    task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int
+    task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int, together: bool = False
 ) -> BatchedEngine | str:
-    """The engine, or the reason why this cannot be computed for many clients at once."""
+    """The engine, or the reason why this cannot be computed for many clients at once.
+
+    together: whether a job is computed with the same others whenever it is, as those of a synchronous round are. Only
+    then may its bits depend on them, and clients that begin at the same weights share their first step.
+    """
     parameters = list(model.parameters())
     try:
         program = program_of(task, model, examples)
         rule = sgd_of(optimizer_of(task, parameters), parameters)
     except CannotBatchError as reason:
         return str(reason)
-    return BatchedEngine(program, rule, examples, parameters[0].device, batch_size, seed)
+    return BatchedEngine(program, rule, examples, parameters[0].device, batch_size, seed, together)
 
 
 class BatchedEngine:
@@ -63,8 +67,10 @@ class BatchedEngine:
         device: torch.device,
         batch_size: int | None,
         seed: int,
+        together: bool,
     ) -> None:
         self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
+        self.together = together
         self.why = ""
         self.device = device
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
@@ -92,11 +98,21 @@ class BatchedEngine:
     def _cohort(self, jobs: Sequence[Job]) -> tuple[list[Trained], DureError | None]:
         """The results, up to the first job whose numbers are not finite, and what is then to be raised."""
         made = plan(jobs, self.batch_size, self.seed)
-        start = self._load([jobs[which] for which in made.by_steps])
+        start, constant = self._begin([jobs[which] for which in made.by_steps])
+        deltas = self.memory.take(len(jobs), start)
+        fresh = self.together and len(start) == 1
+        if not fresh:
+            deltas.copy_(start)
+        self._load(deltas, start, constant, jobs[0].mu, fresh)
         losses = torch.zeros(len(made.steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         for at, step in enumerate(made.steps):
+            if at == 1 and fresh:
+                self._go_on(deltas[: len(step.sizes)], start)
             losses[at, : len(step.sizes)] = self._step(step, at == 0)
-        deltas = self._deltas(start, len(jobs))
+        if not fresh:
+            deltas -= start
+        elif len(made.steps) > 1:
+            deltas[: len(made.steps[1].sizes)] -= start
         finite = bool((deltas.sum() + losses.sum()).isfinite())
         values, rows = losses.T.tolist(), deltas.to(jobs[0].weights[0].device).unbind(0)
         trained: list[Trained] = [_NOTHING] * len(jobs)
@@ -113,9 +129,10 @@ class BatchedEngine:
                     return trained[:which], error
         return trained, None
 
-    def _load(self, jobs: Sequence[Job]) -> Tensor:
-        """Begins a cohort; returns the weights that it begins with, (C, d), or (1, d) where they are the same."""
-        first, rule = jobs[0], self.rule
+    def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
+        """The weights that a cohort begins with, (C, d), or (1, d) where they are the same; and what is added to
+        gradients, but for the pull to the weights themselves."""
+        first = jobs[0]
         start = self._side_by_side([job.weights for job in jobs])
         constant: Tensor | None = None
         if first.mu and first.anchor is not None:
@@ -125,10 +142,18 @@ class BatchedEngine:
         if first.correction is not None:
             correction = self._side_by_side([_known(job.correction) for job in jobs])
             constant = correction if constant is None else constant + correction
+        return start, constant
+
+    def _load(self, values: Tensor, start: Tensor, constant: Tensor | None, mu: float, fresh: bool) -> None:
         for weights, begin, end in zip(self.program.weights, self.offsets, self.offsets[1:], strict=False):
             part = None if constant is None else constant[:, begin:end]
-            weights.load(start[:, begin:end], len(jobs), rule, first.mu, part)
-        return start
+            weights.load(values[:, begin:end], start[:, begin:end], self.rule, mu, part, fresh)
+
+    def _go_on(self, values: Tensor, start: Tensor) -> None:
+        """After a first step that was shared: weights of their own for the clients that have another."""
+        values += start
+        for weights in self.program.weights:
+            weights.fresh = False
 
     def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
         """(C, d), or (1, d) if all are one tensor."""
@@ -143,13 +168,6 @@ class BatchedEngine:
         targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)
         shares = step.shares.to(self.device, self.inputs.dtype)
         return self.program.step(inputs, targets, step.sizes, shares, first)
-
-    def _deltas(self, start: Tensor, clients: int) -> Tensor:
-        """(C, d): what the weights are now less `start`."""
-        deltas = self.memory.take(clients, start)
-        for weights, begin, end in zip(self.program.weights, self.offsets, self.offsets[1:], strict=False):
-            torch.sub(weights.values.view(clients, -1), start[:, begin:end], out=deltas[:, begin:end])
-        return deltas
 
 
 def cohorts(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:

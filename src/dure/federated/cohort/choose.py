@@ -47,6 +47,7 @@ class Setting(NamedTuple):
     jobs: Sequence[Job]
     processes: int | None
     wanted: str
+    together: bool
 
 
 def engine_for(
@@ -58,11 +59,12 @@ def engine_for(
     jobs: Sequence[Job],
     processes: int | None = None,
     wanted: str = "auto",
+    together: bool = False,
 ) -> Engine:
     """The engine for jobs like these, those of a typical round; its `why` says in one line why it is this one.
 
     model: a fresh one, which becomes the engine's own. processes: at most so many; None is one a core. wanted: auto,
-    or one of `NAMES`.
+    or one of `NAMES`. together: whether jobs always come as these do, a round at a time (`batched_engine`).
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
@@ -70,7 +72,7 @@ def engine_for(
         raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
     workers = processes if processes is not None else len(os.sched_getaffinity(0))
     asked_for_loop = wanted.startswith("loop")
-    batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed)
+    batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together)
     made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers, processes)
     return _auto(made) if wanted == "auto" else made.wanted(wanted)
 

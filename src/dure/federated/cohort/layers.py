@@ -1,7 +1,7 @@
 """Layers of many clients at once, forward and backward by hand.
 
 Values have the shape (A, B, ...): A clients with B examples each. A layer with parameters has one for each client,
-W (A, out, in), so that A products of matrices are one call:
+W (A, out, in), so that A products of matrices are one call, or one product where they share it (`Weights.fresh`):
 
     forward     Y_a = X_a W_a^T + b_a
     backward    dX_a = dY_a W_a,   then   W_a <- W_a - lr dY_a^T X_a   (`dure.federated.cohort.sgd`)
@@ -47,13 +47,18 @@ class Linear:
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.x = x
-        transposed = self.weight.begin(len(x)).transpose(1, 2)
-        if self.bias is None:
-            return torch.bmm(x, transposed)
-        return torch.baddbmm(self.bias.begin(len(x)).unsqueeze(1), x, transposed)
+        weight = self.weight.begin(len(x))
+        bias = None if self.bias is None else self.bias.begin(len(x))
+        if self.weight.fresh:
+            return F.linear(x, weight[0], None if bias is None else bias[0])
+        if bias is None:
+            return torch.bmm(x, weight.transpose(1, 2))
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        before = torch.bmm(g, self.weight.now) if needs_input else g
+        before = g
+        if needs_input:
+            before = torch.matmul(g, self.weight.now[0]) if self.weight.fresh else torch.bmm(g, self.weight.now)
         self.weight.product(g.transpose(1, 2), self.x)
         if self.bias is not None:
             self.bias.sum(g.sum(1))

@@ -107,21 +107,23 @@ def _try(
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):
         raise CannotBatchError("the model's outputs are not one tensor with a row an example")
     _check_targets(program.loss, outputs, examples.targets)
-    for weights, parameter in zip(program.weights, parameters, strict=True):
-        weights.load(parameter.reshape(1, -1), 1, SGD(1.0))
     shares = torch.full((1, len(some)), 1 / len(some), dtype=inputs.dtype, device=device)
-    try:
-        program.step(inputs.unsqueeze(0), targets.unsqueeze(0), [len(some)], shares, True)
-    except (RuntimeError, ValueError) as error:
-        raise CannotBatchError(
-            f"a layer has inputs of another shape than usual: {str(error).splitlines()[0]}"
-        ) from error
     eps = torch.finfo(inputs.dtype).eps
-    for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
-        off = (parameter - weights.values[0] - gradient).abs().max()
-        rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
-        if not bool(off <= rounding):
-            raise CannotBatchError("the model computes something else than its layers say")
+    for fresh in (True, False):
+        for weights, parameter in zip(program.weights, parameters, strict=True):
+            start = parameter.reshape(1, -1)
+            weights.load(start.clone(), start, SGD(1.0), fresh=fresh)
+        try:
+            program.step(inputs.unsqueeze(0), targets.unsqueeze(0), [len(some)], shares, True)
+        except (RuntimeError, ValueError) as error:
+            raise CannotBatchError(
+                f"a layer has inputs of another shape than usual: {str(error).splitlines()[0]}"
+            ) from error
+        for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
+            moved = weights.values[0] if fresh else weights.values[0] - parameter
+            rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
+            if not bool((moved + gradient).abs().max() <= rounding):
+                raise CannotBatchError("the model computes something else than its layers say")
 
 
 def _check_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> None:

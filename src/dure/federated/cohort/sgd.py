@@ -51,69 +51,85 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
 
 
 class Weights:
-    """One parameter of all clients of a cohort. values: (C, *shape); the first `active` of them are at work."""
+    """One parameter of all clients of a cohort. values: (C, *shape); the first `active` of them are at work.
+
+    Clients that all begin at the same weights need no copy of them for their first step (`fresh`): they compute with
+    the weights that they share, and `values` takes what the step adds to them.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape, self.rule = shape, SGD(0.0)
-        self.values = torch.empty(0)
-        self.gradient = self.velocity = torch.empty(0)
-        self.now = torch.empty(0)
-        self.constant: Tensor | None = None
-        self.pull = 0.0
+        self.values = self.now = self._active = self._start = torch.empty(0)
+        self._gradient = self._velocity = torch.empty(0)
+        self._constant: Tensor | None = None
+        self._pull = 0.0
+        self.fresh = False
 
-    def load(self, start: Tensor, clients: int, rule: SGD, pull: float = 0.0, constant: Tensor | None = None) -> None:
-        """Begins a cohort at the weights `start`, (C, n) or (1, n).
+    def load(
+        self,
+        values: Tensor,
+        start: Tensor,
+        rule: SGD,
+        pull: float = 0.0,
+        constant: Tensor | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """Begins a cohort at the weights `start`, (C, n) or (1, n), which `values`, (C, n), has already if not fresh.
 
         To each gradient is added pull · w, and `constant`, (C, n) or (1, n): mu (w - anchor) + correction is
         pull = mu, constant = correction - mu anchor.
         """
-        if len(self.values) != clients:
-            self.values = start.new_empty(clients, *self.shape)
-        if rule.momentum and self.gradient.shape != self.values.shape:
-            self.gradient, self.velocity = torch.empty_like(self.values), torch.empty_like(self.values)
-        self.values.view(clients, -1).copy_(start)
-        self.rule, self.pull = rule, pull + rule.weight_decay
-        self.constant = None if constant is None else constant.view(-1, *self.shape)
+        self.values, self._start, self.fresh = values.view(-1, *self.shape), start.view(-1, *self.shape), fresh
+        if rule.momentum and self._gradient.shape != self.values.shape:
+            self._gradient, self._velocity = (values.new_empty(self.values.shape) for _ in range(2))
+        self.rule, self._pull = rule, pull + rule.weight_decay
+        self._constant = None if constant is None else constant.view(-1, *self.shape)
 
     def begin(self, active: int) -> Tensor:
-        """The weights of the clients that are at work in this step."""
-        self.now = self.values[:active]
+        """The weights of the clients that are at work in this step, (A, *shape); one in A places where it is fresh."""
+        self._active = self.values[:active]
+        self.now = self._start.expand(active, *self.shape) if self.fresh else self._active
         return self.now
 
     def product(self, left: Tensor, right: Tensor) -> None:
         """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
-        matrix = (len(self.now), left.shape[1], right.shape[2])
+        matrix = (len(left), left.shape[1], right.shape[2])
         if self.rule.momentum:
-            torch.bmm(left, right, out=self.gradient[: len(self.now)].view(matrix))
+            torch.bmm(left, right, out=self._gradient[: len(left)].view(matrix))
         else:
             lr = self.rule.lr
-            self.now.view(matrix).baddbmm_(left, right, beta=1 - lr * self.pull, alpha=-lr)
+            kept = 0.0 if self.fresh else 1 - lr * self._pull
+            self._active.view(matrix).baddbmm_(left, right, beta=kept, alpha=-lr)
 
     def sum(self, gradient: Tensor) -> None:
         """The gradient is `gradient`."""
         if self.rule.momentum:
-            self.gradient[: len(self.now)] = gradient
+            self._gradient[: len(self.now)] = gradient
+        elif self.fresh:
+            torch.mul(gradient, -self.rule.lr, out=self._active)
         else:
-            if self.pull:
-                self.now.mul_(1 - self.rule.lr * self.pull)
+            if self._pull:
+                self.now.mul_(1 - self.rule.lr * self._pull)
             self.now.add_(gradient, alpha=-self.rule.lr)
 
     @property
     def unfinished(self) -> bool:
         """Whether a step has more to add than the products."""
-        return self.constant is not None or self.rule.momentum != 0
+        return self._constant is not None or self.rule.momentum != 0 or (self.fresh and self._pull != 0)
 
     def finish(self, first: bool) -> None:
         """Ends the step: what is not in the products. first: whether it is the clients' first step."""
         rule, active = self.rule, len(self.now)
-        constant = None if self.constant is None else self.constant[:active]  # (1, n) holds for all
+        constant = None if self._constant is None else self._constant[:active]  # (1, n) holds for all
         if not rule.momentum:
             if constant is not None:
-                self.now.add_(constant, alpha=-rule.lr)
+                self._active.add_(constant, alpha=-rule.lr)
+            if self.fresh and self._pull:
+                self._active.add_(self.now, alpha=-rule.lr * self._pull)
             return
-        gradient, velocity = self.gradient[:active], self.velocity[:active]
-        if self.pull:
-            gradient.add_(self.now, alpha=self.pull)
+        gradient, velocity = self._gradient[:active], self._velocity[:active]
+        if self._pull:
+            gradient.add_(self.now, alpha=self._pull)
         if constant is not None:
             gradient.add_(constant)
         if first:
@@ -121,4 +137,7 @@ class Weights:
         else:
             velocity.mul_(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
         way = gradient.add_(velocity, alpha=rule.momentum) if rule.nesterov else velocity
-        self.now.add_(way, alpha=-rule.lr)
+        if self.fresh:
+            torch.mul(way, -rule.lr, out=self._active)
+        else:
+            self.now.add_(way, alpha=-rule.lr)
