@@ -19,7 +19,7 @@ FLOORS = [
     {"worlds", "parallel", "averaging", "federated"},
     {"train", "strategies", "drive"},
     {"compare", "report", "bench"},
-    {"cli", "flags", "show", "__main__"},
+    {"cli", "flags", "world_flags", "show", "__main__"},
 ]
 APART = ({"worlds"}, {"parallel", "averaging", "federated"})
 

@@ -24,7 +24,6 @@ from dure.flags import (
     ReportOptions,
     ResumeOptions,
     TrainOptions,
-    WorldName,
     WorldOptions,
     given_options,
     options_of_task,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from dure.stop import Stop
     from dure.strategy import Strategy, World
     from dure.task import Task
-    from dure.worlds.backend import Backend
 
 USAGE = """\
 dure trains one PyTorch model with many machines, by the system you name, and measures it.
@@ -163,9 +161,10 @@ def _train(given: list[str]) -> int:
         _start_fork_server()
     from dure.strategies import strategy_class
     from dure.tasks import load_task
+    from dure.world_flags import conditions_for, world_of
 
     kind = strategy_class(system)
-    among = _conditions_for(system, flags) if kind.kind == "clients" else WorldOptions
+    among = conditions_for(system, flags) if kind.kind == "clients" else WorldOptions
     parts = {
         "strategy": kind,
         "task": options_of_task(reference),
@@ -177,7 +176,7 @@ def _train(given: list[str]) -> int:
     how: TrainOptions = asked["how"]
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
-    world = _world_of(strategy, asked["world"])
+    world = world_of(strategy, asked["world"])
     if how.out is None and getattr(world, "elastic", False):
         raise ValueError("torchrun may start this job again: say with --out which folder it goes on with")
     out = how.out if how.out is not None else _new_folder(f"{_file_name(task)}-{system}")
@@ -266,20 +265,15 @@ def _compare(given: list[str]) -> int:
     reference, systems = names[0], names[1:] or list(COMPARED)
     _check_names(reference, [system.partition(",")[0] for system in systems])
     _start_fork_server()
-    from dure.strategies import parse_strategy
     from dure.tasks import load_task
+    from dure.world_flags import entry
 
     parts = {"task": options_of_task(reference), "limits": Limits, "how": CompareOptions}
     asked = parse_flags(f"dure compare {reference}", parts, flags, "Many systems on one task.")
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
     task = load_task(reference, **given_options(asked["task"]))
-    entries = []
-    for system in systems:
-        text, world = _world_in(system)
-        strategy = parse_strategy(text)
-        workers = how.workers if strategy.kind != "clients" and strategy.name != "single-worker" else None
-        entries.append((strategy, _world(strategy, workers, world=world)))
+    entries = [entry(system, how.workers) for system in systems]
     out = how.out if how.out is not None else _new_folder(f"compare-{_file_name(task)}")
     from dure.compare import compare
     from dure.show import Display, error_console, table
@@ -368,80 +362,6 @@ def _start_fork_server() -> None:
         from dure.worlds.fork_server import server
 
         server.start()
-
-
-def _world_in(system: str) -> tuple[str, WorldName | None]:
-    """What `dure compare` was given for a system, without the setting world=threads or world=processes; and that."""
-    kept: list[str] = []
-    world: WorldName | None = None
-    for setting in system.split(","):
-        if setting in ("world=threads", "world=processes"):
-            world = "threads" if setting == "world=threads" else "processes"
-        elif setting.startswith("world="):
-            raise ValueError(f"{system!r}: the world is threads or processes")
-        else:
-            kept.append(setting)
-    return ",".join(kept), world
-
-
-def _conditions_for(system: str, flags: list[str]) -> type[Any]:
-    """The flags of a simulated federation. Raises ValueError for those of workers, which it has not."""
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
-        if flag.partition("=")[0] == "--workers":
-            count = flag.partition("=")[2] or following
-            raise ValueError(f"{system} counts clients, not workers: use --clients {count}")
-        if flag.partition("=")[0] == "--world":
-            given = (flag.partition("=")[2] or following).capitalize()
-            name = catalog.SYSTEMS[system][1]
-            raise ValueError(f"{name} does not live in {given}; it needs a world of clients, which needs no --world")
-    from dure.fleet.conditions import Conditions
-
-    return Conditions
-
-
-def _world_of(strategy: Strategy, given: Any) -> World:
-    """The world that the flags describe."""
-    if isinstance(given, WorldOptions):
-        return _world(strategy, given.workers, given.deadline, given.backend, given.world, given.devices)
-    from dataclasses import fields
-
-    from dure.worlds.simulated import Simulated
-
-    return Simulated(**{field.name: getattr(given, field.name) for field in fields(given)})
-
-
-def _world(
-    strategy: Strategy,
-    workers: int | None,
-    deadline: float = 60.0,
-    backend: Backend = "dure",
-    world: WorldName | None = None,
-    devices: tuple[str, ...] = (),
-) -> World:
-    """The world for a strategy and the flags --workers, --deadline, --backend, --world and --devices."""
-    from dure.strategies import default_world, ranks_of
-    from dure.worlds.here import under_torchrun
-    from dure.worlds.processes import Processes
-    from dure.worlds.threads import Threads
-    from dure.worlds.torchrun import Torchrun
-
-    if world is None:
-        world = "threads" if default_world(strategy).kind == "threads" else "processes"
-    if world == "threads":
-        return Threads(workers, devices or None)
-    if devices:
-        raise ValueError("--devices says where threads compute: add --world threads")
-    if strategy.kind == "clients":
-        if workers is not None:
-            raise ValueError(f"{strategy.name} counts clients, not workers: use --clients {workers}")
-        return default_world(strategy)
-    if under_torchrun():
-        return Torchrun(deadline, backend)
-    if strategy.name == "single-worker":
-        if workers not in (None, 1):
-            raise ValueError(f"single-worker is one worker: leave out --workers {workers}, or take data-parallel")
-        return Processes(1, deadline, backend)
-    return Processes(workers if workers is not None else ranks_of(strategy), deadline, backend)
 
 
 def _file_name(task: Task) -> str:

@@ -130,8 +130,19 @@ def parse_strategy(text: str) -> Strategy:
 
     Values are read as JSON where the field is no text; null and None are None. Raises ValueError for what does not fit.
     """
+    name = text.partition(",")[0]
+    return decode_strategy(_read(strategy_class(name), text))
+
+
+def parse_world(text: str) -> World:
+    """A world, as `parse_strategy` reads strategies: "simulated,devices=stragglers:0.1:10"."""
+    name = text.partition(",")[0]
+    return decode_world(_read(world_class(name), text))
+
+
+def _read(kind: type[Any], text: str) -> dict[str, Any]:
+    """What `encode` would have written of "name,field=value,…"."""
     name, *settings = text.split(",")
-    kind = strategy_class(name)
     hints = typing.get_type_hints(kind)
     written: dict[str, Any] = {"name": name}
     for setting in settings:
@@ -146,4 +157,4 @@ def parse_strategy(text: str) -> Strategy:
             written[field] = value if is_text else None if value == "None" else msgspec.json.decode(value.encode())
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
-    return decode_strategy(written)
+    return written

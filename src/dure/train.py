@@ -15,6 +15,7 @@ import torch
 from dure import __version__
 from dure.drive import Job, drive
 from dure.errors import RunFolderError
+from dure.fleet.conditions import Conditions
 from dure.record.run import Run, RunFolder
 from dure.stop import Stop
 from dure.strategies import decode_strategy, decode_world, default_world, encode
@@ -188,7 +189,8 @@ def prepare(
                     f"the target {name!r} is not measured; there is {', '.join(sorted(measured)) or 'no test data'}"
                 )
     name = label_in(strategy, world.kind)
-    label = label or (f"{name} ×{world.workers}" if world.workers and world.workers > 1 else name)
+    conditions = world.told() if isinstance(world, Conditions) else []
+    label = label or ", ".join([f"{name} ×{world.workers}" if (world.workers or 1) > 1 else name, *conditions])
     model = seeded_model(task, seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not any(parameter.requires_grad for parameter in model.parameters()):

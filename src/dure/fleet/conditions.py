@@ -62,3 +62,13 @@ class Conditions:
             raise ValueError(f"{self.attack} spoils examples once and for all: its attackers cannot change")
         if self.processes is not None and self.processes < 1:
             raise ValueError(f"processes is {self.processes}, but somebody has to compute: at least 1")
+
+    def told(self) -> list[str]:
+        """In words, what is not as it is in an ideal world: "devices stragglers:0.1:10", "drop out 0.3"."""
+        ideal = Conditions()
+        names = ("devices", "availability", "arrival", "drop_out", "attack", "attackers")
+        return [
+            f"{name.replace('_', ' ')} {getattr(self, name)}"
+            for name in names
+            if getattr(self, name) != getattr(ideal, name)
+        ]

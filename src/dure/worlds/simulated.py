@@ -47,13 +47,7 @@ class Simulated(Conditions):
         return None
 
     def describe(self) -> str:
-        default = Conditions()
-        told = [
-            f"{name.replace('_', ' ')} {getattr(self, name)}"
-            for name in ("devices", "availability", "arrival", "drop_out", "attack", "attackers")
-            if getattr(self, name) != getattr(default, name)
-        ]
-        return ", ".join(["simulated clients", *told])
+        return ", ".join(["simulated clients", *self.told()])
 
     def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
         def here(place: Place) -> Value:
