@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dure.compiler import left_out
 from dure.errors import DureError, LossNotFiniteError, RunFolderError, WorkerFailedError
 from dure.randomness import generators_state, restore_generators, seed_generators
 from dure.record.checkpoint import (
@@ -94,6 +95,11 @@ class Position(msgspec.Struct):
 
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
+    with left_out():
+        return _drive(job, place)
+
+
+def _drive(job: Job, place: Place) -> Outcome:
     before = generators_state()
     seed_generators(job.seed, "rank", place.group.rank, everything=True)
     reset_peak_memory()

@@ -57,7 +57,7 @@ def _forward_flops(model: nn.Module, inputs: Any) -> float:
 
     hooks = [layer.register_forward_hook(count) for layer in model.modules() if isinstance(layer, nn.RNNBase)]
     try:
-        with FlopCounterMode(display=False) as counter, left_out(type(counter.mode).__torch_dispatch__):
+        with left_out(), FlopCounterMode(display=False) as counter:
             model(inputs)
     finally:
         for hook in hooks:

@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
+from dure.compiler import left_out
 from dure.errors import DureError, WorkerFailedError
 from dure.record.meter import Meter
 from dure.record.trace import Trace
@@ -33,10 +34,8 @@ from dure.worlds.backend import Backend, register_backend
 
 
 def load_everything() -> None:
-    """Called once by the fork server, so that no rank has to: what programs will need, which is not imported above,
-    and the 800 modules of torch that the first optimizer of a process imports."""
+    """Called once by the fork server, so that no rank has to: what programs will need, which is not imported above."""
     importlib.import_module("dure.drive")
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
 _LONGEST_MESSAGE = 60_000
@@ -96,7 +95,8 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
         roll_call = join(seat)
         program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)[1]
         place = place_of(seat, control, roll_call)
-        result = program(place)
+        with left_out():
+            result = program(place)
         if seat.rank == 0:
             control.send("result", None, (parcel.pack(result),))
         control.send("done")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dure.federated.cohort.optimizers import PlainSGD, is_plain, optimizer_of
 from small import network, small_task
@@ -48,30 +47,19 @@ def test_an_optimizer_that_somebody_listens_to_is_not_plain():
     assert not is_plain(optimizer)
 
 
+def test_who_listens_to_all_optimizers_listens_to_a_client_s_too():
+    optimizer = SGD(network().parameters(), lr=0.1)
+    handle = register_optimizer_step_pre_hook(lambda *given: None)
+    try:
+        assert not is_plain(optimizer)
+    finally:
+        handle.remove()
+    assert is_plain(optimizer)
+
+
 def test_the_optimizer_is_the_one_that_the_task_makes():
     parameters: list[nn.Parameter] = list(network().parameters())
     made = optimizer_of(small_task(optimizer=partial(torch.optim.Adam, lr=0.5)), parameters)
     assert type(made) is torch.optim.Adam
     assert made.param_groups[0]["params"] == parameters
     assert made.param_groups[0]["lr"] == 0.5
-
-
-WITHOUT_COMPILER = """
-import sys
-sys.path[:0] = {path!r}
-import torch
-before = "torch._dynamo" in sys.modules
-from clients_at_work import jobs_of, weights_of
-from dure.federated.cohort.choose import engine_for
-from small import network, small_task
-task, jobs = small_task(), jobs_of([9, 4], [3, 1], weights_of())
-for wanted in ("loop", "batched", "auto"):
-    engine = engine_for(task, network(), task.train, 4, 3, jobs, 1, wanted)
-    list(engine.train(jobs))
-assert before or "torch._dynamo" not in sys.modules
-assert not hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, "__dynamo_disable")  # torch is as it was
-"""
-
-
-def test_clients_are_trained_without_the_compiler():
-    subprocess.run([sys.executable, "-c", WITHOUT_COMPILER.format(path=sys.path)], check=True, timeout=300)

@@ -1,7 +1,6 @@
-"""The task's optimizer, without the seconds that torch takes to load its compiler.
+"""The task's optimizer, and the plain one that is a single call.
 
-The first optimizer that is made in a process, and the first step of any, import torch._dynamo (`dure.compiler`). So an
-optimizer is made without it, and plain SGD, w <- w - lr g, is one call for all parameters: the same bits.
+Plain SGD, w <- w - lr g, is one call for all parameters: the same bits as torch.optim.SGD's, without its bookkeeping.
 """
 
 from __future__ import annotations
