@@ -48,6 +48,7 @@ from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.plan import Plan
 from dure.parallel.tensor.ready import plan_for
+from dure.parallel.zero.optimizer import check_element_wise
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
@@ -136,6 +137,10 @@ class Parallel:
         validate.check(schedule)
         model = seeded_model(task, 0)
         train, _ = examples_for(model, task)
+        if self.zero not in (0, 1):
+            raise ValueError(f"zero is {self.zero}, but on a mesh it is 0, or 1: the optimizer's state is divided")
+        if self.mesh.tensor > 1 or self.zero:
+            check_element_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1:
             plan_of(model, self.sequence)
             if self.sequence and self.mesh.pipeline > 1:
@@ -216,7 +221,9 @@ class ParallelLearner:
         self.stream = Stream(derive(self.seed, "draws", self.at.data), False, self._own_draws)
         examples = strategy.examples(len(self.train_examples))
         whole = self.schedule.stages == 1 and strategy.mesh.tensor > 1
-        self.cut = (UncutModel if whole else CutModel)(self.model, self._sample, self.schedule.stages, examples)
+        self.cut = (UncutModel if whole else CutModel)(
+            self.model, self._sample, self.schedule.stages, examples, self._test_sample
+        )
         starts = self.cut.choose(strategy.cut, strategy.balance)
         packed = self.group.broadcast_bytes(msgspec.msgpack.encode(starts) if self.group.rank == 0 else None)
         self.cut.decide(msgspec.msgpack.decode(packed, type=list[int]))
@@ -231,11 +238,15 @@ class ParallelLearner:
         self.written = sorted({name for program in programs for name in program.written})
 
     def _hold(self) -> None:
-        """Keeps what this rank's stages use, and lets go of the rest."""
+        """Keeps what this rank's stages use in training, and what none uses, and lets go of the rest.
+
+        What training does not use evaluation may, in any stage.
+        """
         homes = {name: [self.schedule.home[stage] for stage in held] for name, held in self.cut.holders.items()}
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         known = {name for name, _ in tensors}
-        self.keepers = {name: sorted(set(homes.get(name, [0]))) for name in known}
+        everywhere = list(range(self.strategy.mesh.pipeline))
+        self.keepers = {name: sorted(set(homes.get(name, everywhere))) for name in known}
         mine = self.at.pipeline
         self.held = [name for name, _ in tensors if mine in self.keepers[name]]
         if self.strategy.mesh.pipeline > 1:
@@ -255,6 +266,9 @@ class ParallelLearner:
 
     def _sample(self, examples: int) -> Any:
         return to_device(sample(self.train_examples, examples), self.device)
+
+    def _test_sample(self, examples: int) -> Any:
+        return to_device(sample(self.test_examples or self.train_examples, examples), self.device)
 
     def _stage(self, number: int) -> Stage:
         loss = self.task.loss if self.strategy.most == 1 else self.stream.drawing(self.task.loss, -1)

@@ -64,7 +64,7 @@ def part_of(learner: ParallelLearner) -> dict[str, Any]:
     if learner.optimizer is None:
         return {"groups": [], "state": {}}
     written = to_cpu((learner.zero.optimizer_state_dict if learner.zero else learner.optimizer.state_dict)())
-    names = _names_in_the_optimizer(learner)
+    names = [name for group in _names_in_the_optimizer(learner) for name in group]
     divided = divisions(learner.model)
     states = {
         names[index]: _joined(value, learner.parameters[names[index]], divided.get(names[index]))
@@ -76,13 +76,14 @@ def part_of(learner: ParallelLearner) -> dict[str, Any]:
     return {"groups": groups, "state": states}
 
 
-def _names_in_the_optimizer(learner: ParallelLearner) -> list[str]:
-    """The parameters' names in the order in which the optimizer counts them."""
+def _names_in_the_optimizer(learner: ParallelLearner) -> list[list[str]]:
+    """The parameters' names, for each group of the optimizer, in the order in which it counts them."""
     assert learner.optimizer is not None
-    if learner.zero is not None:
-        return list(learner.parameters)
     names = {id(parameter): name for name, parameter in learner.parameters.items()}
-    return [names[id(parameter)] for group in learner.optimizer.param_groups for parameter in group["params"]]
+    groups = [group["params"] for group in learner.optimizer.param_groups]
+    if learner.zero is not None:
+        groups = learner.zero.division.original
+    return [[names[id(parameter)] for parameter in group] for group in groups]
 
 
 def _joined(state: Mapping[str, Any], parameter: Tensor, how: tuple[Division, Group] | None) -> dict[str, Any]:
@@ -136,13 +137,17 @@ def restore(learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapp
             states |= {name: _own_part(learner, name, part["state"][name]) for name in own_names}
         names = _names_in_the_optimizer(learner)
         settings = {name: group for part in state["parts"] for group in part["groups"] for name in group["params"]}
-        whole = [{"params": list(range(len(names)))}]
-        groups = learner.optimizer.state_dict()["param_groups"] if learner.zero is None else whole
+        now = learner.zero.division.groups() if learner.zero else learner.optimizer.state_dict()["param_groups"]
+        groups = [  # one may be empty here, as of biases where a stage has none
+            {**(settings[own[0]] if own else group), "params": group["params"]}
+            for own, group in zip(names, now, strict=True)
+        ]
+        numbered = enumerate(name for group in names for name in group)
         load_state = learner.zero.load_optimizer_state_dict if learner.zero else learner.optimizer.load_state_dict
         load_state(
             {
-                "state": {index: states[name] for index, name in enumerate(names) if name in states},
-                "param_groups": [{**settings[names[g["params"][0]]], "params": g["params"]} for g in groups],
+                "state": {index: states[name] for index, name in numbered if name in states},
+                "param_groups": groups,
             }
         )
     learner.step = state["step"]

@@ -45,11 +45,17 @@ class Odd(nn.Module):
 
 
 def groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Short parameters have settings of their own; a rank may hold none of them."""
+    """Short parameters have settings of their own; a rank may hold none of them, and has an empty group."""
     own = list(parameters)
     long, short = [p for p in own if p.dim() > 1], [p for p in own if p.dim() <= 1]
     parted = [{"params": short, "lr": 0.02, "weight_decay": 0.0}, {"params": long}]
-    return torch.optim.AdamW([group for group in parted if group["params"]], lr=0.01, weight_decay=0.1)
+    return torch.optim.AdamW(parted, lr=0.01, weight_decay=0.1)
+
+
+def without_biases() -> nn.Module:
+    """The last stage has nothing short."""
+    layers = [nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, CLASSES, False)]
+    return nn.Sequential(*layers).double()
 
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -91,6 +97,18 @@ def test_a_run_goes_on_with_other_ranks_and_schedules(optimizer: Any, tmp_path: 
     run = dure.resume(out, task=task, stop=dure.Stop(steps=8))
     assert largest_difference(run, one) < CLOSE
     assert abs(run.summary["test_loss"] - one.summary["test_loss"]) < CLOSE
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_groups_of_the_optimizer_go_to_other_meshes(zero: Any, tmp_path: Path) -> None:
+    task, out = small_task(n=48, model=without_biases, optimizer=groups), tmp_path / "run"
+    one = dure.train(task, Parallel(Mesh(), 12, 2), dure.Processes(1), dure.Stop(steps=8))
+    dure.train(task, Parallel(Mesh(2), 12, 2, zero=zero), dure.Processes(2), dure.Stop(steps=3), out=out)
+    changed(out, ranks=2, mesh={"data": 1, "pipeline": 2, "tensor": 1}, zero=0)
+    dure.resume(out, task=task, stop=dure.Stop(steps=5))
+    changed(out, ranks=2, mesh={"data": 2, "pipeline": 1, "tensor": 1}, zero=zero)
+    run = dure.resume(out, task=task, stop=dure.Stop(steps=8))
+    assert largest_difference(run, one) < CLOSE
 
 
 def test_the_weights_are_those_of_the_plain_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dure.parallel.combined import Parallel
 from dure.parallel.mesh import Mesh
 from dure.parallel.pipeline.schedule import make
 from dure.parallel.pipeline.strategy import Pipeline
+from dure.parallel.tensor.strategy import TensorParallel
 from small import CLASSES, FEATURES, network, small_task
 
 
@@ -74,6 +76,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         Parallel(Mesh(2, 3), 8),
         "data 2 x pipeline 3 x tensor 1 are 6 ranks, but the world has 2: choose degrees whose product is 2",
     ),
+    "zero of two": (Parallel(Mesh(2), 8, zero=2), "zero is 2, but on a mesh it is 0, or 1"),  # type: ignore[arg-type]
     "more data groups than examples": (Parallel(Mesh(2), 1), "a joint batch of 1 cannot be divided over 2"),
 }
 
@@ -85,6 +88,20 @@ def test_what_does_not_fit_is_refused_before_any_work(what: str, monkeypatch: py
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         dure.train(small_task(), strategy, dure.Processes(2), dure.Stop(steps=1))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", [TensorParallel(8), Parallel(Mesh(2), 8, zero=1)])
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_they_are_divided(strategy: Any) -> None:
+    task = small_task(optimizer=partial(torch.optim.Adafactor, lr=0.01))
+    with pytest.raises(ValueError, match="Adafactor cannot be divided element by element"):
+        dure.train(task, strategy, dure.Processes(2), dure.Stop(steps=1))
+    Pipeline(8).check(task, 2)
+
+
+def test_labels_say_what_runs() -> None:
+    assert Pipeline(8, 3).label == "pipeline 1f1b, 3 micro-batches"
+    assert Pipeline(8, 3, "naive").label == "pipeline naive, 1 micro-batch"
+    assert Pipeline(8, 3, make("gpipe", 2, 5).text()).label == "pipeline gpipe, 5 micro-batches"
 
 
 @pytest.mark.parametrize("model", [Undecided, Counting])

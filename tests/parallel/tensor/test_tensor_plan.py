@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from divided import apart, at_all_degrees, backward, enliven, mlp, own_scores, texts, train, transformer
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import dure
 from dure.collectives.group import Group
 from dure.parallel.tensor import (
     Attributes,
     Column,
+    Enter,
     Output,
     Row,
     Vocabulary,
@@ -124,6 +126,38 @@ class Unknown(nn.Module):
     pass
 
 
+class Scaled(nn.Linear):
+    def forward(self, tensor: Tensor) -> Tensor:
+        return 2 * super().forward(tensor)
+
+
+class Louder(nn.Embedding):
+    def forward(self, indices: Tensor) -> Tensor:
+        return 2 * super().forward(indices)
+
+
+class Branched(nn.Sequential):
+    """Its outputs are not only those of one layer behind the other."""
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        hidden = self[0](tensor)
+        return self[2](self[1](hidden)) + hidden.mean(-1, keepdim=True)
+
+
+def more_than_linear() -> dict[str, nn.Module]:
+    """What a divided layer would leave out, by what is said."""
+    layers = [nn.Linear(6, 8) for _ in range(3)]
+    layers[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    prune.random_unstructured(layers[2], "weight", 0.5)
+    return {
+        "a Scaled with a forward of its own": Scaled(6, 8),
+        "a Louder with a forward of its own": Louder(6, 8),
+        "a ParametrizedLinear with a parametrization": parametrizations.weight_norm(layers[0]),
+        "a Linear with hooks": layers[1],
+        "with hooks, as of pruning": layers[2],
+    }
+
+
 def refusals(group: Group) -> None:
     def refused(model: nn.Module, plan: Any, message: str) -> None:
         before = copy.deepcopy(model.state_dict())
@@ -139,6 +173,11 @@ def refusals(group: Group) -> None:
     refused(mlp(), {"": Row()}, "cannot replace the model itself")
     refused(mlp(), {"0": Attributes("heads")}, "0 has no integer 'heads'")
     refused(mlp(), {"0": Column(blocks=5)}, "0 has 12 outputs, which are not 5 equal blocks")
+    for message, layer in more_than_linear().items():
+        kind = Vocabulary() if isinstance(layer, nn.Embedding) else Column()
+        refused(nn.Sequential(layer, nn.Tanh()), {"0": kind}, message)
+        with pytest.raises(ValueError, match="there is no pair of linear layers"):
+            plan_for(nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 4)))
     tied = transformer(True)
     refused(tied, {"embedding": Vocabulary()}, "embedding and output share a parameter: the plan has to divide both")
     with pytest.raises(ValueError, match="there is no ready plan for a Unknown; write one"):
@@ -166,6 +205,66 @@ def test_ready_plans_of_multilayer_perceptrons() -> None:
     assert plan == {"0": Column(), "2": Row(), "4": Column(), "6": Row()}
     assert plan_for(dure.models.TwoNN()) == {"layers.1": Column(), "layers.3": Row()}
     assert plan_for(transformer())["output"] == Output()
+
+
+def test_pairs_are_where_layers_stand() -> None:
+    """Layers that stand in several places are seen in each; a linear one would end a pair and begin one."""
+    again, softmax = nn.Linear(6, 6), nn.Softmax(-1)
+    several = {
+        "a linear layer twice": nn.Sequential(again, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), again),
+        "a softmax twice": nn.Sequential(softmax, nn.Linear(6, 8), softmax, nn.Linear(8, 4)),
+        "another forward": Branched(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)),
+    }
+    for what, model in several.items():
+        with pytest.raises(ValueError, match=r"there is no (pair|ready plan)"):
+            pytest.fail(f"{what}: {plan_for(model)}")
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(6, 8), relu, nn.Linear(8, 4), relu, nn.Linear(4, 6), relu, nn.Linear(6, 2))
+    assert plan_for(model) == {"0": Column(), "2": Row(), "4": Column(), "6": Row()}
+
+
+class Repeated(nn.Module):
+    """One block under two names, whose input enters once for two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.ModuleDict({"one": nn.Linear(6, 8), "two": nn.Linear(6, 8), "back": nn.Linear(8, 6)})
+        self.blocks = nn.ModuleList([Gated(block)] * 2)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        for block in self.blocks:
+            tensor = tensor + block(tensor)
+        return tensor
+
+
+class Gated(nn.Module):
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        gate, value = (self.layers[name](tensor) for name in ("one", "two"))
+        back: Tensor = self.layers["back"](torch.sigmoid(gate) * value)
+        return back
+
+
+def repeated(group: Group) -> float:
+    torch.manual_seed(1)
+    alone = Repeated().double()
+    model = copy.deepcopy(alone)
+    part = Column(enters=False)
+    names = {"one": part, "two": part, "back": Row()}
+    plan: dict[str, Any] = {f"blocks.*.layers.{name}": kind for name, kind in names.items()}
+    parallelize(model, {"blocks.*": Enter(), **plan}, group)
+    inputs = [torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6).requires_grad_() for _ in range(2)]
+    for each, given in zip((alone, model), inputs, strict=True):
+        each(given).square().sum().backward()
+    return float((inputs[0].grad - inputs[1].grad).abs().max())  # type: ignore[operator]
+
+
+def test_a_block_of_two_names_is_changed_once() -> None:
+    for rows in at_all_degrees(repeated).values():
+        assert max(rows) < 1e-12, rows
 
 
 def dropped(group: Group) -> None:

@@ -60,15 +60,30 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
     return starts
 
 
+def kinds_of(trace: Trace) -> list[tuple[str, list[str]]]:
+    """What each operation is, and the parameters and buffers that it uses: where these are alike, so are two traces."""
+    return [
+        (str(node.target), [trace.names[source] for source in trace.attributes(node) if source in trace.names])
+        for node in trace.moving
+    ]
+
+
 class CutModel:
-    """`model` in `stages` stages. sample: inputs of so many examples.
+    """`model` in `stages` stages. sample: inputs of so many examples; test: those of evaluation, by default the same.
 
     starts: where stages 1 … begin; None is not decided yet (`decide`).
     """
 
-    def __init__(self, model: nn.Module, sample: Callable[[int], Any], stages: int, examples: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Callable[[int], Any],
+        stages: int,
+        examples: int,
+        test: Callable[[int], Any] | None = None,
+    ) -> None:
         self.model, self.stages, self.examples = model, stages, examples
-        self._sample = sample
+        self._sample, self._test = sample, test or sample
         self._traces: dict[tuple[int, bool], Trace] = {}
         self._homes: dict[tuple[int, bool], dict[fx.Node, int]] = {}
         self._programs: dict[tuple[int, int, bool], Program] = {}
@@ -79,7 +94,7 @@ class CutModel:
         key = (examples, training)
         if key not in self._traces:
             before, mode = generators_state(), self.model.training
-            inputs = self._sample(examples)
+            inputs = (self._sample if training else self._test)(examples)
             self.model.train(training)
             try:
                 # without gradients, layers of torch are one operation each, in other stages' parameters
@@ -105,7 +120,7 @@ class CutModel:
     def decide(self, starts: Sequence[int]) -> None:
         """Cuts there. Raises ValueError where a model cannot be cut so."""
         self.starts = list(starts)
-        self._kinds = [str(node.target) for node in self.reference.moving]
+        self._kinds = kinds_of(self.reference)
         homes = stages_of(self.reference, self.starts)
         check_buffers(self.reference, homes)
         empty = [stage for stage in range(self.stages) if stage not in homes.values()]
@@ -126,7 +141,7 @@ class CutModel:
         key = (examples, training)
         if key not in self._homes:
             trace = self.trace(examples, training)
-            if [str(node.target) for node in trace.moving] == self._kinds:
+            if kinds_of(trace) == self._kinds:
                 self._homes[key] = stages_of(trace, self.starts)
             else:
                 self._homes[key] = stages_by_parameters(trace, self.holders)
@@ -184,7 +199,14 @@ class UncutModel:
     learned: frozenset[str] = frozenset()
     """No stages share a parameter."""
 
-    def __init__(self, model: nn.Module, sample: Callable[[int], Any], stages: int, examples: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Callable[[int], Any],
+        stages: int,
+        examples: int,
+        test: Callable[[int], Any] | None = None,
+    ) -> None:
         self.model, self.stages, self.examples = model, stages, examples
         names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
         self.holders: dict[str, list[int]] = {name: [0] for name in names}

@@ -36,9 +36,9 @@ def totals_of(
     measures = [task.loss, *task.measures.values()]
     sums, counts = [0.0] * len(measures), [0.0] * len(measures)
 
-    def measure(outputs: Any, targets: Any) -> Tensor:
+    def measure(length: int, outputs: Any, targets: Any) -> Tensor:
         for position, measured in enumerate(measures):
-            total, count = sum_and_count(measured(outputs, targets), len(targets))
+            total, count = sum_and_count(measured(outputs, targets), length)
             sums[position] += total
             counts[position] += count
         return torch.zeros(())
@@ -46,12 +46,12 @@ def totals_of(
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     stream = Stream(0, carried=False)
     mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
-    stages = {stage: _stage(stage, cut, stream, measure) for stage in mine}
     chunks = share.split(max(1, min(BATCH, -(-len(share) // (2 * cut.stages)))))  # type: ignore[no-untyped-call]
     for start in range(0, len(chunks), ROUND):
-        for _, alike in groupby(chunks[start : start + ROUND], len):
+        for length, alike in groupby(chunks[start : start + ROUND], len):
             batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike if len(c)]
             schedule = forward_only(home, len(batches))
+            stages = {stage: _stage(stage, cut, stream, partial(measure, length)) for stage in mine}
             Engine(group.unmetered(), schedule, stages, stream, device).run(0, batches)
     return sums + counts
 

@@ -40,6 +40,8 @@ class Program:
     """Whether it changes values in place: then it works on copies of what it received."""
     written: tuple[str, ...] = ()
     """The buffers that it changes."""
+    shapes: tuple[torch.Size | None, ...] = ()
+    """Of the inputs that it reads, for which alone it holds; empty where it holds for any."""
 
 
 def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
@@ -161,7 +163,8 @@ class _Builder:
         module = fx.GraphModule(self.attributes, graph)
         values = [tuple(trace.value(node) for node in nodes) for nodes in (received, leaving)]
         written = tuple(trace.names[value] for value in changed if value in trace.names)
-        return Program(module, tuple(inputs), values[0], values[1], changes, written)
+        shapes = tuple(getattr(trace.placeholders[index].meta["val"], "shape", None) for index in inputs)
+        return Program(module, tuple(inputs), values[0], values[1], changes, written, shapes)
 
     def _attribute(self, node: fx.Node) -> None:
         target = self.trace.names.get(node, str(node.target))

@@ -126,6 +126,12 @@ class Stage:
 
     def _run(self, program: Program, batch: Microbatch, values: Sequence[Tensor]) -> list[Tensor]:
         inputs = [batch.inputs[index] for index in program.inputs] if program.inputs else []
+        for given, shape in zip(inputs, program.shapes, strict=False):
+            if shape is not None and given.shape != shape:
+                raise ValueError(
+                    f"examples of shape {list(given.shape[1:])} come behind others of {list(shape[1:])}: a model that "
+                    "is cut needs all of one shape"
+                )
         results = program.module(*values, *inputs)
         if not self.last:
             return list(results)

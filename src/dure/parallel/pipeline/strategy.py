@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dure.data.partition import Description
-from dure.parallel.combined import Parallel, ParallelLearner
+from dure.parallel.combined import OWN, Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
 from dure.parallel.pipeline.balance import Balance
+from dure.parallel.pipeline.schedule import Schedule
 from dure.strategy import Kind, Learner, Place
 from dure.task import Task
 
@@ -55,7 +56,9 @@ class Pipeline:
 
     @property
     def label(self) -> str:
-        return f"pipeline {self.schedule}, {self.microbatches} micro-batches"
+        strategy = self.on(1)
+        own = Schedule.parse(self.schedule).name if OWN in self.schedule else self.schedule
+        return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
 
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""

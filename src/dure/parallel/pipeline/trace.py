@@ -7,7 +7,8 @@ forward only. So any position in the list is a place where the model can be cut.
 
 Operations that change memory are settled first (`dure.parallel.pipeline.memory`).
 
-A trace holds for the shapes and the mode (training or evaluation) in which it was made.
+A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a model does beside its
+operations is not in it, and refused where that can be seen (`dure.parallel.pipeline.unseen`).
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
     constant   operations without parameters and inputs in their ancestry, such as positions and masks: every stage
@@ -28,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from dure.parallel.pipeline.memory import attribute, changed_by, company, families, inseparable, part_of, settle
+from dure.parallel.pipeline.unseen import unseen
 from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness import generators_state, restore_generators
 
@@ -178,7 +180,7 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with hidden(model) as layers:
+            with hidden(model) as layers, unseen(model) as beside:
                 module = torch.export.export(model, (inputs,), strict=False).module()
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -189,6 +191,8 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         restore_generators(before)
+    if beside:
+        raise ValueError(f"a {type(model).__name__} cannot be cut, for {beside[0]}")
     for node in list(module.graph.nodes):
         if node.op == "call_module":  # checks that inputs have the shapes of the trace, which nobody else gives
             module.graph.erase_node(node)

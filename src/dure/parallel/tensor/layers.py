@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrize import is_parametrized
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
@@ -49,6 +50,8 @@ from dure.parallel.tensor.rooms import room
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
 
 class _How(NamedTuple):
@@ -203,12 +206,28 @@ def cast(*tensors: Any) -> Any:
 
 
 def is_transposed(linear: nn.Module) -> bool:
-    """Whether a layer stores A, as Hugging Face's Conv1D, and not W = Aᵀ. Raises ValueError if it is not linear."""
-    if type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith("transformers."):
-        return True
-    if isinstance(linear, nn.Linear):
-        return False
-    raise ValueError(f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D")
+    """Whether a layer stores A, as Hugging Face's Conv1D, and not W = Aᵀ.
+
+    Raises ValueError if it is not linear, or does more than such a layer.
+    """
+    transposed = type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith("transformers.")
+    if not transposed and not isinstance(linear, nn.Linear):
+        raise ValueError(f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D")
+    check_plain(linear, type(linear) if transposed else nn.Linear)
+    return transposed
+
+
+def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Raises ValueError if a module does more than one of `kind`, which a divided one would leave out."""
+    more = None
+    if type(module).forward is not kind.forward:
+        more = "a forward of its own"
+    elif is_parametrized(module):
+        more = "a parametrization, as of weight_norm"
+    elif any(getattr(module, f"_{hooks}") for hooks in HOOKS):
+        more = "hooks, as of pruning"
+    if more is not None:
+        raise ValueError(f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not divided")
 
 
 class DividedLinear(Divided):

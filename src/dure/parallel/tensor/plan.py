@@ -295,7 +295,7 @@ def parallelize(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     at = At(group, overlap, Draws(group, device))
     layers: dict[int, Divided] = {}
-    changes: list[Callable[[], None]] = []
+    changes: dict[tuple[int, Change], Callable[[], None]] = {}  # a module that has several names is changed once
     for name, kind in found:
         module = model.get_submodule(name)
         if isinstance(kind, Replacement):
@@ -303,9 +303,9 @@ def parallelize(
                 raise ValueError("a plan divides layers inside a model, and cannot replace the model itself")
             layers.setdefault(id(module), kind.make(name, module, at))
         else:
-            changes.append(kind.change(name, module, at))
+            changes.setdefault((id(module), kind), kind.change(name, module, at))
     _share(model, layers)
-    for change in changes:
+    for change in changes.values():
         change()
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in layers:

@@ -36,8 +36,8 @@ from dure.parallel.tensor.plan import (
 )
 
 ELEMENT_WISE = (
-    *("ReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "LeakyReLU", "ELU", "SELU", "CELU", "ReLU6", "Softplus", "Mish"),
-    *("Hardtanh", "Hardswish", "Hardsigmoid", "LogSigmoid", "Softsign", "Dropout", "Identity"),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.ReLU6, nn.Softplus),
+    *(nn.Mish, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign, nn.Dropout, nn.Identity),
 )
 """What may stand between the two layers of a pair."""
 
@@ -59,7 +59,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
         if llama + kind in kinds:
             return _llama(model, prefix, sequence, gather_scores)
     layers = getattr(model, "layers", None) if "dure.models.TwoNN" in kinds else model
-    if isinstance(layers, nn.Sequential) and not sequence:
+    if isinstance(layers, nn.Sequential) and type(layers).forward is nn.Sequential.forward and not sequence:
         return _pairs(layers, "" if layers is model else "layers.")
     raise ValueError(
         f"there is no ready plan{' with sequence=True' if sequence else ''} for a {type(model).__name__}; write one: "
@@ -139,17 +139,22 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
 
 
 def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
-    """A linear layer whose outputs reach the next one element by element makes a pair with it."""
+    """A linear layer whose outputs reach the next one element by element makes a pair with it.
+
+    One that stands in several places is part of none.
+    """
     plan: dict[str, Kind | tuple[Kind, ...]] = {}
     first: str | None = None
-    for name, layer in layers.named_children():
-        if _is_linear(layer):
+    places = list(layers._modules.items())
+    for name, layer in places:
+        once = sum(layer is other for _, other in places) == 1
+        if layer is not None and once and _is_linear(layer):
             if first is not None:
                 plan[prefix + first], plan[prefix + name] = Column(), Row()
                 first = None
             else:
                 first = name
-        elif type(layer).__name__ not in ELEMENT_WISE:
+        elif type(layer) not in ELEMENT_WISE:
             first = None
     if not plan:
         raise ValueError(

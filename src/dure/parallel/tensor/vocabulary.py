@@ -31,7 +31,7 @@ from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import leave, leave_sequence, reduced_in_place
-from dure.parallel.tensor.layers import ColumnParallel, Divided
+from dure.parallel.tensor.layers import ColumnParallel, Divided, check_plain
 from dure.parallel.tensor.rooms import room
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class VocabularyEmbedding(Divided):
         """Of an nn.Embedding, the same on all ranks. Raises ValueError for what cannot be divided."""
         if not isinstance(embedding, nn.Embedding):
             raise ValueError(f"{name} is a {type(embedding).__name__}: only an nn.Embedding is divided by its rows")
+        check_plain(embedding, nn.Embedding)
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has not")
         return cls(embedding.weight, process_group, padding_idx=embedding.padding_idx, sequence=sequence)
