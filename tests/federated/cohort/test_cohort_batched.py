@@ -209,6 +209,27 @@ def hooked() -> nn.Module:
     return model
 
 
+def watched(how: str):
+    def made() -> nn.Module:
+        model = network()
+        getattr(model[0].weight, how)(lambda *given: None)
+        return model
+
+    return made
+
+
+def clipped(parameters) -> torch.optim.Optimizer:
+    optimizer = SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *given: None)
+    return optimizer
+
+
+def looked_back() -> nn.Module:
+    model = network()
+    model[0].register_full_backward_pre_hook(lambda module, gradient: (2 * gradient[0],))
+    return model
+
+
 def double(make):
     return lambda: make().double()
 
@@ -233,6 +254,10 @@ def double(make):
         ({"model": frozen}, "some parameters are not trained"),
         ({"model": parametrized}, "is not a layer that is known here"),
         ({"model": hooked}, "the model has hooks"),
+        ({"model": looked_back}, "the model has hooks"),
+        ({"model": watched("register_hook")}, "some parameters have hooks"),
+        ({"model": watched("register_post_accumulate_grad_hook")}, "some parameters have hooks"),
+        ({"optimizer": clipped}, "the optimizer has hooks"),
         ({"model": nn.Identity}, "the model has no parameters"),
         ({"train": (torch.randn(9, 6).double(), torch.tensor([0] * 8 + [3]))}, "some targets are no class"),
         ({"train": (torch.randn(9, 6), torch.zeros(9).long())}, "the inputs are torch.float32"),

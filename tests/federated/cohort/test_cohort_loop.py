@@ -49,6 +49,55 @@ def test_the_bits_are_those_of_a_plain_loop_whatever_came_before(optimizer, smal
     assert same(results(made, jobs[:1]), results(made, jobs[:1]))
 
 
+def clips(kind):
+    """Each parameter's gradient is clipped before a step, from the second step of a client on."""
+
+    def made(parameters):
+        parameters = list(parameters)
+        optimizer = kind(parameters, lr=0.3)
+        seen: list[int] = []
+
+        def hook(*given):
+            if seen:
+                for parameter in parameters:
+                    nn.utils.clip_grad_norm_([parameter], 0.01)
+            seen.append(1)
+
+        optimizer.register_step_pre_hook(hook)
+        return optimizer
+
+    return made
+
+
+def doubled(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(2)
+
+
+def clamped() -> nn.Module:
+    model = network()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        parameter.register_post_accumulate_grad_hook(doubled)
+    return model
+
+
+MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"optimizer": clips(kind)} for kind in (torch.optim.SGD, MOMENTUM, torch.optim.Adam)),
+        *({"optimizer": partial(kind, lr=0.3), "model": clamped} for kind in (torch.optim.SGD, MOMENTUM)),
+    ],
+)
+def test_hooks_are_honoured_and_nothing_of_theirs_goes_from_client_to_client(changes):
+    jobs = jobs_of([6, 13, 9], [4, 6, 3], weights_of())
+    made = engine(**changes)
+    for job, trained in zip(jobs, made.train(jobs), strict=True):
+        assert torch.equal(trained.delta[0], plain(made.task, job, 4, 3)[0])
+
+
 @given(st.integers(1, 20), st.none() | st.integers(1, 12), st.integers(0, 9), st.integers(1, 9))
 def test_the_bits_are_those_of_a_plain_loop_for_any_sizes(n, batch_size, first, steps):
     (job,) = jobs_of([n], [steps], weights_of(), first_step=first)
@@ -92,6 +141,16 @@ def test_dropout_and_buffers_depend_on_the_client_and_the_round_alone():
         assert same([first[who]], [second[who]])
         assert all(map(torch.equal, first[who].buffers, second[who].buffers))
     assert not same([first[0, 0]], [first[1, 0]])
+
+
+def test_dropout_is_drawn_anew_where_the_same_weights_are_trained_again():
+    made, weights, buffers = engine(model=noisy), weights_of(noisy), list(noisy().buffers())
+    first, again, other = (
+        results(made, jobs_of([20], [3], weights, buffers=buffers, round=round, turn=turn))
+        for round, turn in ((2, 5), (3, 5), (2, 6))
+    )
+    assert same(first, again)
+    assert not same(first, other)
 
 
 def test_what_is_given_is_not_changed_and_what_is_returned_is_nobody_s_else():

@@ -62,7 +62,7 @@ def test_the_bits_are_those_of_one_process(processes, workers, chunk):
 
 
 def test_buffers_and_draws_are_those_of_one_process(processes):
-    jobs = jobs_of([8, 8, 12], [3, 2, 4], weights_of(noisy), buffers=list(noisy().buffers()))
+    jobs = jobs_of([8, 8, 12], [3, 2, 4], weights_of(noisy), buffers=list(noisy().buffers()), turn=7)
     alone, divided = results(loop(model=noisy), jobs), results(processes(loop(model=noisy), model=noisy), jobs)
     assert same(divided, alone)
     assert all(map(torch.equal, [b for t in divided for b in t.buffers], [b for t in alone for b in t.buffers]))

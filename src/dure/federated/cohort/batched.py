@@ -28,7 +28,7 @@ from dure.federated.cohort.memory import Memory
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.plan import Step, plan
 from dure.federated.cohort.program import Program, program_of
-from dure.federated.cohort.sgd import SGD, CannotBatchError, sgd_of
+from dure.federated.cohort.sgd import SGD, CannotBatchError, Weights, sgd_of
 from dure.task import Task
 
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
@@ -100,19 +100,17 @@ class BatchedEngine:
         made = plan(jobs, self.batch_size, self.seed)
         start, constant = self._begin([jobs[which] for which in made.by_steps])
         deltas = self.memory.take(len(jobs), start)
-        fresh = self.together and len(start) == 1
-        if not fresh:
-            deltas.copy_(start)
-        self._load(deltas, start, constant, jobs[0].mu, fresh)
+        shares = self.together and len(start) == 1
+        once = shares and len(made.steps) == 1 and not self.rule.momentum
+        for weights, begin, end in self._parameters():
+            part = None if constant is None else constant[:, begin:end]
+            only = deltas[:, begin:end] if once else None
+            weights.load(start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, only)
         losses = torch.zeros(len(made.steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         for at, step in enumerate(made.steps):
-            if at == 1 and fresh:
-                self._go_on(deltas[: len(step.sizes)], start)
             losses[at, : len(step.sizes)] = self._step(step, at == 0)
-        if not fresh:
-            deltas -= start
-        elif len(made.steps) > 1:
-            deltas[: len(made.steps[1].sizes)] -= start
+        if not once:
+            self._subtract(start, deltas)
         finite = bool((deltas.sum() + losses.sum()).isfinite())
         values, rows = losses.T.tolist(), deltas.to(jobs[0].weights[0].device).unbind(0)
         trained: list[Trained] = [_NOTHING] * len(jobs)
@@ -144,17 +142,6 @@ class BatchedEngine:
             constant = correction if constant is None else constant + correction
         return start, constant
 
-    def _load(self, values: Tensor, start: Tensor, constant: Tensor | None, mu: float, fresh: bool) -> None:
-        for weights, begin, end in zip(self.program.weights, self.offsets, self.offsets[1:], strict=False):
-            part = None if constant is None else constant[:, begin:end]
-            weights.load(values[:, begin:end], start[:, begin:end], self.rule, mu, part, fresh)
-
-    def _go_on(self, values: Tensor, start: Tensor) -> None:
-        """After a first step that was shared: weights of their own for the clients that have another."""
-        values += start
-        for weights in self.program.weights:
-            weights.fresh = False
-
     def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
         """(C, d), or (1, d) if all are one tensor."""
         tensors = [value[0] for value in values]
@@ -168,6 +155,16 @@ class BatchedEngine:
         targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)
         shares = step.shares.to(self.device, self.inputs.dtype)
         return self.program.step(inputs, targets, step.sizes, shares, first)
+
+    def _subtract(self, start: Tensor, deltas: Tensor) -> None:
+        """deltas, (C, d): what the weights are now less `start`."""
+        for weights, begin, end in self._parameters():
+            shape, before = weights.values.shape, start[:, begin:end].view(-1, *weights.shape)
+            torch.sub(weights.values, before, out=deltas[:, begin:end].view(shape))
+
+    def _parameters(self) -> Iterator[tuple[Weights, int, int]]:
+        """Each, and where it lies in flat weights."""
+        return zip(self.program.weights, self.offsets, self.offsets[1:], strict=False)
 
 
 def cohorts(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from torch import nn
@@ -24,7 +25,11 @@ from dure.errors import DureError
 from dure.federated.cohort.batched import BatchedEngine, batched_engine
 from dure.federated.cohort.job import Engine, Job
 from dure.federated.cohort.loop import LoopEngine
+from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.processes import ProcessesEngine, forks_here
+from dure.federated.cohort.program import program_of
+from dure.federated.cohort.sgd import CannotBatchError, sgd_of
+from dure.strategy import examples_for, seeded_model
 from dure.task import Task
 from dure.threads import flops_per_step
 
@@ -68,13 +73,49 @@ def engine_for(
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
-    if wanted not in ("auto", *NAMES):
-        raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
+    _check_name(wanted)
     workers = processes if processes is not None else len(os.sched_getaffinity(0))
     asked_for_loop = wanted.startswith("loop")
     batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together)
     made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers, processes)
     return _auto(made) if wanted == "auto" else made.wanted(wanted)
+
+
+def check_engine(task: Task, wanted: str) -> None:
+    """Raises ValueError, with the reason, if the engine that is asked for by name cannot compute the task here. What
+    only the jobs can tell is said when they come. Cost: for `batched` a model, an optimizer and one step."""
+    _check_name(wanted)
+    if wanted.startswith("batched"):
+        reason = _reason(task)
+        if reason is not None:
+            raise _cannot(wanted, reason)
+
+
+def _check_name(wanted: str) -> None:
+    if wanted not in ("auto", *NAMES):
+        raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
+    if wanted.endswith("processes") and not forks_here():
+        raise ValueError(f"the engine {wanted} needs forked processes, which a GPU or this system does not allow")
+    if wanted.endswith("ray") and find_spec("ray") is None:
+        raise ValueError(f'the engine {wanted} needs the extra: pip install "dure[ray]"')
+
+
+def _reason(task: Task) -> str | None:
+    """Why many clients at once cannot be computed."""
+    try:
+        model = seeded_model(task, 0)
+        parameters = list(model.parameters())
+        program_of(task, model, examples_for(model, task)[0])
+        sgd_of(optimizer_of(task, parameters), parameters)
+    except CannotBatchError as reason:
+        return str(reason)
+    except Exception:
+        return None  # an error of the user's own code is said when a client meets it
+    return None
+
+
+def _cannot(wanted: str, reason: str) -> ValueError:
+    return ValueError(f"the engine {wanted} cannot compute this: {reason}; take loop or auto")
 
 
 @dataclass
@@ -92,14 +133,12 @@ class _Made:
         inner: LoopEngine | BatchedEngine = self.loop
         if name.startswith("batched"):
             if isinstance(self.batched, str):
-                raise ValueError(f"the engine {name} cannot compute this: {self.batched}; take loop or auto")
+                raise _cannot(name, self.batched)
             inner = self.batched
         if name.endswith("ray"):
             return self.on_ray(inner)
         if not name.endswith("processes"):
             return inner
-        if not forks_here():
-            raise ValueError(f"the engine {name} needs forked processes, which a GPU or this system does not allow")
         return self.divided(inner)
 
     def on_ray(self, inner: LoopEngine | BatchedEngine) -> Engine:

@@ -17,7 +17,8 @@ class Job:
         g <- g + mu (w - anchor) + correction                  where they are given
         w <- optimizer step with g, from w = weights
 
-    client: its number, from which its draws are derived. round: of the weights. indices: its examples, in the task's
+    client: its number, from which its draws are derived. round: of the weights. turn: from which its draws are derived
+    too; the round where it is not given. indices: its examples, in the task's
     training data. weights, anchor, correction: one flat tensor a dtype (`dure.flat`), shared and never changed;
     anchor None is `weights`. buffers: the model's buffers, in its own order. first_step counts on over the client's
     rounds, so that batches go on where they stopped (`Batches(len(indices), batch_size, seed, client).at(step)`).
@@ -33,6 +34,11 @@ class Job:
     mu: float = 0.0
     anchor: Sequence[Tensor] | None = None
     correction: Sequence[Tensor] | None = None
+    turn: int = -1
+
+    def __post_init__(self) -> None:
+        if self.turn < 0:
+            object.__setattr__(self, "turn", self.round)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Engine(Protocol):
     name: str
     why: str
     """In a line, why it is this engine that computes; empty where it was asked for."""
+    cohort: int
+    """How many jobs it likes to have at once; more are no faster a job."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Does the jobs and gives the results in their order, a few at a time: never more than a cohort in memory."""

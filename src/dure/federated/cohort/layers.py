@@ -1,7 +1,7 @@
 """Layers of many clients at once, forward and backward by hand.
 
 Values have the shape (A, B, ...): A clients with B examples each. A layer with parameters has one for each client,
-W (A, out, in), so that A products of matrices are one call, or one product where they share it (`Weights.fresh`):
+W (A, out, in), so that A products of matrices are one call, or one product where they share it:
 
     forward     Y_a = X_a W_a^T + b_a
     backward    dX_a = dY_a W_a,   then   W_a <- W_a - lr dY_a^T X_a   (`dure.federated.cohort.sgd`)
@@ -49,16 +49,16 @@ class Linear:
         self.x = x
         weight = self.weight.begin(len(x))
         bias = None if self.bias is None else self.bias.begin(len(x))
-        if self.weight.fresh:
-            return F.linear(x, weight[0], None if bias is None else bias[0])
+        if self.weight.shared is not None:
+            return F.linear(x, self.weight.shared, None if self.bias is None else self.bias.shared)
         if bias is None:
             return torch.bmm(x, weight.transpose(1, 2))
         return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        before = g
+        before, shared = g, self.weight.shared
         if needs_input:
-            before = torch.matmul(g, self.weight.now[0]) if self.weight.fresh else torch.bmm(g, self.weight.now)
+            before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
         self.weight.product(g.transpose(1, 2), self.x)
         if self.bias is not None:
             self.bias.sum(g.sum(1))

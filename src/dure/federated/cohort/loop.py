@@ -7,7 +7,7 @@ between rounds: momentum starts from zero.
 Where the optimizer computes each element by itself (SGD, Adam and others of torch's), a small model's gradients are
 copied into one flat buffer, and the optimizer has one parameter instead of many: the same bits from a few calls.
 Large models are not copied: there the calls are cheap beside the memory that a copy moves. Nor are those of plain SGD,
-which is one call anyway (`optimizers`).
+which is one call anyway (`optimizers`), nor those of an optimizer with hooks, which see the parameters as they are.
 
 Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
 """
@@ -25,7 +25,7 @@ from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
 from dure.federated.cohort.job import Job, Trained
-from dure.federated.cohort.optimizers import PlainSGD, is_plain, optimizer_of
+from dure.federated.cohort.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.cohort.plan import batches
 from dure.flat import FlatParameters, by_dtype, views_of
 from dure.randomness import seed_generators
@@ -54,6 +54,7 @@ class LoopEngine:
     """
 
     name = "loop"
+    cohort = 1
 
     def __init__(self, task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int) -> None:
         self.task, self.model, self.examples, self.batch_size, self.seed = task, model, examples, batch_size, seed
@@ -102,7 +103,7 @@ class LoopEngine:
                 buffer.copy_(value)
 
     def _steps(self, job: Job, order: Tensor, sizes: Sequence[int], losses: list[Tensor]) -> None:
-        seed_generators(self.seed, "client", job.round, job.client, everything=self.examples.draws)
+        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         step = self.updates.begin(job)
         for batch in torch.split(order, list(sizes)):
@@ -214,6 +215,7 @@ def _flat_updates(task: Task, parameters: Sequence[nn.Parameter], flat: FlatPara
     alone = optimizer_of(task, [whole])
     if (
         is_plain(given)
+        or listened(given)
         or type(given) not in _BY_ELEMENT
         or type(alone) is not type(given)
         or len(given.param_groups) != 1
@@ -235,7 +237,7 @@ class _Fresh:
         self.before: list[dict[str, Any]] = []
         made = self.make()
         self.plain = PlainSGD(made) if is_plain(made) else None
-        if type(made) in _BY_ELEMENT:
+        if type(made) in _BY_ELEMENT and not listened(made):  # a hook may keep something
             groups = [settings(group) for group in made.param_groups]
             if not any(isinstance(value, Tensor) for group in groups for value in group.values()):
                 self.reused, self.before = made, groups

@@ -72,4 +72,5 @@ def _plain(module: nn.Module) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to the module's calls."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    forward, backward = (module._forward_hooks, module._forward_pre_hooks), module._backward_hooks
+    return bool(any(forward) or backward or module._backward_pre_hooks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from dure.data.batches import Batches
 from dure.data.examples import Examples
+from dure.errors import DureError
 from dure.federated.cohort.job import Job, Trained
-from dure.federated.cohort.loop import not_finite
+from dure.federated.cohort.loop import failed, not_finite
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.flat import FlatParameters, by_dtype, views_of
 from dure.randomness import seed_generators
@@ -25,6 +27,7 @@ class MetaEngine:
     """alpha: the inner step. hessian_free: whether the second derivative is estimated, or left out."""
 
     name = "meta"
+    cohort = 1
     why = "the only one that computes gradients at an adapted model"
 
     def __init__(
@@ -41,9 +44,14 @@ class MetaEngine:
         self.alpha, self.hessian_free = alpha, hessian_free
         self.flat = FlatParameters(model)
         self.groups = list(by_dtype(model.parameters()).values())
+        self.trained = [parameter for group in self.groups for parameter in group if parameter.requires_grad]
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order."""
+        """The results in the jobs' order, each computed when it is asked for.
+
+        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite, and WorkerFailedError when
+        the user's own code raises.
+        """
         return (self._done(job, self._meta_steps) for job in jobs)
 
     def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
@@ -54,11 +62,19 @@ class MetaEngine:
         """Nothing is open."""
 
     def _done(self, job: Job, steps: Any) -> Trained:
+        try:
+            return self._trained(job, steps)
+        except DureError:
+            raise
+        except Exception as error:
+            raise failed(job, error) from error
+
+    def _trained(self, job: Job, steps: Any) -> Trained:
         self.flat.load(job.weights)
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), job.buffers, strict=True):
                 buffer.copy_(value)
-        seed_generators(self.seed, "client", job.round, job.client, everything=self.examples.draws)
+        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         loss, samples = steps(job, Batches(len(job.indices), self.batch_size, self.seed, job.client))
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
@@ -75,9 +91,9 @@ class MetaEngine:
             loss, gradient = self._meta_gradient(own)
             for group, flat in zip(self.groups, gradient, strict=True):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
-                    parameter.grad = piece
+                    parameter.grad = piece if parameter.requires_grad else None
             optimizer.step()
-            total += loss * len(own[1])
+            total += _finite(loss, job, step) * len(own[1])
             samples += len(own[1])
         return total, samples
 
@@ -87,7 +103,7 @@ class MetaEngine:
             batch = job.indices[batches.at(step)]
             loss, gradient = self._gradient(batch)
             self._move(gradient, -self.alpha)
-            total, samples = total + loss * len(batch), samples + len(batch)
+            total, samples = total + _finite(loss, job, step) * len(batch), samples + len(batch)
         return total, samples
 
     def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
@@ -116,14 +132,24 @@ class MetaEngine:
         return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
 
     def _gradient(self, indices: Tensor) -> tuple[float, list[Tensor]]:
-        """(loss, gradient) of a batch at the weights as they are, flat."""
+        """(loss, gradient) of a batch at the weights as they are, flat; 0 for parameters that are not trained."""
         inputs, targets = self.examples.batch(indices)
         loss = self.task.loss(self.model(inputs), targets)
-        flat = [parameter for group in self.groups for parameter in group]
-        gradients = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
-        return float(loss.detach()), [torch.cat([next(gradients).reshape(-1) for _ in group]) for group in self.groups]
+        found = iter(torch.autograd.grad(loss, self.trained, materialize_grads=True))
+        gradient = [
+            torch.cat([(next(found) if each.requires_grad else torch.zeros_like(each)).reshape(-1) for each in group])
+            for group in self.groups
+        ]
+        return float(loss.detach()), gradient
 
     @torch.no_grad()
     def _move(self, direction: Sequence[Tensor], by: float) -> None:
         for weights, moved in zip(self.flat.buffers, direction, strict=True):
             weights.add_(moved, alpha=by)
+
+
+def _finite(loss: float, job: Job, step: int) -> float:
+    """The loss of a step. Raises LossNotFiniteError, which names the client, if it is NaN or infinite."""
+    if not math.isfinite(loss):
+        raise not_finite(job, loss, step - job.first_step)
+    return loss

@@ -91,6 +91,7 @@ class RayEngine:
         actor = self.ray.remote(num_cpus=1)(Actor)
         self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
         self.chunk = max(1, cohort)
+        self.cohort = count * self.chunk
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order. Raises what a client raised, and WorkerFailedError for an actor that died."""

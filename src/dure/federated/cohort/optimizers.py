@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dure.compiler import left_out
 from dure.task import Task
@@ -17,7 +18,7 @@ from dure.task import Task
 
 def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """What the task makes of the parameters."""
-    with left_out(Optimizer.add_param_group):
+    with left_out():
         return task.optimizer(parameters)
 
 
@@ -46,7 +47,13 @@ def is_plain(optimizer: Optimizer) -> bool:
     """Whether the optimizer is SGD with nothing but a learning rate, and nobody listens to it."""
     if type(optimizer) is not torch.optim.SGD:
         return False
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     extras = ("momentum", "weight_decay", "maximize", "fused", "differentiable")
     plain = not any(group.get(extra) for group in optimizer.param_groups for extra in extras)
-    return plain and not hooks and not any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    tensors = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    return plain and not tensors and not listened(optimizer)
+
+
+def listened(optimizer: Optimizer) -> bool:
+    """Whether somebody listens to the optimizer's steps, or to those of all: a hook may change gradients."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -141,6 +141,7 @@ class _Note:
     steps: int
     mu: float
     places: tuple[int, int | None, int | None]
+    turn: int
 
 
 class ProcessesEngine:
@@ -151,6 +152,7 @@ class ProcessesEngine:
 
     def __init__(self, inner: Engine, model: nn.Module, workers: int, chunk: int = 1) -> None:
         self.inner, self.workers, self.chunk = inner, workers, chunk
+        self.cohort = workers * chunk
         self.name = f"{inner.name}-processes"
         self.why = ""
         self.layout = Layout.of(model)
@@ -253,7 +255,9 @@ def _note(job: Job, slots: _Slots, needed: set[int]) -> _Note:
     )
     places = (weights, anchor, correction)
     buffers = list(job.buffers)
-    return _Note(job.client, job.round, job.indices.numpy(), buffers, job.first_step, job.steps, job.mu, places)
+    return _Note(
+        *(job.client, job.round, job.indices.numpy(), buffers, job.first_step, job.steps, job.mu, places, job.turn)
+    )
 
 
 def _end(children: list[_Worker], pipe: list[int], owner: int) -> None:
@@ -335,6 +339,7 @@ def _job(note: _Note, sets: Sequence[list[Tensor]]) -> Job:
         note.mu,
         anchor,
         correction,
+        note.turn,
     )
 
 

@@ -1,9 +1,10 @@
 """A model as a chain of layers that `dure.federated.cohort.layers` can compute for many clients.
 
 `torch.fx` runs the model's forward once on symbols and writes down the calls. Each call must use the result of the one
-before and nothing else; which calls are known is the table `_Reader`. Whether the chain is the model is then tried: on
-a few examples it must give the model's own gradient. So a hook, a parametrisation or an overridden method that the
-table does not see cannot make a wrong result, only a refusal.
+before and nothing else; which calls are known is the table `_Reader`. Hooks of modules and of parameters are refused
+(those of the optimizer are in `sgd_of`). Whether the chain is the model is then tried: on a few examples it must give
+the model's own gradient, so that an overridden method or a parametrisation that the table does not see is refused where
+it changes that.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ class Program:
         for at in range(len(self.chain) - 1, self.first - 1, -1):
             gradient = self.chain[at].backward(gradient, at > self.first)
         for weights in self.weights:
-            if weights.unfinished:
-                weights.finish(first)
+            weights.finish(first)
         return losses
 
 
@@ -91,6 +91,8 @@ def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examp
         raise CannotBatchError(f"the inputs are {examples.inputs.dtype}, the parameters {parameters[0].dtype}")
     if any(hooked(module) for module in model.modules()):
         raise CannotBatchError("the model has hooks")
+    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
+        raise CannotBatchError("some parameters have hooks")
 
 
 @torch.no_grad()
@@ -107,22 +109,21 @@ def _try(
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):
         raise CannotBatchError("the model's outputs are not one tensor with a row an example")
     _check_targets(program.loss, outputs, examples.targets)
-    shares = torch.full((1, len(some)), 1 / len(some), dtype=inputs.dtype, device=device)
+    shares_of_rows = torch.full((1, len(some)), 1 / len(some), dtype=inputs.dtype, device=device)
     eps = torch.finfo(inputs.dtype).eps
-    for fresh in (True, False):
+    for shares in (True, False):
         for weights, parameter in zip(program.weights, parameters, strict=True):
-            start = parameter.reshape(1, -1)
-            weights.load(start.clone(), start, SGD(1.0), fresh=fresh)
+            weights.load(parameter.reshape(1, -1), 1, SGD(1.0), shares=shares)
         try:
-            program.step(inputs.unsqueeze(0), targets.unsqueeze(0), [len(some)], shares, True)
+            program.step(inputs.unsqueeze(0), targets.unsqueeze(0), [len(some)], shares_of_rows, True)
         except (RuntimeError, ValueError) as error:
             raise CannotBatchError(
                 f"a layer has inputs of another shape than usual: {str(error).splitlines()[0]}"
             ) from error
         for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
-            moved = weights.values[0] if fresh else weights.values[0] - parameter
+            off = (parameter - weights.values[0] - gradient).abs().max()
             rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
-            if not bool((moved + gradient).abs().max() <= rounding):
+            if not bool(off <= rounding):
                 raise CannotBatchError("the model computes something else than its layers say")
 
 

@@ -14,11 +14,14 @@ one pass over the weights instead of three. That is torch.optim.SGD in another o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from dure.federated.cohort.optimizers import listened
 
 
 class CannotBatchError(Exception):
@@ -42,6 +45,8 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
         raise CannotBatchError(f"the optimizer is {type(optimizer).__name__}, not SGD")
     if len(optimizer.param_groups) != 1:
         raise CannotBatchError("the optimizer has several groups of parameters")
+    if listened(optimizer):
+        raise CannotBatchError("the optimizer has hooks")
     group = optimizer.param_groups[0]
     if {id(each) for each in group["params"]} != {id(each) for each in parameters}:
         raise CannotBatchError("the optimizer leaves parameters out")
@@ -50,82 +55,94 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
     return SGD(*(group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")))
 
 
-class Weights:
-    """One parameter of all clients of a cohort. values: (C, *shape); the first `active` of them are at work.
+LINE = 64
+"""Bytes. A client's part of a parameter begins there: a product that is added to memory off the lines of the cache
+takes four times as long."""
 
-    Clients that all begin at the same weights need no copy of them for their first step (`fresh`): they compute with
-    the weights that they share, and `values` takes what the step adds to them.
-    """
+
+class Weights:
+    """One parameter of all clients of a cohort. values: (C, *shape); the first `active` of them are at work."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape, self.rule = shape, SGD(0.0)
-        self.values = self.now = self._active = self._start = torch.empty(0)
+        self.values = self.now = torch.empty(0)
         self._gradient = self._velocity = torch.empty(0)
         self._constant: Tensor | None = None
         self._pull = 0.0
-        self.fresh = False
+        self.shared: Tensor | None = None
+        """The weights that all clients have in this step, as in their first; None where each has its own."""
+        self._only: Tensor | None = None
+        """Where the change goes that a shared step makes, if there is no other; the weights are then never written."""
 
     def load(
         self,
-        values: Tensor,
         start: Tensor,
+        clients: int,
         rule: SGD,
         pull: float = 0.0,
         constant: Tensor | None = None,
-        fresh: bool = False,
+        shares: bool = False,
+        only: Tensor | None = None,
     ) -> None:
-        """Begins a cohort at the weights `start`, (C, n) or (1, n), which `values`, (C, n), has already if not fresh.
+        """Begins a cohort at the weights `start`, (C, n) or (1, n).
 
         To each gradient is added pull · w, and `constant`, (C, n) or (1, n): mu (w - anchor) + correction is
-        pull = mu, constant = correction - mu anchor.
+        pull = mu, constant = correction - mu anchor. shares: all begin at `start` and compute their first step with it:
+        one large product in place of many small ones. only: (C, n), which takes the change if that is the only step.
         """
-        self.values, self._start, self.fresh = values.view(-1, *self.shape), start.view(-1, *self.shape), fresh
-        if rule.momentum and self._gradient.shape != self.values.shape:
-            self._gradient, self._velocity = (values.new_empty(self.values.shape) for _ in range(2))
         self.rule, self._pull = rule, pull + rule.weight_decay
+        start = start.view(-1, *self.shape)
         self._constant = None if constant is None else constant.view(-1, *self.shape)
+        self.shared = start[0] if shares else None
+        self._only = None if only is None else only.view(clients, *self.shape)
+        if only is not None:
+            return
+        if len(self.values) != clients:
+            self.values = _on_lines(start, clients, self.shape)
+        if rule.momentum and self._gradient.shape != self.values.shape:
+            self._gradient, self._velocity = (start.new_empty(self.values.shape) for _ in range(2))
+        self.values.copy_(start)
 
     def begin(self, active: int) -> Tensor:
-        """The weights of the clients that are at work in this step, (A, *shape); one in A places where it is fresh."""
-        self._active = self.values[:active]
-        self.now = self._start.expand(active, *self.shape) if self.fresh else self._active
+        """The weights of the clients that are at work in this step, (A, *shape)."""
+        if self._only is not None and self.shared is not None:
+            self.now = self.shared.expand(active, *self.shape)
+        else:
+            self.now = self.values[:active]
         return self.now
 
     def product(self, left: Tensor, right: Tensor) -> None:
         """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
-        matrix = (len(left), left.shape[1], right.shape[2])
-        if self.rule.momentum:
-            torch.bmm(left, right, out=self._gradient[: len(left)].view(matrix))
+        matrix, lr = (len(self.now), left.shape[1], right.shape[2]), self.rule.lr
+        if self._only is not None:
+            self._only.view(matrix).baddbmm_(left, right, beta=0, alpha=-lr)
+        elif self.rule.momentum:
+            torch.bmm(left, right, out=self._gradient[: len(self.now)].view(matrix))
         else:
-            lr = self.rule.lr
-            kept = 0.0 if self.fresh else 1 - lr * self._pull
-            self._active.view(matrix).baddbmm_(left, right, beta=kept, alpha=-lr)
+            self.now.view(matrix).baddbmm_(left, right, beta=1 - lr * self._pull, alpha=-lr)
 
     def sum(self, gradient: Tensor) -> None:
         """The gradient is `gradient`."""
-        if self.rule.momentum:
+        if self._only is not None:
+            torch.mul(gradient, -self.rule.lr, out=self._only)
+        elif self.rule.momentum:
             self._gradient[: len(self.now)] = gradient
-        elif self.fresh:
-            torch.mul(gradient, -self.rule.lr, out=self._active)
         else:
             if self._pull:
                 self.now.mul_(1 - self.rule.lr * self._pull)
             self.now.add_(gradient, alpha=-self.rule.lr)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether a step has more to add than the products."""
-        return self._constant is not None or self.rule.momentum != 0 or (self.fresh and self._pull != 0)
-
     def finish(self, first: bool) -> None:
-        """Ends the step: what is not in the products. first: whether it is the clients' first step."""
+        """Ends the step with what is not in the products. first: whether it is the clients' first step."""
+        self.shared = None
         rule, active = self.rule, len(self.now)
         constant = None if self._constant is None else self._constant[:active]  # (1, n) holds for all
         if not rule.momentum:
+            moved = self.now if self._only is None else self._only
+            if self._only is not None and self._pull:
+                moved.add_(self.now, alpha=-rule.lr * self._pull)
             if constant is not None:
-                self._active.add_(constant, alpha=-rule.lr)
-            if self.fresh and self._pull:
-                self._active.add_(self.now, alpha=-rule.lr * self._pull)
+                moved.add_(constant, alpha=-rule.lr)
             return
         gradient, velocity = self._gradient[:active], self._velocity[:active]
         if self._pull:
@@ -137,7 +154,10 @@ class Weights:
         else:
             velocity.mul_(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
         way = gradient.add_(velocity, alpha=rule.momentum) if rule.nesterov else velocity
-        if self.fresh:
-            torch.mul(way, -rule.lr, out=self._active)
-        else:
-            self.now.add_(way, alpha=-rule.lr)
+        self.now.add_(way, alpha=-rule.lr)
+
+
+def _on_lines(like: Tensor, clients: int, shape: tuple[int, ...]) -> Tensor:
+    """(C, *shape), uninitialised, each client's part on a cache line of its own."""
+    elements, line = math.prod(shape), LINE // like.element_size()
+    return like.new_empty(clients, -(-elements // line) * line)[:, :elements].view(clients, *shape)
