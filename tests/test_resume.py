@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 import dure
+from dure.errors import LossNotFiniteError
 from dure.record.run import RunFolder
 
 TASK_FILE = '''
@@ -100,3 +103,38 @@ def test_a_task_made_in_python_has_to_be_given_again(tmp_path: Path) -> None:
         dure.resume(tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=small_task(), stop=long)
     assert same_bits(resumed, dure.train(small_task(), dure.SingleWorker(8), stop=long))
+
+
+@pytest.mark.parametrize("system", ["fed-avg", "fed-buff"])
+def test_after_a_loss_in_mid_round_that_is_not_finite_a_federation_goes_on_with_the_same_bits(
+    system: str, tmp_path: Path
+) -> None:
+    from small import same_bits, small_task
+
+    left = 0
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal left
+        left -= torch.is_grad_enabled()
+        return F.cross_entropy(outputs, targets) * (1.0 if left >= 0 else float("nan"))
+
+    task = small_task(loss=loss)
+    strategy = {"fed-avg": dure.FedAvg(clients=4), "fed-buff": dure.FedBuff(clients=4, fraction=1.0, buffer=3)}[system]
+    world, stop = dure.Simulated(devices="lognormal:1", engine="loop"), dure.Stop(rounds=12)
+    left = 1_000
+    whole = dure.train(task, strategy, world, stop)
+    newest = 0
+    for steps in (14, 7, 7, 0):  # in the middle of a later round each time, and then at once
+        left = steps
+        with pytest.raises(LossNotFiniteError):
+            dure.train(task, strategy, world, stop, out=tmp_path) if not newest else dure.resume(tmp_path, task=task)
+        (kept,) = (int(path.name) for path in (tmp_path / "checkpoint").iterdir())
+        assert kept > newest or (kept == newest and not steps)
+        newest = kept
+    left = 1_000
+    again = dure.resume(tmp_path, task=task)
+    assert same_bits(whole, again)
+    assert whole.summary["facts"] == again.summary["facts"]
+    assert [(s.samples, s.loss, s.numbers) for s in whole.history.steps] == [
+        (s.samples, s.loss, s.numbers) for s in again.history.steps
+    ]

@@ -157,7 +157,8 @@ class Strategy(Protocol):
 
     It lives in worlds of its `kind`. One that lives in others as well has a class variable `also`, of the kind to its
     label there (`dwellings`), and may have a method `check_in(kind)` that raises ValueError where a field makes no
-    sense in such a world. One whose runs do not repeat themselves to the last bit has `deterministic = False`.
+    sense in such a world; one of clients a method `check_under(task, conditions)` that does so where the conditions do
+    not fit. One whose runs do not repeat themselves to the last bit has `deterministic = False`.
     """
 
     name: ClassVar[str]
@@ -193,6 +194,13 @@ def check_in(strategy: Strategy, kind: Kind) -> None:
     check = getattr(strategy, "check_in", None)
     if check is not None:
         check(kind)
+
+
+def check_under(strategy: Strategy, task: Task, conditions: Conditions) -> None:
+    """Raises ValueError if the conditions of clients do not fit the strategy or the task."""
+    check = getattr(strategy, "check_under", None)
+    if check is not None:
+        check(task, conditions)
 
 
 def seeded_model(task: Task, seed: int) -> nn.Module:

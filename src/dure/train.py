@@ -19,7 +19,17 @@ from dure.fleet.conditions import Conditions
 from dure.record.run import Run, RunFolder
 from dure.stop import Stop
 from dure.strategies import decode_strategy, decode_world, default_world, encode
-from dure.strategy import Kind, Strategy, World, check_in, dwellings, label_in, load_passing_buffers, seeded_model
+from dure.strategy import (
+    Kind,
+    Strategy,
+    World,
+    check_in,
+    check_under,
+    dwellings,
+    label_in,
+    load_passing_buffers,
+    seeded_model,
+)
 from dure.task import Task
 from dure.tasks import load_task
 from dure.worlds.torchrun import Torchrun
@@ -180,6 +190,8 @@ def prepare(
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
     strategy.check(task, world.workers)
     check_in(strategy, world.kind)
+    if isinstance(world, Conditions):
+        check_under(strategy, task, world)
     stop.check(strategy.unit)
     if stop.target:
         measured = {"test_loss", *(f"test_{name}" for name in task.measures)} if task.test is not None else set()

@@ -109,6 +109,13 @@ def test_a_small_alpha_is_skewed_and_a_large_one_is_even():
     assert dominance(1000.0) < 0.15
 
 
+@pytest.mark.parametrize("kind", [Dirichlet, QuantitySkew])
+@pytest.mark.parametrize("alpha", [1e100, 1e307, 1e308, 1.7e308])
+def test_the_largest_alpha_is_even_too(kind, alpha):
+    sizes = kind(alpha).divide(100, 10_000, torch.arange(10_000) % 10).sizes
+    assert sizes.max() - sizes.min() <= 10
+
+
 def test_quantity_skew_keeps_the_label_mixture():
     labels = torch.arange(5000) % 2
     parts = QuantitySkew(0.5).divide(5, 5000, labels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,23 +15,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.errors import LossNotFiniteError, WorkerFailedError
 from dure.federated.algorithm import Start
 from dure.federated.cohort.job import Job
 from dure.federated.cohort.meta import MetaEngine
+from dure.federated.coordinator import Coordinator
 from dure.federated.fed_async import staleness_weight
 from dure.federated.fed_per import PersonalLayers
 from dure.federated.federated import Federated, FederatedLearner
+from dure.federated.messages import Update
 from dure.federated.server_optimizer import ServerOptimizer
 from dure.flat import FlatParameters
-from dure.strategy import Place
-from small import network, small_task
+from dure.strategy import Place, seeded_model
+from small import examples, largest_difference, network, same_bits, small_task
 
 
 def train(strategy: Federated, rounds: int = 3, task: dure.Task | None = None, **world: Any) -> dure.Run:
     return dure.train(task or small_task(), strategy, dure.Simulated(engine="loop", **world), dure.Stop(rounds=rounds))
 
 
-def learner(strategy: Federated, rounds: int, task: dure.Task | None = None) -> FederatedLearner:
+def learner(strategy: Federated, rounds: int, task: dure.Task | None = None, **world: Any) -> FederatedLearner:
     """A learner after so many rounds, to look into."""
     kept: list[FederatedLearner] = []
 
@@ -41,7 +45,7 @@ def learner(strategy: Federated, rounds: int, task: dure.Task | None = None) -> 
             one.advance(0)
         kept.append(one)
 
-    dure.Simulated(engine="loop").run(program, lambda event: None)
+    dure.Simulated(engine="loop", **world).run(program, lambda event: None)
     return kept[0]
 
 
@@ -103,10 +107,61 @@ def test_scaffold_sends_twice_as_much() -> None:
     assert controlled.summary["bytes_sent"] == 2 * plain.summary["bytes_sent"]
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam])
+def in_two_groups(parameters: Any, **second: Any) -> torch.optim.Optimizer:
+    first, *rest = list(parameters)
+    return torch.optim.SGD([{"params": [first]}, {"params": rest, **second}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.SGD, lr=0.1, maximize=True),
+        torch.optim.Adam,
+        partial(in_two_groups, lr=0.01),
+        partial(in_two_groups, momentum=0.9),
+        partial(in_two_groups, weight_decay=0.1),
+    ],
+)
 def test_scaffold_refuses_what_option_ii_is_wrong_for(optimizer: Any) -> None:
     with pytest.raises(ValueError, match="scaffold needs clients with plain SGD"):
         train(dure.Scaffold(clients=2), task=small_task(optimizer=optimizer))
+
+
+def test_scaffold_takes_groups_of_one_rate() -> None:
+    plain, grouped = (
+        train(dure.Scaffold(clients=2), task=small_task(optimizer=optimizer))
+        for optimizer in (partial(torch.optim.SGD, lr=0.1), in_two_groups)
+    )
+    assert largest_difference(plain, grouped) < 1e-12
+
+
+@pytest.mark.parametrize("by_examples", [False, True])
+def test_controls_count_alike_however_updates_count(by_examples: bool) -> None:
+    strategy = dure.Scaffold(clients=5, batch_size=4, partition="quantity-skew:0.5", by_examples=by_examples)
+    one = learner(strategy, 4)
+    (control,) = one.algorithm.state()
+    total = torch.stack([memory[0] for memory in one.clients.memories.values()]).sum(0)
+    assert float((control - total / 5).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(("attack", "sent"), [("sign-flip:3", -3.0), ("large:1e9", None)])
+def test_liars_forge_their_controls_too(monkeypatch: pytest.MonkeyPatch, attack: str, sent: float | None) -> None:
+    arrived: list[Update] = []
+    fold = Coordinator.fold
+    monkeypatch.setattr(Coordinator, "fold", lambda self, update, finite: arrived.append(update) or fold(self, update))
+    strategy = dure.Scaffold(clients=5, batch_size=4)
+    honest, honestly = learner(strategy, 1), list(arrived)
+    arrived.clear()
+    lying = learner(strategy, 1, attack=attack, attackers=2)
+    liars = set(lying.clients.liars(0))
+    assert len(liars) == 2
+    for mine, theirs in zip(arrived, honestly, strict=True):
+        for part in ("delta", "extra"):
+            (got,), (was,) = getattr(mine, part), getattr(theirs, part)
+            expected = was if mine.client not in liars else torch.full_like(was, 1e9) if sent is None else sent * was
+            assert torch.equal(got, expected), part
+    assert not torch.equal(lying.algorithm.state()[0], honest.algorithm.state()[0])
 
 
 # FedProx
@@ -177,6 +232,18 @@ def test_momentum_on_the_server_adds_up() -> None:
         (dure.FedProx(mu=-1.0), "mu is -1.0, but it is 0 or more"),
         (dure.FedAsync(alpha=1.5), "alpha is 1.5, but a share is in"),
         (dure.FedAsync(selection="weighted"), "selection weighted is for rounds, and fed-async has none"),
+        (dure.FedAsync(weighting="poly"), "there is no weighting 'poly'; there are: constant"),  # type: ignore[arg-type]
+        (dure.FedAsync(a=float("nan")), "a, b and rho are numbers of 0 or more"),
+        (dure.FedAsync(b=float("nan"), weighting="hinge"), "a, b and rho are numbers of 0 or more"),
+        (dure.FedAsync(rho=float("inf")), "a, b and rho are numbers of 0 or more"),
+        (dure.FedAvg(server_lr=float("inf")), "server_lr is inf, but the model has to move"),
+        (dure.FedAdam(tau=float("inf")), "tau is inf, but it keeps from dividing by zero"),
+        (dure.PerFedAvg(order="hessian_free"), "there is no order 'hessian_free', did you mean"),  # type: ignore[arg-type]
+        (dure.ByzantineGD(local_epochs=5), "byzantine is one step a round; fed-avg has local epochs"),
+        (dure.ByzantineGD(local_steps=2), "byzantine is one step a round"),
+        (dure.ByzantineGD(batch_size=4), "byzantine is one step a round"),
+        (dure.FedAvg(clients=None, partition="natural-key", aggregate="krum:2"), "at least 7 updates a round .* not 3"),
+        (dure.ByzantineGD(clients=None, partition="natural-key", groups=5), "geometric-median-of-means:5"),
         (dure.FedBuff(buffer=0), "buffer is 0, but a step takes at least one update"),
         (dure.FedSGD(local_epochs=2), "fed-sgd is one step over all of a client's data"),
         (dure.FedPer(personal_layers=3), "personal_layers is 3, but of the model's 3 layers some are shared"),
@@ -211,6 +278,28 @@ def test_the_hinge_is_continuous_and_has_its_plus_one_outside() -> None:
     assert staleness_weight("hinge", 4, 10, 4) == 1.0
     assert staleness_weight("hinge", 6, 10, 4) == pytest.approx(1 / 21)
     assert staleness_weight("polynomial", 3, 0.5, 0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dure.FedBuff(clients=5, fraction=0.2, buffer=10, batch_size=4),
+        dure.FedBuff(clients=3, fraction=1.0, buffer=9, batch_size=None),
+        dure.FedAsync(clients=2, fraction=0.5, stale=6, batch_size=4),
+    ],
+    ids=lambda strategy: strategy.label,
+)
+def test_a_client_that_is_handed_a_model_again_goes_on_with_its_next_batches(
+    monkeypatch: pytest.MonkeyPatch, strategy: Federated
+) -> None:
+    arrived: list[Update] = []
+    fold = Coordinator.fold
+    monkeypatch.setattr(Coordinator, "fold", lambda self, update, finite: arrived.append(update) or fold(self, update))
+    drops = small_task(model=lambda: nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4), nn.Linear(9, 3)).double())
+    learner(strategy, 30 if strategy.name == "fed-async" else 4, drops, devices="lognormal:1.5")
+    pairs = [(update.client, update.round) for update in arrived]
+    assert len(set(pairs)) < len(pairs), "no client was handed the same model twice"
+    assert len({update.delta[0].numpy().tobytes() for update in arrived}) == len(arrived)
 
 
 # Personalisation
@@ -266,6 +355,132 @@ def test_ditto_with_no_pull_trains_alone_and_with_a_strong_one_stays_near_the_gl
         assert near[1] < near[0]
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).double()
+
+
+def unlike() -> dure.Task:
+    """Four clients whose inputs have other means, and a model that learns these."""
+    data = examples(80)
+    owner = torch.arange(80) % 4
+    inputs = data.inputs + 4.0 * owner[:, None] - 6
+    train = dure.Examples(inputs, data.targets, keys=[str(k) for k in owner.tolist()])
+    return small_task(model=normed, train=train, test=None, lr=0.05)
+
+
+def loss_of(one: FederatedLearner, client: int, weights: Any, buffers: Any) -> float:
+    """A model's loss on what a client holds out."""
+    model = normed().eval()
+    FlatParameters(model).load(weights)
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+    inputs, targets = one.personal.examples.batch(one.personal.held_out[client])
+    return float(F.cross_entropy(model(inputs), targets).detach())
+
+
+NATURAL: dict[str, Any] = {"clients": None, "partition": "natural-key", "batch_size": 8}
+
+
+def test_tuned_models_are_measured_with_their_own_buffers() -> None:
+    one = learner(dure.FedAvg(held_out=0.2, fine_tune=3, **NATURAL), 3, unlike())
+    measured, model, losses = one.evaluate(), one.coordinator.model, []
+    for client in one.personal.clients:
+        indices = one.clients.parts[client]
+        steps = 3 * one.clients.local.per_epoch(len(indices))
+        job = Job(client, model.number, indices, model.weights, model.buffers, model.number * steps, steps)
+        (tuned,) = one.clients.engine([]).train([job])
+        losses.append(loss_of(one, client, [model.weights[0] + tuned.delta[0]], tuned.buffers))
+    assert measured["personal_loss"] == pytest.approx(sum(losses) / 4, rel=1e-12)
+
+
+def test_ditto_s_models_are_measured_with_the_buffers_that_they_keep() -> None:
+    one = learner(dure.Ditto(fraction=0.5, **NATURAL), 3, unlike())
+    measured, model, losses = one.evaluate(), one.coordinator.model, []
+    for client in one.personal.clients:
+        weights, *buffers = one.clients.memories.get(client, [*model.weights, *model.buffers])
+        losses.append(loss_of(one, client, [weights], buffers))
+    assert measured["personal_loss"] == pytest.approx(sum(losses) / 4, rel=1e-12)
+
+
+def test_ditto_with_no_pull_has_the_buffers_of_training_alone() -> None:
+    task = unlike()
+    one = learner(dure.Ditto(lam=0.0, held_out=0.0, local_steps=5, **{**NATURAL, "batch_size": None}), 4, task)
+    for client in range(4):
+        alone = dure.Task(normed, F.cross_entropy, task.train.batch(one.clients.parts[client]), None, task.optimizer)
+        run = dure.train(alone, dure.SingleWorker(None), stop=dure.Stop(steps=20))
+        assert all(
+            torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
+            for mine, theirs in zip(one.clients.memories[client][1:], run.model.buffers(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("fine_tune", [0, 1])
+def test_ditto_goes_on_with_its_clients_buffers(tmp_path: Path, fine_tune: int) -> None:
+    world, strategy = dure.Simulated(engine="loop"), dure.Ditto(fraction=0.5, fine_tune=fine_tune, **NATURAL)
+    whole = dure.train(unlike(), strategy, world, dure.Stop(rounds=5))
+    dure.train(unlike(), strategy, world, dure.Stop(rounds=2), out=tmp_path / "run")
+    again = dure.resume(tmp_path / "run", task=unlike(), stop=dure.Stop(rounds=5))
+    assert same_bits(whole, again)
+    assert whole.history.evaluations[-1].metrics == again.history.evaluations[-1].metrics
+
+
+def test_fine_tuning_takes_the_examples_that_are_there() -> None:
+    one = learner(dure.FedAvg(clients=4, held_out=0.2, fine_tune=1), 1, arrival="arriving:0.5:86400")
+    engine, seen = one.clients.engine([]), []
+    train_all = engine.train
+    engine.train = lambda jobs: train_all([seen.append(job) or job for job in jobs])  # type: ignore[method-assign,func-returns-value]
+    one.evaluate()
+    assert len(seen) == 4
+    for job in seen:
+        there = one.clients.indices(job.client, one.carrier.now)
+        assert torch.equal(job.indices, there)
+        assert len(there) < len(one.clients.parts[job.client])
+
+
+def frozen() -> nn.Module:
+    model = network()
+    model[0].weight.requires_grad_(False)  # type: ignore[index,union-attr]
+    return model
+
+
+@pytest.mark.parametrize("order", ["first-order", "hessian-free"])
+def test_per_fed_avg_leaves_frozen_parameters_as_they_are(order: Any) -> None:
+    decaying = partial(torch.optim.SGD, lr=0.3, weight_decay=0.1)
+    task = small_task(model=frozen, optimizer=decaying)
+    strategy = dure.PerFedAvg(clients=4, order=order, alpha=0.1)
+    model = dure.train(task, strategy, stop=dure.Stop(rounds=2)).model
+    before = seeded_model(task, 0)
+    same = [torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), before.parameters(), strict=True)]
+    assert same == [True, False, False, False, False, False]
+
+
+def test_per_fed_avg_without_an_inner_step_is_fed_avg_where_parameters_are_frozen() -> None:
+    task = small_task(model=frozen, optimizer=partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1))
+    options: dict[str, Any] = {"clients": 4, "batch_size": None, "local_steps": 2}
+    meta = train(dure.PerFedAvg(alpha=0.0, held_out=0.0, fine_tune=0, **options), task=task)
+    assert largest_difference(meta, train(dure.FedAvg(**options), task=task)) < 1e-12
+
+
+def test_an_error_of_a_client_of_per_fed_avg_names_it() -> None:
+    def fails(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.requires_grad:
+            raise KeyError("no such class")
+        return F.cross_entropy(outputs, targets)
+
+    with pytest.raises(WorkerFailedError, match="client 0 failed in round 1: KeyError: 'no such class'"):
+        train(dure.PerFedAvg(clients=1), task=small_task(loss=fails, test=None))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_loss_of_per_fed_avg_that_is_not_finite_names_client_and_step(bad: float) -> None:
+    def lost(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + bad  # the gradient is finite
+
+    with pytest.raises(LossNotFiniteError, match=f"the loss is {bad} at round 1, local step 1 on client 0"):
+        train(dure.PerFedAvg(clients=1), task=small_task(loss=lost, test=None))
+
+
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
 def test_the_hessian_free_gradient_is_autograd_s(alpha: float) -> None:
     task = small_task()
@@ -308,3 +523,19 @@ def test_a_backdoor_reports_its_success_beside_the_accuracy() -> None:
     metrics = dure.train(task, strategy, world, dure.Stop(rounds=4), evaluate_every=4).history.evaluations[-1].metrics
     assert 0 <= (metrics["test_backdoor"] or 0) <= 1
     assert (metrics["test_backdoor"] or 0) > 0.3
+
+
+def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) != targets).double().mean()
+
+
+def test_the_worst_tenth_of_a_metric_that_falls_is_the_highest() -> None:
+    task = small_task(n=400, metrics={"error": wrong})
+    strategy = dure.FedAvg(clients=10, held_out=0.3, fine_tune=1, partition="label-shards:2")
+    run = train(strategy, task=task)
+    measured, best = run.history.evaluations[-1].metrics, run.history.best()
+    for model in ("client", "personal"):
+        values = sorted(run.summary["facts"][0]["by_client"][f"{model}_error"])
+        worst = torch.tensor(values, dtype=torch.float64).quantile(0.9)
+        assert measured[f"{model}_error_p10"] == pytest.approx(float(worst))
+        assert best[f"{model}_error_p10"] == min(run.history.curve(f"{model}_error_p10")[1])

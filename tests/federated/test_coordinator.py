@@ -23,7 +23,7 @@ from dure.federated.fed_buff import Discounted
 from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Assignment, Update
 from dure.federated.pacing import Buffered, Pacing, Rounds, asynchronous
-from dure.federated.sampling import Uniform
+from dure.federated.sampling import Poisson, Uniform
 from dure.federated.server_optimizer import ServerOptimizer
 from dure.fleet.carrier import Assign, Combine, Refuse
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
@@ -297,7 +297,7 @@ def test_where_nobody_is_there_it_asks_again_later_and_gives_up_at_last(monkeypa
             assert now < one.wake <= now + module.RETRY
             now = one.wake
 
-    with pytest.raises(TooFewClientsError, match="no client was there in 5 attempts to go on with round 1"):
+    with pytest.raises(TooFewClientsError, match="no client answered in 5 attempts to go on with round 1"):
         ask_forever()
 
 
@@ -364,6 +364,40 @@ def test_a_buffer_of_k_moves_against_the_models_that_clients_started_from_and_di
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(one.model.weights, expected, strict=True))
 
 
+def test_without_rounds_turns_count_the_answers_of_each_client() -> None:
+    one = server(4, Buffered(3, 5), Discounted())
+    waiting, answered = assigned(one.tick(0.0)), []
+    while one.round < 6:
+        while not waiting:
+            waiting += assigned(one.tick(one.wake))
+        assignment = waiting.pop(0)
+        if len(answered) % 7 == 6 and assignment.turn:  # what was not answered is asked again
+            answered.append((-1, 0, 0))
+            waiting += assigned(one.failed(assignment.ticket, "gone", 0.0))
+            continue
+        answered.append((assignment.client, assignment.turn, assignment.round))
+        actions = one.update(assignment.ticket, 0.0)
+        waiting += assigned(actions)
+        tickets = combines(actions)
+        if tickets is not None:
+            combine(one, tickets)
+            waiting += assigned(one.tick(0.0))
+    for client in range(4):
+        turns = [turn for who, turn, _ in answered if who == client]
+        assert turns == list(range(len(turns)))
+    pairs = [(who, number) for who, _, number in answered if who >= 0]
+    assert len(set(pairs)) < len(pairs), "some trained twice from the same model"
+
+
+def test_in_rounds_the_turn_is_the_round() -> None:
+    one = server(5, Rounds(0.4))
+    for number in range(3):
+        asked = assigned(one.tick(0.0))
+        assert [(a.round, a.turn) for a in asked] == [(number, number)] * 2
+        one.update(asked[0].ticket, 0.0)
+        combine(one, combines(one.update(asked[1].ticket, 0.0)) or [])
+
+
 @pytest.mark.parametrize("stale", [0, 3])
 def test_models_of_simulated_staleness_are_drawn_from_the_last_ones(stale: int) -> None:
     one, seen = server(20, asynchronous(1, stale)), []
@@ -414,3 +448,158 @@ def test_restored_at_any_event_it_goes_on_with_the_same_bits(pacing: Pacing, see
     assert torch.equal(model_of(one), model_of(again))
     assert tree_to_bytes(again.state()) == tree_to_bytes(one.state())
     assert one.round > 0
+
+
+@pytest.mark.parametrize("pacing", [Rounds(0.5, Uniform(1.4)), asynchronous(3), asynchronous(1, 2), Buffered(4, 3)])
+def test_there_is_a_way_back_from_the_middle_of_a_round(pacing: Pacing) -> None:
+    one = server(8, pacing)
+    waiting = assigned(one.tick(0.0))
+    for _ in range(6):
+        before = tree_to_bytes(one.state())
+        for again in (True, False):
+            back, at_work, tickets = one.mark(), list(waiting), None
+            while tickets is None:
+                if not at_work:
+                    at_work = assigned(one.tick(1.0))
+                actions = one.update(at_work.pop(0).ticket, 1.0)
+                at_work += assigned(actions)
+                tickets = combines(actions)
+            one.fold(answer(one.assignment(tickets[0])))
+            if again:
+                back()
+                assert tree_to_bytes(one.state()) == before
+        for ticket in tickets[1:]:
+            one.fold(answer(one.assignment(ticket)))
+        one.finish(1.0)
+        waiting = [*(at_work if not one.pacing.synchronous else []), *assigned(one.tick(1.0))]
+    assert torch.isfinite(model_of(one)).all()
+
+
+def refuse_all(one: Coordinator, now: float = 0.0) -> None:
+    """A round whose updates are all NaN."""
+    for assignment in assigned(one.tick(now)):
+        tickets = combines(one.update(assignment.ticket, now))
+    assert tickets is not None
+    combine(one, tickets, now, lambda a: dataclasses.replace(answer(a), delta=[w * math.nan for w in a.weights]))
+
+
+def test_where_every_update_of_many_rounds_is_refused_it_gives_up_with_the_reason() -> None:
+    one = server(3)
+    for number in range(2 * module.VAIN - 2):
+        if number == module.VAIN - 1:  # one that counts begins it anew
+            play(one, in_order)
+        refuse_all(one)
+    again = server(3)
+    again.restore(tree_from_bytes(tree_to_bytes(one.state())))
+    for each in (one, again):
+        with pytest.raises(TooFewClientsError, match="in 100 rounds in a row every update was refused: it is"):
+            refuse_all(each)
+
+
+def test_the_only_client_at_work_that_reports_is_no_attempt_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ATTEMPTS", 5)
+    one = server(10, Buffered(1, 40), Discounted())
+    (assignment,) = assigned(one.tick(0.0))
+    for _ in range(39):
+        (assignment,) = assigned(one.update(assignment.ticket, 0.0))
+    assert len(combines(one.update(assignment.ticket, 0.0)) or []) == 40
+
+
+def test_who_gives_up_says_how_many_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ATTEMPTS", 5)
+    one = server(4, Rounds(1.0, Uniform(minimum=3)))
+    (first, *waiting) = one.tick(0.0)
+    one.update(first.assignment.ticket, 0.0)
+
+    def ask_forever(waiting: list[Any]) -> None:
+        while True:
+            while waiting:
+                waiting += one.failed(waiting.pop(0).assignment.ticket, "offline", 0.0)
+            waiting = one.tick(one.wake)
+
+    with pytest.raises(TooFewClientsError, match="only 1 of at least 3 clients answered in 5 attempts"):
+        ask_forever(waiting)
+
+
+def test_who_has_answered_cannot_fail_any_more() -> None:
+    one = server(3)
+    first, *others = assigned(one.tick(0.0))
+    one.update(first.ticket, 0.0)
+    before = tree_to_bytes(one.state())
+    assert one.failed(first.ticket, "gone", 0.0) == []
+    assert tree_to_bytes(one.state()) == before
+    for assignment in others:
+        tickets = combines(one.update(assignment.ticket, 0.0))
+    assert one.failed(first.ticket, "gone", 0.0) == []
+    assert combine(one, tickets or []).clients == [0, 1, 2]
+
+
+def test_what_comes_while_a_round_is_combined_comes_too_late() -> None:
+    one = server(4, Rounds(0.5, Uniform(over=1.5)))
+    first, second, third = assigned(one.tick(0.0))
+    one.update(first.ticket, 0.0)
+    tickets = combines(one.update(second.ticket, 0.0)) or []
+    assert one.update(third.ticket, 0.0) == [Refuse(third.ticket, third.client, "it came too late")]
+    assert len(combine(one, tickets).clients) == 2
+    assert one.busy == {}
+
+
+PACINGS = {
+    "rounds": Rounds(0.5, Uniform(1.4, 20.0, 2)),
+    "poisson": Rounds(0.3, Poisson(1.2, 20.0)),
+    "asynchronous": asynchronous(3),
+    "stale": asynchronous(1, 2),
+    "buffered": Buffered(4, 3),
+}
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["update", "update", "update", "failed", "tick", "check_in", "leave", "combine"]),
+        st.integers(0, 100),
+    ),
+    max_size=80,
+)
+
+
+@pytest.mark.parametrize("pacing", PACINGS.values(), ids=list(PACINGS))
+@given(events=EVENTS, known=st.booleans())
+def test_in_whatever_order_it_is_told_every_ticket_is_answered_once(
+    pacing: Pacing, events: list[tuple[str, int]], known: bool
+) -> None:
+    one, now, waiting = server(6, pacing), 0.0, list[int]()
+    one.present = set() if known else None
+    accepted, refused, folded = set[int](), set[int](), set[int]()
+    for kind, number in events:
+        now = max(now, one.wake) if number % 2 and math.isfinite(one.wake) else now + 1.0
+        ticket, client = number % (one.tickets + 2), number % 6
+        actions: list[Any] = []
+        if kind == "combine" and waiting:
+            assert len(combine(one, waiting, now).clients) == len(waiting)
+            folded |= set(waiting)
+            waiting = []
+        elif kind == "update":
+            actions = one.update(ticket, now)
+            if not any(isinstance(action, Refuse) and action.ticket == ticket for action in actions):
+                assert ticket < one.tickets
+                assert ticket not in accepted
+                accepted.add(ticket)
+        elif kind == "failed":
+            actions = one.failed(ticket, "gone", now)
+        elif kind == "tick":
+            actions = one.tick(now)
+        elif known and kind == "check_in":
+            actions = one.check_in(client, now)
+        elif known and kind == "leave" and client not in one.busy:
+            one.leave(client)
+        others = [action.ticket for action in actions if isinstance(action, Refuse) and action.ticket != ticket]
+        assert set(others) <= accepted - refused - folded
+        assert len(set(others)) == len(others)
+        refused |= set(others)
+        tickets = combines(actions)
+        if tickets is not None:
+            assert not waiting
+            assert all(one.open[each].reported for each in tickets)
+            waiting = tickets
+        reported = {each for each, held in one.open.items() if held.reported}
+        assert reported == accepted - refused - folded, "what was accepted is open until it is combined or refused"
+        assert one._reports == len(reported - set(waiting))
+        assert all(one.busy[held.assignment.client] == each for each, held in one.open.items() if not held.reported)

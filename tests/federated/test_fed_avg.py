@@ -16,7 +16,7 @@ from dure.federated.fed_avg import FedAvg
 from dure.federated.sampling import uniform
 from dure.stop import Stop
 from dure.worlds.simulated import Simulated
-from small import examples, same_bits, small_task
+from small import examples, network, same_bits, small_task
 
 
 def train(strategy: FedAvg, rounds: int = 2, task: Any = None, **options: Any) -> dure.Run:
@@ -138,3 +138,46 @@ def test_a_client_s_own_error_names_client_and_round():
 def test_a_client_s_loss_that_is_not_finite_names_client_round_and_local_step():
     with pytest.raises(LossNotFiniteError, match="the loss is nan at round 1, local step 1 on client 2"):
         train(FedAvg(clients=None, partition=NaturalKey()), task=fails_on(float("nan")))
+
+
+class Masked(nn.Module):
+    """The small network, and a buffer that nobody changes."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.net = network()
+        self.register_buffer("mask", buffer, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "median"])
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.full((4, 4), float("-inf"), dtype=torch.float64).triu(1),
+        torch.tensor([float("nan"), 1.0]),
+        torch.polar(torch.ones(4), torch.arange(4.0)),
+    ],
+    ids=["mask", "nan", "complex"],
+)
+def test_a_buffer_that_nobody_changes_stays_and_changes_nothing(buffer, aggregate):
+    strategy = FedAvg(clients=4, aggregate=aggregate)
+    world = Simulated(engine="loop")
+    task = small_task(model=lambda: Masked(buffer.clone()))
+    run, plain = train(strategy, task=task, world=world), train(strategy, world=world)
+    assert [step.numbers["refused"] for step in run.history.steps] == [0, 0]
+    assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
+    assert torch.equal((run.model.mask + 0j).nan_to_num(7.0), (buffer + 0j).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_buffer_that_became_infinite_or_nan_is_a_reason_to_refuse(value):
+    class Spoiled(Masked):
+        def forward(self, x):
+            self.mask.fill_(value)
+            return self.net(x)
+
+    run = train(FedAvg(clients=4), task=small_task(model=lambda: Spoiled(torch.zeros(2))))
+    assert [step.numbers["refused"] for step in run.history.steps] == [4, 4]

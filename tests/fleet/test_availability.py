@@ -15,7 +15,7 @@ from dure.fleet.availability import Always, AvailabilityFile, Daily, Probability
 from dure.fleet.chance import uniform
 
 LENGTHS = st.one_of(st.floats(1e-2, 1e6), st.sampled_from([0.1, 0.3, 1 / 3, 49.0]))
-SHARES = st.one_of(st.floats(1e-3, 1), st.sampled_from([1e-3, 0.5, 0.999, 1.0]))
+SHARES = st.one_of(st.floats(1e-3, 1 - 1e-12), st.sampled_from([1e-3, 0.5, 0.999, 1 - 1e-12, 1.0]))
 SETTINGS = st.one_of(
     st.just(Always()),
     st.builds(Probability, SHARES, LENGTHS),
@@ -214,12 +214,21 @@ def test_a_bad_file_is_refused_when_the_setting_is_made(write, row, every, compl
         AvailabilityFile(write(row), every)
 
 
+@pytest.mark.parametrize("period", [1e-300, 3600.0, 1e300])
+def test_the_least_probability_is_not_too_small(period):
+    setting = Probability(1e-12, period)
+    for client in range(20):
+        assert 0 < setting.next(client, 0.0, 0) <= setting.until(client, 0.0, 0)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("never", "there is no availability 'never'"),
         ("probability:0", "above 0 and at most 1, not 0.0"),
         ("probability:nan", "above 0 and at most 1, not nan"),
+        ("probability:1e-13", "1e-13 cannot be told from 0"),
+        ("probability:0.9999999999999", "0.9999999999999 cannot be told from 1"),
         ("probability:0.5:0", "a positive number of seconds, not 0.0"),
         ("daily:0", "above 0 and at most 1, not 0.0"),
         ("daily:0.5:inf", "a positive number of seconds, not inf"),

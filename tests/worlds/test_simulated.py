@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 import dure
 from dure.errors import TooFewClientsError
+from dure.federated.cohort import processes
+from dure.federated.cohort.batched import BatchedEngine
 from dure.federated.cohort.loop import LoopEngine
 from dure.fleet.devices import parse_devices
-from small import largest_difference, same_bits, small_task
+from small import largest_difference, network, same_bits, small_task
 
 K = 8
 
@@ -97,8 +102,21 @@ def test_where_nobody_ever_comes_the_run_ends_with_the_reason(monkeypatch: pytes
     monkeypatch.setattr("dure.federated.coordinator.ATTEMPTS", 20)
     path = tmp_path / "away.csv"
     path.write_text("client,start,end\n" + "".join(f"{client},1e15,1e16\n" for client in range(4)))
-    with pytest.raises(TooFewClientsError, match="no client was there"):
+    with pytest.raises(TooFewClientsError, match="no client answered"):
         train(dure.FedAvg(clients=4), availability=f"file:{path}")
+
+
+@pytest.mark.parametrize(
+    "strategy", [dure.FedAvg(clients=4, fraction=0.5), dure.FedBuff(clients=4, fraction=0.5, buffer=3)]
+)
+def test_where_all_have_left_for_the_last_time_the_run_ends_at_once(strategy: Any, tmp_path: Path) -> None:
+    path = tmp_path / "left.csv"
+    path.write_text("client,start,end\n" + "".join(f"{client},0,{1 + client}\n" for client in range(4)))
+    world = dure.Simulated(engine="loop", availability=f"file:{path}")
+    with pytest.raises(TooFewClientsError, match="no client will be there again after"):
+        dure.train(small_task(), strategy, world, dure.Stop(rounds=1000), out=tmp_path / "run", checkpoint_every=1)
+    with pytest.raises(TooFewClientsError, match="no client will be there again after"):
+        dure.resume(tmp_path / "run", task=small_task())
 
 
 def test_data_that_arrive_later_are_trained_on_later() -> None:
@@ -157,7 +175,9 @@ def test_ended_at_any_round_and_gone_on_with_it_has_the_same_bits(strategy: Any,
         ({"attack": "sign-flip"}, "an attack needs attackers, and attackers an attack"),
         ({"attackers": 3}, "an attack needs attackers, and attackers an attack"),
         ({"attack": "alie", "attackers": 2.5}, "attackers is 2.5, but it is a whole number of clients"),
+        ({"attack": "alie", "attackers": math.inf}, "attackers is inf, but it is a whole number of clients"),
         ({"devices": "equall"}, "did you mean 'equal'"),
+        ({"attack": "alie", "attackers": math.inf}, "attackers is inf"),
         ({"processes": 0}, "at least 1"),
     ],
 )
@@ -166,12 +186,95 @@ def test_conditions_that_make_no_sense_are_refused(changes: dict[str, Any], comp
         dure.Simulated(**changes)
 
 
+def with_dropout() -> nn.Module:
+    return nn.Sequential(network(), nn.Dropout(0.1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "task", "complaint"),
+    [
+        ({}, {"attack": "alie", "attackers": 11}, {}, "11 attackers are more than the 10 clients"),
+        ({}, {"attack": "alie", "attackers": 0.01}, {}, "0.01, but this share of 10 clients is none"),
+        ({}, {"attack": "backdoor:3", "attackers": 1}, {}, "there is no class 3, they are 0 to 2"),
+        (
+            {},
+            {"attack": "label-flip", "attackers": 1},
+            {"train": (torch.zeros(20, 6), torch.zeros(20, 3)), "loss": F.mse_loss},
+            "label-flip needs a task with classes, and this one has none",
+        ),
+        (
+            {"clients": None, "partition": "natural-key"},
+            {"attack": "alie", "attackers": 4},
+            {},
+            "4 attackers are more than the 3 clients",
+        ),
+        ({}, {"engine": "batched"}, {"model": with_dropout}, "batched cannot compute this: the model draws random"),
+        ({}, {"engine": "batched-processes"}, {"model": with_dropout}, "cannot compute this: the model draws random"),
+        ({"selection": "uniform:1:1:400"}, {}, {}, "minimum is 400, but a round asks no more than 10 of the 10"),
+        ({"selection": "uniform:1.2:9:7", "fraction": 0.5}, {}, {}, "minimum is 7, but a round asks no more than 6"),
+        ({"selection": "poisson:1:9:11", "fraction": 0.5}, {}, {}, "minimum is 11, but a round asks no more than 10"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_a_folder_is_made(
+    strategy: Any, world: Any, task: Any, complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        dure.train(small_task(**task), dure.FedAvg(**strategy), dure.Simulated(**world), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_engines_on_ray_are_refused_at_once_where_there_is_no_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dure.federated.cohort.choose.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the engine batched-ray needs the extra"):
+        dure.train(small_task(), dure.FedAvg(), dure.Simulated(engine="batched-ray"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_as_many_as_there_are_can_be_asked_by_any_factor() -> None:
+    run = train(dure.FedAvg(clients=K, fraction=0.5, selection="uniform:1e308"), rounds=1)
+    assert len(facts(run)["flights"]) >= K / 2
+
+
 def test_what_is_never_combined_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
     trained = LoopEngine._train
     monkeypatch.setattr(LoopEngine, "_train", lambda self, job: done.append(job.client) or trained(self, job))
     run = train(dure.FedAvg(clients=K, batch_size=None, selection="uniform:1:0.2:1"), devices="stragglers:0.5:1000")
     assert len(done) == sum(numbers(run, "updates")) < 4 * K
+
+
+@pytest.mark.parametrize("engine", ["batched", "batched-processes"])
+def test_a_resumed_run_computes_the_same_clients_together(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[list[int]] = []
+
+    def noting(does: Any) -> Any:
+        return lambda *args: together.append([job.client for job in args[-1]]) or does(*args)
+
+    monkeypatch.setattr(BatchedEngine, "_cohort", noting(BatchedEngine._cohort))
+    monkeypatch.setattr(processes, "_Chunk", noting(processes._Chunk))
+    strategy = dure.FedBuff(clients=20, fraction=0.5, buffer=3, batch_size=4, partition="quantity-skew:0.5")
+    world = dure.Simulated(devices="lognormal:1", engine=engine, processes=2)
+    task = small_task(n=100)
+    whole = dure.train(task, strategy, world, dure.Stop(rounds=6))
+    expected, together[:] = list(together), []
+    dure.train(task, strategy, world, dure.Stop(rounds=1), out=tmp_path)
+    for rounds in range(2, 7):
+        again = dure.resume(tmp_path, task=task, stop=dure.Stop(rounds=rounds))
+    assert together == expected
+    assert max(map(len, together)) > 3
+    assert same_bits(whole, again)
+
+
+def test_an_engine_that_gains_nothing_by_it_computes_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    trained = LoopEngine._train
+    monkeypatch.setattr(LoopEngine, "_train", lambda self, job: done.append(job.client) or trained(self, job))
+    train(dure.FedBuff(clients=K, fraction=1.0, buffer=2), rounds=3)
+    assert len(done) == 6
 
 
 def test_attackers_are_not_told_to_the_server_and_robust_rules_stand_them() -> None:

@@ -35,6 +35,9 @@ from torch import Tensor
 from dure.randomness import derive, generator
 from dure.written import read, write
 
+EVEN = 1e100
+"""An alpha from which on all shares of a Dirichlet distribution are equal in float64; sums of much larger overflow."""
+
 MOST_HISTOGRAMS = 10_000
 """Clients up to which descriptions have a label histogram of each."""
 
@@ -366,7 +369,7 @@ def _check_skew(partition: Dirichlet | QuantitySkew) -> None:
 
 
 def _shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarray:
-    return random.dirichlet(np.full(clients, alpha))
+    return random.dirichlet(np.full(clients, min(alpha, EVEN)))
 
 
 def _cut(indices: Tensor, shares: np.ndarray) -> list[Tensor]:

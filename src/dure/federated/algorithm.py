@@ -19,6 +19,13 @@ Memory = list[Tensor]
 """What a client keeps between its rounds; it never travels."""
 
 
+class Own(NamedTuple):
+    """A client's own model. buffers: None where they are the global model's."""
+
+    weights: Sequence[Tensor]
+    buffers: Sequence[Tensor] | None = None
+
+
 class Start(NamedTuple):
     """What an algorithm begins with. weights: the model's, one flat tensor a dtype. lr: of the clients' optimizer, NaN
     where it has none."""
@@ -78,6 +85,6 @@ class Algorithm:
         """(delta, extra, memory): what the client sends of what it computed, and keeps once that is accepted."""
         return trained[0].delta, (), memory
 
-    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> list[Tensor] | None:
-        """The client's own weights, given the shared ones; None where it has none but the global model."""
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
+        """The client's own model, given the shared weights; None where it has none but the global one."""
         return None

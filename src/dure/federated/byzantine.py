@@ -47,6 +47,13 @@ class ByzantineGD(Federated):
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
             raise ValueError("byzantine has its own rule; fed-avg takes another by --aggregate")
+        one_step = self.local_epochs == 1 and (
+            self.local_steps == 1 or (self.local_steps, self.batch_size) == (None, None)
+        )
+        if not one_step:
+            raise ValueError(
+                "byzantine is one step a round; fed-avg has local epochs, and --aggregate geometric-median-of-means"
+            )
         check_gradients(task, self.name)
 
     def rule(self) -> Aggregator:

@@ -24,7 +24,7 @@ from dure.fleet.attacks import Attack
 from dure.fleet.carrier import Order, Work
 
 AHEAD = 64
-"""Updates that are computed before they are asked for, at most; they are kept until then."""
+"""Assignments that are shown to the choice of an engine, at most."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Clients:
         """And why it is this one, in a line."""
         self._pending: dict[int, tuple[int, Memory | None]] = {}
         self._ready: dict[int, Update] = {}
+        self._typical = 0
 
     # What the carrier asks
 
@@ -98,18 +99,23 @@ class Clients:
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates, one after another; nobody keeps more than a cohort of them.
 
-        ahead: computed together with these where they are few, and kept until they are asked for.
+        ahead: computed together with these where they are fewer than the engine likes at once, and kept until they are
+        asked for.
         """
         computed = self._together(orders, ahead)
         return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
 
     def _together(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         missing = [order for order in orders if order.assignment.ticket not in self._ready]
-        if missing and len(orders) < AHEAD and ahead:
+        if missing and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
-            for update in self._trained([*missing, *more[: AHEAD - len(self._ready)]]):
-                self._ready[update.ticket] = update
-            missing = []
+            if self._engine is None:
+                self.engine([job for order in [*missing, *more][:AHEAD] for job in self._jobs(order)])
+            room = (self._engine.cohort if self._engine is not None else 1) - max(len(missing), len(self._ready))
+            if room > 0 and more:
+                for update in self._trained([*missing, *more[:room]]):
+                    self._ready[update.ticket] = update
+                missing = []
         computed = self._trained(missing) if missing else iter(())
         for order in orders:
             ready = self._ready.pop(order.assignment.ticket, None)
@@ -129,13 +135,34 @@ class Clients:
         for ticket in tickets:
             self._pending.pop(ticket, None)
 
+    def mark(self) -> Callable[[], None]:
+        """A way back to this moment, as long as `keep` is not called."""
+        pending, ready = dict(self._pending), dict(self._ready)
+
+        def back() -> None:
+            self._pending, self._ready = pending, ready
+
+        return back
+
     def state(self) -> Any:
-        """What clients keep, as a tree. Updates that are ready are computed again instead."""
-        return [[client, memory] for client, memory in sorted(self.memories.items())]
+        """What clients keep, as a tree, and the updates that are ready: computed again in other company, they could be
+        rounded in another way."""
+        ready = [
+            [
+                *(one.ticket, one.client, one.round, one.examples, one.samples, one.loss),
+                *(list(one.delta), list(one.buffers), list(one.extra), self._pending[one.ticket][1]),
+            ]
+            for one in self._ready.values()
+        ]
+        memories = [[client, memory] for client, memory in sorted(self.memories.items())]
+        return {"memories": memories, "ready": ready, "typical": self._typical}
 
     def restore(self, state: Any) -> None:
-        self.memories = {client: list(memory) for client, memory in state}
-        self._pending, self._ready = {}, {}
+        self.memories = {client: list(memory) for client, memory in state["memories"]}
+        self._pending, self._ready, self._typical = {}, {}, state["typical"]
+        for *update, memory in state["ready"]:
+            one = Update(*update)
+            self._ready[one.ticket], self._pending[one.ticket] = one, (one.client, memory)
 
     # How they compute
 
@@ -152,13 +179,17 @@ class Clients:
         """FedAvg's job for an assignment."""
         one: Assignment = order.assignment
         indices = self.indices(one.client, order.began)
-        first = one.round * self.local.steps_of(len(indices))
-        return Job(one.client, one.round, indices, one.weights, one.buffers, first, order.work.steps)
+        first = one.turn * self.local.steps_of(len(indices))
+        return Job(one.client, one.round, indices, one.weights, one.buffers, first, order.work.steps, turn=one.turn)
 
     def engine(self, jobs: Sequence[Job]) -> Engine:
-        """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not."""
+        """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not: what it does at
+        once may depend on how many these were."""
         if self._engine is None:
             again = self.chosen is not None
+            if again and jobs:
+                jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
+            self._typical = len(jobs)
             self._engine = self._make(jobs, self.chosen)
             self.chosen, self.why = self._engine.name, self.why if again else self._engine.why
         return self._engine
@@ -169,11 +200,11 @@ class Clients:
             self._engine.close()
             self._engine = None
 
+    def _jobs(self, order: Order) -> list[Job]:
+        return self.algorithm.jobs(self.job(order), order.assignment, self.memories.get(order.assignment.client))
+
     def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
-        asked: list[list[Job]] = [
-            self.algorithm.jobs(self.job(order), order.assignment, self.memories.get(order.assignment.client))
-            for order in orders
-        ]
+        asked = [self._jobs(order) for order in orders]
         flat = [job for jobs in asked for job in jobs]
         results = self.engine(flat).train(flat)
         for order, jobs in zip(orders, asked, strict=True):
@@ -198,8 +229,11 @@ class Clients:
             return updates
         turn = max(update.round for update in updates)
         clients = [update.client for update in updates]
-        deltas = attack.forge([list(update.delta) for update in updates], lying, self.seed, turn, clients)
-        return [replace(update, delta=delta) for update, delta in zip(updates, deltas, strict=True)]
+        forged = attack.forge([[*update.delta, *update.extra] for update in updates], lying, self.seed, turn, clients)
+        return [
+            replace(update, delta=sent[: len(update.delta)], extra=sent[len(update.delta) :])
+            for update, sent in zip(updates, forged, strict=True)
+        ]
 
 
 def poisoned(
@@ -207,14 +241,9 @@ def poisoned(
 ) -> tuple[Examples, list[Tensor]]:
     """(the examples and, behind them, those of liars as the attack spoils them; the parts, where liars have these).
 
-    Raises ValueError for examples that are no plain tensors.
+    Raises ValueError for examples that the attack cannot spoil.
     """
-    if isinstance(examples, DatasetExamples) or not (
-        isinstance(examples.inputs, Tensor) and isinstance(examples.targets, Tensor)
-    ):
-        raise ValueError(f"{attack} spoils examples that are two tensors, inputs and targets; these are something else")
-    labels = examples.labels()
-    classes = len(examples.classes) if examples.classes else (int(labels.max()) + 1 if labels is not None else 0)
+    classes = check_poison(examples, attack)
     inputs, targets = [examples.inputs], [examples.targets]
     new, end = list(parts), len(examples)
     for client in liars:
@@ -226,13 +255,19 @@ def poisoned(
     return Examples(torch.cat(inputs), torch.cat(targets), None, examples.classes), new
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, worst tenth and standard deviation over clients: how fair a model is to them."""
-    if not values:
-        return {}
-    ordered = torch.tensor(values, dtype=torch.float64)
-    worst = float(torch.quantile(ordered, 0.1))
-    return {"mean": float(ordered.mean()), "p10": worst, "std": float(ordered.std(correction=0)), "min": min(values)}
+def check_poison(examples: Examples, attack: Attack) -> int:
+    """How many classes the examples have, 0 where they have none.
+
+    Raises ValueError for examples that are no plain tensors, or that the attack cannot spoil.
+    """
+    if isinstance(examples, DatasetExamples) or not (
+        isinstance(examples.inputs, Tensor) and isinstance(examples.targets, Tensor)
+    ):
+        raise ValueError(f"{attack} spoils examples that are two tensors, inputs and targets; these are something else")
+    labels = examples.labels()
+    classes = len(examples.classes) if examples.classes else (int(labels.max()) + 1 if labels is not None else 0)
+    attack.poison(*examples.batch(torch.tensor([0])), classes)
+    return classes
 
 
 def finite_loss(loss: float, before: float) -> float:

@@ -23,8 +23,9 @@ Source: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design"
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from dure.errors import TooFewClientsError
 from dure.federated.algorithm import Algorithm
-from dure.federated.global_model import GlobalModel
+from dure.federated.global_model import GlobalModel, changes
 from dure.federated.messages import Assignment, Update
 from dure.federated.pacing import Pacing, Rounds
 from dure.federated.sampling import Candidates
@@ -46,6 +47,9 @@ RETRY = 60.0
 ATTEMPTS = 10_000
 """Times that it tries to begin a round, or to find a client, before it gives up."""
 
+VAIN = 100
+"""Models in a row that may be made of nothing, since every update was refused, before it gives up."""
+
 
 class Result(NamedTuple):
     """What a new model was made of. loss: mean over the samples; refused: by `fold`, ticket to reason."""
@@ -57,8 +61,7 @@ class Result(NamedTuple):
     refused: dict[int, str]
 
 
-@dataclass
-class Open:
+class Open(NamedTuple):
     """A ticket whose update has not been folded, and whether it has arrived."""
 
     assignment: Assignment
@@ -85,10 +88,13 @@ class Coordinator:
     deadline: float = math.inf
     began: bool = False
     _attempt: int = 0
+    _vain: int = 0
     _position: int = 0
     _asked: int = 0
     _reports: int = 0
     _answered: set[int] = field(default_factory=set)
+    _answers: dict[int, int] = field(default_factory=dict)
+    _news: list[int] = field(default_factory=list)
     _combining: list[int] = field(default_factory=list)
     _probes: int = 0
     _order: Candidates | None = None
@@ -120,26 +126,41 @@ class Coordinator:
             self.present.discard(client)
 
     def update(self, ticket: int, now: float) -> list[Action]:
-        """An update has arrived. It is refused if nobody asked for it, if it came twice, or if it came too late."""
+        """An update has arrived. It is refused if nobody asked for it, if it came twice, or if it came too late: when a
+        round is combined already, it is over."""
         known = self.open.get(ticket)
         if known is None:
             return [self._late(ticket)]
         if known.reported:
             return [Refuse(ticket, known.assignment.client, "it was sent already")]
-        known.reported = True
+        if self.pacing.synchronous and self._combining:
+            del self.open[ticket]
+            return [self._late(ticket)]
+        self.open[ticket] = known._replace(reported=True)
         self._reports += 1
         client = known.assignment.client
         self.busy.pop(client, None)
         if self.pacing.synchronous:
             self._answered.add(client)
-        return [*self._combine(now), *self._fill(now)]
+        else:
+            self._attempt = 0
+            self._answers[client] = self._answers.get(client, 0) + 1
+            self._news.append(client)
+        combined = self._combine(now)
+        if not (self.pacing.synchronous or combined or self.busy):  # it was the last one at work: all are asked anew
+            self._probes = 0
+        return [*combined, *self._fill(now)]
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
-        """A client will not answer: it was not there, dropped out, or could not do it. Another is asked instead."""
-        known = self.open.pop(ticket, None)
+        """A client will not answer: it was not there, dropped out, or could not do it. Another is asked instead. Who
+        has answered cannot fail any more: its update lies with the driver."""
+        known = self.open.get(ticket)
         if known is None:
             self._late(ticket)
             return []
+        if known.reported:
+            return []
+        del self.open[ticket]
         self.busy.pop(known.assignment.client, None)
         if self.present is not None:
             self.present.discard(known.assignment.client)
@@ -173,7 +194,10 @@ class Coordinator:
         self._folded.append((update.client, update.samples, update.loss, staleness))
 
     def finish(self, now: float) -> Result:
-        """Makes the new model. Where the updates are too few for the rule, the model stays, and they are refused."""
+        """Makes the new model. Where the updates are too few for the rule, the model stays, and they are refused.
+
+        Raises TooFewClientsError where all have been refused too many times in a row.
+        """
         try:
             extra = self.model.finish(self.seed)
         except ValueError as error:
@@ -185,13 +209,17 @@ class Coordinator:
         loss = sum(one[1] * one[2] for one in self._folded) / samples if samples else math.nan
         clients, staleness = [one[0] for one in self._folded], [one[3] for one in self._folded]
         result = Result(loss, samples, clients, staleness, self._refused)
-        self._folded, self._refused, self._combining = [], {}, []
+        self._vain = 0 if self._folded else self._vain + bool(self._refused)
+        self._folded, self._refused, self._combining, self._news = [], {}, [], []
         self._attempt, self._probes = 0, 0
         if isinstance(self.pacing, Rounds):
             self._close("the round is over")
         elif self.pacing.stale is not None:
             self._past = [*self._past, (self.model.weights, self.model.buffers)][-self.pacing.stale - 1 :]
         self.wake = now
+        if self._vain >= VAIN:
+            reason = next(iter(result.refused.values()))
+            raise TooFewClientsError(f"in {VAIN} rounds in a row every update was refused: {reason}")
         return result
 
     # Asking
@@ -255,7 +283,8 @@ class Coordinator:
         extra, latest = self.algorithm.down(), self._latest
         alike = latest is not None and latest.weights is weights and latest.extra is extra
         nbytes = latest.nbytes if latest is not None and alike else 0
-        self._latest = Assignment(ticket, client, number, weights, buffers, extra, deadline, nbytes)
+        turn = number if self.pacing.synchronous else self._answers.get(client, 0)
+        self._latest = Assignment(ticket, client, number, weights, buffers, extra, deadline, nbytes, turn)
         self.open[ticket] = Open(self._latest)
         self.busy[client] = ticket
         self.tickets += 1
@@ -310,8 +339,9 @@ class Coordinator:
             return []
         self._attempt += 1
         if self._attempt > ATTEMPTS:
+            answered = f"only {self._reports} of at least {self._minimum} clients" if self._reports else "no client"
             raise TooFewClientsError(
-                f"no client was there in {ATTEMPTS:,} attempts to go on with round {self.round + 1}: "
+                f"{answered} answered in {ATTEMPTS:,} attempts to go on with round {self.round + 1}: "
                 "look at the availability of the clients, or ask for fewer"
             )
         self.wake = min(self.deadline, now + RETRY)
@@ -334,7 +364,7 @@ class Coordinator:
 
     @property
     def _minimum(self) -> int:
-        return self.pacing.selection.minimum if isinstance(self.pacing, Rounds) else 1
+        return self.pacing.selection.minimum if isinstance(self.pacing, Rounds) else self.pacing.size
 
     def _close(self, reason: str) -> list[Action]:
         """Forgets the open tickets of a round; clients at work stay busy until they answer, and are then refused."""
@@ -370,13 +400,29 @@ class Coordinator:
             return "it is of no examples"
         if finite:
             return None
-        whole = (*update.delta, *update.buffers, *update.extra)
-        seen = update.extra if self.model.aggregator.collects else whole  # rules that collect count such updates
-        if not all(_finite(tensor) for tensor in seen if tensor.is_floating_point()):
-            return "it is not finite"
-        return None
+        seen = list(update.extra)
+        if not self.model.aggregator.collects:  # rules that collect count such updates
+            seen += [*update.delta, *changes(update.buffers, known.buffers)]
+        return None if all(_finite(tensor) for tensor in seen) else "it is not finite"
 
     # Checkpoints
+
+    def mark(self) -> Callable[[], None]:
+        """A way back to this moment between two models, as long as the next one is not made: cheap enough to be taken
+        before each of them."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_answers"}
+        kept = {name: copy(one) if isinstance(one, dict | list | set) else one for name, one in values.items()}
+
+        def back() -> None:
+            for client in self._news[len(kept["_news"]) :]:  # the counts of all clients are too many to be copied
+                self._answers[client] -= 1
+                if not self._answers[client]:
+                    del self._answers[client]
+            for name, value in kept.items():
+                setattr(self, name, value)
+            self.model.forget()
+
+        return back
 
     def state(self) -> dict[str, Any]:
         """Everything, as a tree for checkpoints. Models that clients hold are written once each."""
@@ -386,13 +432,18 @@ class Coordinator:
             "model": self.model.state(),
             "algorithm": self.algorithm.state(),
             "models": dict(sorted(models.items())),
-            "open": [[one.ticket, one.client, one.round, one.deadline, reported] for one, reported in handed_out],
+            "open": [
+                [one.ticket, one.client, one.round, one.deadline, one.turn, reported] for one, reported in handed_out
+            ],
             "past": [[list(weights), list(buffers)] for weights, buffers in self._past],
             "busy": [[client, ticket] for client, ticket in self.busy.items()],
             "present": None if self.present is None else sorted(self.present),
             "times": [self.wake, self.deadline],
             "answered": sorted(self._answered),
-            "counts": [self.tickets, self._attempt, self._position, self._asked, self._reports, self._probes],
+            "answers": [[client, count] for client, count in sorted(self._answers.items())],
+            "counts": [
+                *(self.tickets, self._attempt, self._vain, self._position, self._asked, self._reports, self._probes)
+            ],
             "began": self.began,
             "combining": list(self._combining),
         }
@@ -403,15 +454,17 @@ class Coordinator:
         self.algorithm.restore(state["algorithm"])
         models = state["models"]
         self.open = {}
-        for ticket, client, number, deadline, reported in state["open"]:
+        for ticket, client, number, deadline, turn, reported in state["open"]:
             weights, buffers, extra = models[number]
-            self.open[ticket] = Open(Assignment(ticket, client, number, weights, buffers, extra, deadline), reported)
+            sent = Assignment(ticket, client, number, weights, buffers, extra, deadline, turn=turn)
+            self.open[ticket] = Open(sent, reported)
         self._past = [(weights, buffers) for weights, buffers in state["past"]]
         self.busy = dict(state["busy"])
         self.present = None if state["present"] is None else set(state["present"])
         self.wake, self.deadline = state["times"]
-        self.tickets, self._attempt, self._position, self._asked, self._reports, self._probes = state["counts"]
-        self._answered = set(state["answered"])
+        self.tickets, self._attempt, self._vain, self._position, *rest = state["counts"]
+        self._asked, self._reports, self._probes = rest
+        self._answered, self._answers = set(state["answered"]), dict(state["answers"])
         self.began, self._combining, self._order = state["began"], list(state["combining"]), None
 
 

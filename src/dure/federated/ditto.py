@@ -5,7 +5,7 @@
 
 λ = 0 is training alone, a large λ the global model. v_k never travels, and learns nothing of others but through w.
 
-Cost of a round: as FedAvg's; clients compute twice as much and keep d elements.
+Cost of a round: as FedAvg's; clients compute twice as much and keep d elements, and the buffers of their own model.
 
 Source: T. Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, algorithm 1.
 """
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dure.federated.algorithm import Algorithm, Memory, Start
+from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.federated import Federated
 from dure.federated.messages import Assignment
@@ -48,7 +48,7 @@ class Ditto(Federated):
 
 
 class OwnModels(Algorithm):
-    """A second job for each client, whose result it keeps."""
+    """A second job for each client, whose result it keeps: the weights, and behind them the buffers."""
 
     passes = 2
 
@@ -56,13 +56,19 @@ class OwnModels(Algorithm):
         self.lam = lam
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
-        return [job, replace(job, weights=memory or job.weights, mu=self.lam, anchor=assignment.weights)]
+        weights, buffers = self._parts(memory, job.weights) if memory else (job.weights, job.buffers)
+        return [job, replace(job, weights=weights, buffers=buffers, mu=self.lam, anchor=assignment.weights)]
 
     def answer(
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
         own = [w + d for w, d in zip(jobs[1].weights, trained[1].delta, strict=True)]
-        return trained[0].delta, (), own
+        return trained[0].delta, (), [*own, *trained[1].buffers]
 
-    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> list[Tensor] | None:
-        return memory if memory is not None else list(shared)
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
+        return Own(*self._parts(memory, shared)) if memory is not None else Own(shared)
+
+    @staticmethod
+    def _parts(memory: Memory, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(weights, buffers) of what a client keeps, where a model has as many tensors as `weights`."""
+        return memory[: len(weights)], memory[len(weights) :]

@@ -16,9 +16,11 @@ Source: C. Xie, S. Koyejo, I. Gupta, "Asynchronous Federated Optimization", 2019
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
+from dure.catalog import suggestion
 from dure.federated.algorithm import Algorithm, Start
 from dure.federated.fed_prox import Proximal
 from dure.federated.federated import Federated
@@ -57,8 +59,12 @@ class FedAsync(Federated):
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}, but a share is in [0, 1]")
-        if self.a < 0 or self.b < 0 or self.rho < 0:
-            raise ValueError("a, b and rho are 0 or more")
+        if self.weighting not in get_args(Weighting):
+            raise ValueError(
+                f"there is no weighting {self.weighting!r}{suggestion(self.weighting, get_args(Weighting))}"
+            )
+        if not all(0 <= value < math.inf for value in (self.a, self.b, self.rho)):
+            raise ValueError(f"a, b and rho are numbers of 0 or more, not {self.a}, {self.b} and {self.rho}")
         if self.stale is not None and self.stale < 0:
             raise ValueError(f"stale is {self.stale}, but it counts versions: 0 or more")
         check_no_rounds(self)

@@ -4,7 +4,8 @@
     server:    FedAvg of the shared part alone
 
 With no personal layer it is FedAvg. A client that has not taken part yet has the initial personal layers; the model
-that is measured as a whole has the mean of all clients' ones, which nobody but the simulation could know.
+that is measured as a whole has the mean of those of the clients that took part so far, which nobody but the simulation
+could know.
 
 Cost of a round: the shared elements alone, down and up a client.
 
@@ -20,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.federated.algorithm import Algorithm, Memory, Start
+from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.federated import Federated
 from dure.federated.messages import Assignment
@@ -99,5 +100,5 @@ class PersonalLayers(Algorithm):
         moved = zip(self._personal(jobs[0].weights), self._personal(delta), strict=True)
         return self.shared(delta), (), [before + change for before, change in moved]
 
-    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> list[Tensor] | None:
-        return self._joined(shared, memory or self.initial)
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
+        return Own(self._joined(shared, memory or self.initial))

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
+from dure.errors import LossNotFiniteError
 from dure.evaluation import BATCH, evaluate, ratio
 from dure.federated import aggregate, sampling
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start
-from dure.federated.clients import Clients, LocalWork, finite_loss, poisoned
-from dure.federated.cohort.choose import Setting, engine_for
+from dure.federated.clients import Clients, LocalWork, check_poison, finite_loss, poisoned
+from dure.federated.cohort.choose import Setting, check_engine, engine_for
 from dure.federated.cohort.job import Engine
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.coordinator import Coordinator, Result
@@ -41,7 +42,7 @@ from dure.fleet.arrival import Still
 from dure.fleet.attacks import Backdoor, NoAttack
 from dure.fleet.carrier import Flight
 from dure.fleet.conditions import Conditions
-from dure.fleet.liars import liars
+from dure.fleet.liars import count, liars
 from dure.randomness import generator
 from dure.record.meter import Meter
 from dure.strategy import (
@@ -136,6 +137,10 @@ class Federated:
         """Who computes what clients are asked. Raises ValueError for a wanted engine that cannot."""
         return engine_for(*setting)
 
+    def check_engine(self, task: Task, wanted: str) -> None:
+        """Raises ValueError for an engine, asked for by name, that cannot compute the task."""
+        check_engine(task, wanted)
+
     # What they share
 
     @property
@@ -176,8 +181,26 @@ class Federated:
             raise ValueError(f"{self.clients} clients are more than the {examples} training examples")
         self.optimizer()
         self.check_task(task)
-        if self.clients is not None:
-            self.rule().check(self._updates(self.clients))
+        clients = self._count(task)
+        if clients is not None:  # without keys it is the partition that refuses
+            self.rule().check(self._updates(clients))
+            pacing = self.pacing(clients)
+            if isinstance(pacing, Rounds):
+                pacing.check(clients)
+
+    def check_under(self, task: Task, conditions: Conditions) -> None:
+        """Raises ValueError for liars that there cannot be, and an engine that cannot compute the task."""
+        clients, attack, attackers = self._count(task), conditions.attack, conditions.attackers
+        if clients is not None and attackers and not count(clients, attackers):
+            raise ValueError(f"attackers is {attackers}, but this share of {clients} clients is none: give a larger")
+        if attack.poisons:
+            check_poison(task.train, attack)
+        self.check_engine(task, conditions.engine)
+
+    def _count(self, task: Task) -> int | None:
+        """How many clients there are, where that is known before the data are divided."""
+        keys = task.train.keys
+        return self.clients if self.clients is not None else len(set(keys)) if keys is not None else None
 
     def _updates(self, clients: int) -> int:
         """Updates that usually make a new model."""
@@ -259,11 +282,17 @@ class FederatedLearner:
         coordinator, round = self.coordinator, self.coordinator.round
         before = coordinator.model.weights
         started = time.perf_counter()
-        combine = self.carrier.carry(coordinator)
-        for update in self.carrier.updates(coordinator, combine.tickets):
-            self.log.saw(update)
-            checked = self.clients.attack is None and not update.buffers  # the engine has seen to its weights
-            coordinator.fold(update, finite=checked)
+        ways_back = [one.mark() for one in (coordinator, self.carrier, self.clients)]
+        try:
+            combine = self.carrier.carry(coordinator)
+            for update in self.carrier.updates(coordinator, combine.tickets):
+                self.log.saw(update)
+                checked = self.clients.attack is None and not update.buffers  # the engine has seen to its weights
+                coordinator.fold(update, finite=checked)
+        except LossNotFiniteError:  # what is kept then is the state before the round
+            for back in ways_back:
+                back()
+            raise
         trained = time.perf_counter()
         self.server.compute("local training", started, trained, round + 1)
         result = coordinator.finish(self.carrier.now)
@@ -313,7 +342,7 @@ class FederatedLearner:
         return {
             **evaluate(self.task, self.model, self.test_examples, self.place.group, self.coordinator.round),
             **self._opened(),
-            **self.personal.measured(self.algorithm, self.coordinator.model, self.clients),
+            **self.personal.measured(self.algorithm, self.coordinator.model, self.clients, self.carrier.now),
         }
 
     @torch.no_grad()

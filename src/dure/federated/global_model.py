@@ -3,7 +3,8 @@
     Δ <- aggregate of s_k·Δ_k over the updates, weighted        x <- server optimizer's step along Δ
 
 Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, by the same rule and weight, and
-take their mean change whole; integer ones (counters) take the largest value.
+take their mean change whole; elements that did not change add nothing, so that a mask of -inf stays one. Integer ones
+(counters) take the largest value, complex ones stay as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class GlobalModel:
         delta = list(update.delta)
         if start is not None:
             delta = [d + s - w for d, s, w in zip(delta, start, self.weights, strict=True)]
-        parts = [*delta, *(new - old for new, old in zip(update.buffers, self.buffers, strict=True) if _floats(old))]
+        parts = [*delta, *changes(update.buffers, self.buffers)]
         if scale != 1:
             parts = [part * scale for part in parts]
         if isinstance(self.aggregator, Folds):
@@ -63,8 +64,8 @@ class GlobalModel:
             if self._extra is None:
                 self._extra = Mean().zero(update.extra)
             self._extra = Mean().fold(self._extra, update.extra, 1.0)
-        counters = [b for b in update.buffers if not _floats(b)]
-        mine = self._counters or [b for b in self.buffers if not _floats(b)]
+        counters = [b for b in update.buffers if _counts(b)]
+        mine = self._counters or [b for b in self.buffers if _counts(b)]
         self._counters = [torch.maximum(a, b) for a, b in zip(mine, counters, strict=True)]
 
     def finish(self, seed: int) -> list[Tensor]:
@@ -79,8 +80,10 @@ class GlobalModel:
             if self.moments is None:
                 self.moments = self.optimizer.start(self.weights)
             self.weights, self.moments = self.optimizer.step(self.weights, combined[:count], self.moments)
-            changes, counters = iter(combined[count:]), iter(self._counters)
-            self.buffers = [b + next(changes) if _floats(b) else next(counters) for b in self.buffers]
+            moved, counters = iter(combined[count:]), iter(self._counters)
+            self.buffers = [
+                b + next(moved) if b.is_floating_point() else next(counters) if _counts(b) else b for b in self.buffers
+            ]
             extra = Mean().finish(self._extra) if self._extra is not None else []
         self.skip()
         return extra
@@ -88,6 +91,10 @@ class GlobalModel:
     def skip(self) -> None:
         """Goes on to the next model, and forgets what was folded."""
         self.number += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was folded."""
         self._folded, self._extra, self._collected, self._shares, self._counters = None, None, [], [], []
 
     def _combined(self, turn: Turn) -> list[Tensor]:
@@ -112,5 +119,14 @@ class GlobalModel:
         self.moments, self.memory = state["moments"], state["memory"]
 
 
-def _floats(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
+def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    """How the floating-point buffers changed: new - old, and 0 where they are alike, infinite and NaN ones too."""
+    return [
+        (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)
+        for one, other in zip(new, old, strict=True)
+        if other.is_floating_point()
+    ]
+
+
+def _counts(buffer: Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex())

@@ -24,7 +24,8 @@ class Assignment:
 
     round: the number of the global model that these are. deadline: when the update has to be there, in the
     coordinator's time; None where nobody waits for it. extra: what an algorithm sends besides, as SCAFFOLD's control.
-    nbytes: of it all, counted where it is not given.
+    nbytes: of it all, counted where it is not given. turn: where the client's batches and draws go on, the round by
+    default; without rounds, where a client may be handed the same weights again, how often it has answered.
     """
 
     ticket: int
@@ -35,10 +36,13 @@ class Assignment:
     extra: Sequence[Tensor] = ()
     deadline: float | None = None
     nbytes: int = 0
+    turn: int = -1
 
     def __post_init__(self) -> None:
         if not self.nbytes:
             object.__setattr__(self, "nbytes", nbytes(self.weights) + nbytes(self.buffers) + nbytes(self.extra))
+        if self.turn < 0:
+            object.__setattr__(self, "turn", self.round)
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,23 @@ class Rounds:
 
     def asked(self, seed: int, round: int, clients: int) -> int:
         """How many clients are asked in a round."""
-        return min(math.ceil(self.needed(seed, round, clients) * self.selection.over), clients)
+        return self._over(self.needed(seed, round, clients), clients)
 
     def needed(self, seed: int, round: int, clients: int) -> int:
         """How many answers end a round."""
         return self.selection.wanted(seed, round, clients, self.fraction)
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError for a minimum that can never be met."""
+        most = self._over(self.selection.most(clients, self.fraction), clients)
+        if self.selection.minimum > most:
+            raise ValueError(
+                f"minimum is {self.selection.minimum}, but a round asks no more than {most} of the {clients} clients: "
+                "take a smaller one, or ask more"
+            )
+
+    def _over(self, needed: int, clients: int) -> int:
+        return min(math.ceil(min(needed * self.selection.over, clients)), clients)
 
 
 @dataclass(frozen=True)

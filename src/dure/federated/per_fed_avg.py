@@ -19,14 +19,17 @@ Model-Agnostic Meta-Learning Approach", NeurIPS 2020.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
+from dure.catalog import suggestion
 from dure.federated.algorithm import Algorithm, Start
 from dure.federated.cohort.choose import Setting
 from dure.federated.cohort.job import Engine
 from dure.federated.cohort.meta import MetaEngine
 from dure.federated.federated import Federated
 from dure.task import Task
+
+Order = Literal["first-order", "hessian-free"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class PerFedAvg(Federated):
     held_out: float = 0.2
     fine_tune: int = 1
     alpha: float = 0.01
-    order: Literal["first-order", "hessian-free"] = "first-order"
+    order: Order = "first-order"
 
     name: ClassVar[str] = "per-fed-avg"
     title: ClassVar[str] = "Per-FedAvg"
@@ -49,13 +52,18 @@ class PerFedAvg(Federated):
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha < float("inf"):
             raise ValueError(f"alpha is {self.alpha}, but a step is 0 or more")
+        if self.order not in get_args(Order):
+            raise ValueError(f"there is no order {self.order!r}{suggestion(self.order, get_args(Order))}")
 
     def algorithm(self, start: Start) -> Algorithm:
         return Adapted(4 if self.order == "hessian-free" else 2)
 
+    def check_engine(self, task: Task, wanted: str) -> None:
+        if wanted not in ("auto", "loop", MetaEngine.name):
+            raise ValueError(f"per-fed-avg has an engine of its own, and cannot be computed by {wanted!r}")
+
     def engine(self, setting: Setting) -> Engine:
-        if setting.wanted not in ("auto", "loop", MetaEngine.name):
-            raise ValueError(f"per-fed-avg has an engine of its own, and cannot be computed by {setting.wanted!r}")
+        self.check_engine(setting.task, setting.wanted)
         return MetaEngine(*setting[:5], self.alpha, self.order == "hessian-free")
 
 

@@ -1,16 +1,20 @@
 """Models measured client by client, on data that each has held out: how fair the global one is, and what clients'
 own are worth.
 
-    client_<metric>      the global model on a client's held-out examples: mean over clients, and the worst tenth
+    client_<metric>      the global model on a client's held-out examples: mean over clients, and the worst tenth (_p10)
     personal_<metric>    the client's own model there: what its algorithm keeps for it (FedPer, Ditto), or the global
-                         model after some epochs on the client's own data (fine-tuning)
+                         model after some epochs on the data that the client has by then (fine-tuning)
 
+A model of a client's own is measured with the buffers that it was trained with, as its batch-norm statistics; FedPer's
+are shared.
+
+A tenth of the clients is at the worst tenth or worse: the 0.1 quantile, or 0.9 where lower is better. Losses have none.
 Every client counts alike. With more than a thousand clients a fixed sample of a thousand is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +22,14 @@ from torch import Tensor, nn
 
 from dure.data.examples import Examples
 from dure.evaluation import BATCH, ratio, sum_and_count
-from dure.federated.algorithm import Algorithm
-from dure.federated.clients import Clients, spread
+from dure.federated.algorithm import Algorithm, Own
+from dure.federated.clients import Clients
 from dure.federated.cohort.job import Job
 from dure.federated.global_model import GlobalModel
 from dure.flat import FlatParameters
 from dure.fleet.permutation import Permutation
 from dure.randomness import derive
+from dure.record.history import lower_is_better
 from dure.task import Task
 
 MOST = 1_000
@@ -43,48 +48,49 @@ class Personal:
         self.clients = sorted(client for client in chosen if len(held_out[client]))
         self.latest: dict[str, list[float]] = {}
 
-    def measured(self, algorithm: Algorithm, model: GlobalModel, clients: Clients) -> dict[str, float]:
-        """Means and worst tenths; empty where nothing is held out."""
+    def measured(self, algorithm: Algorithm, model: GlobalModel, clients: Clients, now: float) -> dict[str, float]:
+        """Means and worst tenths; empty where nothing is held out. now: in the federation's time."""
         if not self.clients:
             return {}
-        whole = algorithm.whole(model.weights, clients.memories)
-        self.latest = {
-            f"client_{name}": values for name, values in self._over(lambda client: whole, model.buffers).items()
+        whole = Own(algorithm.whole(model.weights, clients.memories), model.buffers)
+        self.latest = {f"client_{name}": values for name, values in self._over(lambda client: whole).items()}
+        kept = {client: algorithm.own(model.weights, clients.memories.get(client)) for client in self.clients}
+        own = {
+            client: whole if one is None else one if one.buffers is not None else one._replace(buffers=model.buffers)
+            for client, one in kept.items()
         }
-        own = {client: algorithm.own(model.weights, clients.memories.get(client)) for client in self.clients}
         if self.fine_tune:
-            tuned = self._tuned(whole, own, model, clients)
-            own = {client: tuned[client] for client in self.clients}
-        if any(weights is not None for weights in own.values()):
-            measured = self._over(lambda client: own[client] or whole, model.buffers)
-            self.latest |= {f"personal_{name}": values for name, values in measured.items()}
+            own = self._tuned(own, model.number, clients, now)
+        if self.fine_tune or any(one is not None for one in kept.values()):
+            self.latest |= {f"personal_{name}": values for name, values in self._over(own.__getitem__).items()}
         return {
-            key: value
-            for name, values in self.latest.items()
-            for key, value in ((name, spread(values)["mean"]), (f"{name}_p10", spread(values)["p10"]))
-            if not (key.endswith("_p10") and "loss" in name)
+            key: value for name, values in self.latest.items() for key, value in _over_clients(name, values).items()
         }
 
     def facts(self) -> dict[str, Any]:
         """The newest measurement of each client."""
         return {"measured_clients": self.clients, "by_client": self.latest} if self.latest else {}
 
-    def _over(self, weights_of: Any, buffers: Sequence[Tensor]) -> dict[str, list[float]]:
+    def _over(self, model_of: Callable[[int], Own]) -> dict[str, list[float]]:
         """Every metric, for each of the clients."""
         results: dict[str, list[float]] = {name: [] for name in ("loss", *self.task.measures)}
         self.model.eval()
         with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), buffers, strict=True):
-                buffer.copy_(value)
-            loaded: Any = None
+            loaded: Own | None = None
             for client in self.clients:
-                weights = weights_of(client)
-                if weights is not loaded:
-                    self.flat.load(weights)
-                    loaded = weights
+                own = model_of(client)
+                if own is not loaded:
+                    self._load(own)
+                    loaded = own
                 for name, measured in self._of(self.held_out[client]).items():
                     results[name].append(measured)
         return results
+
+    def _load(self, own: Own) -> None:
+        self.flat.load(own.weights)
+        assert own.buffers is not None
+        for buffer, value in zip(self.model.buffers(), own.buffers, strict=True):
+            buffer.copy_(value)
 
     def _of(self, indices: Tensor) -> dict[str, float]:
         totals = {name: [0.0, 0.0] for name in ("loss", *self.task.measures)}
@@ -98,19 +104,26 @@ class Personal:
                 totals[name][1] += count
         return {name: ratio(total, count) for name, (total, count) in totals.items()}
 
-    def _tuned(
-        self, whole: list[Tensor], own: dict[int, list[Tensor] | None], model: GlobalModel, clients: Clients
-    ) -> dict[int, list[Tensor]]:
-        """Every client's model after `fine_tune` epochs on its own data."""
+    def _tuned(self, own: dict[int, Own], number: int, clients: Clients, now: float) -> dict[int, Own]:
+        """Every client's model after `fine_tune` epochs on the data that it has now."""
         jobs = []
         for client in self.clients:
-            indices = clients.parts[client]
+            indices, start = clients.indices(client, now), own[client]
             steps = self.fine_tune * clients.local.per_epoch(len(indices))
-            start = own[client] or whole
-            jobs.append(Job(client, model.number, indices, start, model.buffers, model.number * steps, steps))
+            assert start.buffers is not None
+            jobs.append(Job(client, number, indices, start.weights, start.buffers, number * steps, steps))
         engine = clients.engine(jobs)
         trained = getattr(engine, "tune", engine.train)(jobs)
         return {
-            job.client: [w + d for w, d in zip(job.weights, result.delta, strict=True)]
+            job.client: Own([w + d for w, d in zip(job.weights, result.delta, strict=True)], result.buffers)
             for job, result in zip(jobs, trained, strict=True)
         }
+
+
+def _over_clients(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean over clients, and the worst tenth: how fair a model is to them."""
+    of = torch.tensor(values, dtype=torch.float64)
+    mean = {name: float(of.mean())}
+    return (
+        mean if "loss" in name else {**mean, f"{name}_p10": float(of.quantile(0.9 if lower_is_better(name) else 0.1))}
+    )

@@ -54,6 +54,10 @@ class Selection:
         """How many answers the round is to have."""
         return clients_per_round(clients, fraction)
 
+    def most(self, clients: int, fraction: float) -> int:
+        """The most answers that any round is to have."""
+        return clients_per_round(clients, fraction)
+
     def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Candidates:
         """The order in which clients are asked in this round. attempt: counts the times that it began again. sizes: of
         all clients."""
@@ -99,6 +103,9 @@ class Poisson(Selection):
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
         return int(np.random.default_rng(derive(seed, "poisson", round)).binomial(clients, fraction))
+
+    def most(self, clients: int, fraction: float) -> int:
+        return clients
 
 
 SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Uniform, Weighted, Poisson)}

@@ -7,7 +7,8 @@
                c <- c + (1/N)·(sum of Δc over S)             N: all clients, not |S|
 
 K counts local steps. All controls begin at 0, so that c is the mean of the c_i after every round, whoever took part.
-Updates count alike, as in the paper.
+Updates count alike, as in the paper. The changes of controls are always combined by a plain mean, whatever `aggregate`
+is: a robust rule does not protect them.
 
 Cost of a round: 2d elements down and 2d up a client, twice FedAvg's. Clients keep d elements between rounds.
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.cohort.job import Job, Trained
@@ -29,6 +30,7 @@ from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.federated import Federated
 from dure.federated.messages import Assignment, Update
 from dure.federated.server_optimizer import ServerOptimizer
+from dure.strategy import seeded_model
 from dure.task import Task
 
 
@@ -38,7 +40,7 @@ class Scaffold(Federated):
 
     Args:
         server_lr: η_g, how far the global model moves along the mean update.
-        by_examples: updates count by the examples of their clients, and not alike; then c is no mean of the c_i.
+        by_examples: updates count by the examples of their clients, and not alike; controls count alike still.
     """
 
     server_lr: float = 1.0
@@ -51,11 +53,13 @@ class Scaffold(Federated):
         return ServerOptimizer(lr=self.server_lr)
 
     def check_task(self, task: Task) -> None:
-        optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
-        group = optimizer.param_groups[0]
-        plain = type(optimizer) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
-        if not plain:
+        optimizer = optimizer_of(task, list(seeded_model(task, 0).parameters()))
+        groups, extras = optimizer.param_groups, ("momentum", "weight_decay", "maximize")
+        if type(optimizer) is not torch.optim.SGD or any(group[extra] for group in groups for extra in extras):
             raise ValueError("scaffold needs clients with plain SGD: option II is wrong with momentum, decay or Adam")
+        rates = sorted({float(group["lr"]) for group in groups})
+        if len(rates) > 1:
+            raise ValueError(f"scaffold needs clients with plain SGD: option II has one learning rate, not {rates}")
 
     def algorithm(self, start: Start) -> Algorithm:
         return Controls(start.weights, start.clients, start.lr, self.by_examples)

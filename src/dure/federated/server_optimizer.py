@@ -15,12 +15,17 @@ used there with β1 = 0); T.-M. H. Hsu, H. Qi, M. Brown, 2019 (FedAvgM).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from dure.catalog import suggestion
+
+Rule = Literal["sgd", "adagrad", "adam", "yogi"]
 
 State = list[Tensor]
 """The moments m and v, a tensor each for every tensor of the model; empty before they are needed."""
@@ -30,20 +35,22 @@ State = list[Tensor]
 class ServerOptimizer:
     """The rule, and its η (lr), β1, β2 and τ."""
 
-    rule: Literal["sgd", "adagrad", "adam", "yogi"] = "sgd"
+    rule: Rule = "sgd"
     lr: float = 1.0
     beta1: float = 0.0
     beta2: float = 0.99
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"server_lr is {self.lr}, but the model has to move: it is above 0")
+        if self.rule not in get_args(Rule):
+            raise ValueError(f"there is no server optimizer {self.rule!r}{suggestion(self.rule, get_args(Rule))}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"server_lr is {self.lr}, but the model has to move: it is a number above 0")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it is in [0, 1)")
-        if self.rule != "sgd" and not self.tau > 0:
-            raise ValueError(f"tau is {self.tau}, but it keeps from dividing by zero: above 0")
+        if self.rule != "sgd" and not 0 < self.tau < math.inf:
+            raise ValueError(f"tau is {self.tau}, but it keeps from dividing by zero: a number above 0")
 
     def start(self, weights: Sequence[Tensor]) -> State:
         """The state before the first step."""

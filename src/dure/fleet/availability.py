@@ -33,6 +33,9 @@ from dure.written import read, write
 
 _DAY = 86_400.0
 
+LEAST = 1e-12
+"""How far a probability is from 0, and from 1 if it is not 1: beyond that, floats do not tell the periods apart."""
+
 
 @dataclass(frozen=True)
 class Availability:
@@ -81,6 +84,8 @@ class Probability(Availability):
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
             raise ValueError(f"probability: it is above 0 and at most 1, not {self.p}")
+        if not LEAST <= self.p <= 1 - LEAST and self.p != 1:
+            raise ValueError(f"probability: {self.p} cannot be told from {round(self.p)}, {LEAST} is the least")
         _check_length(self.period, "probability: the period")
 
     def next(self, client: int, now: float, seed: int) -> float:

@@ -6,7 +6,7 @@ tells it what came of them. Neither knows the other's kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -70,6 +70,10 @@ class Clients(Protocol):
 
     partial: bool
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Examples of each of them."""
+
     def work(self, assignment: Any, now: float, most: float | None = None) -> Work:
         """What the assignment takes, of at most so many examples."""
 
@@ -88,6 +92,9 @@ class Carrier(Protocol):
 
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Any]:
         """The updates of these tickets, one after another."""
+
+    def mark(self) -> Callable[[], None]:
+        """A way back to this moment, taken before each `carry`."""
 
     def state(self) -> Any:
         """Everything that it needs to go on, as a tree for checkpoints."""

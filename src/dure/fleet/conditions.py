@@ -54,7 +54,7 @@ class Conditions:
         )
         if not 0 <= self.drop_out < 1:
             raise ValueError(f"drop_out is {self.drop_out}, but it is a probability below 1")
-        if not self.attackers >= 0 or (self.attackers > 1 and self.attackers != int(self.attackers)):
+        if not self.attackers >= 0 or (self.attackers > 1 and self.attackers % 1):
             raise ValueError(f"attackers is {self.attackers}, but it is a whole number of clients, or a share below 1")
         if isinstance(self.attack, NoAttack) != (self.attackers == 0):
             raise ValueError("an attack needs attackers, and attackers an attack: give both, as sign-flip and 4")

@@ -64,8 +64,8 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Losses, errors and perplexities fall; every other metric rises."""
-    return metric.endswith(("loss", "error", "perplexity"))
+    """Losses, errors and perplexities fall, and so do those of the worst tenth of clients; every other metric rises."""
+    return metric.removesuffix("_p10").endswith(("loss", "error", "perplexity"))
 
 
 def reaches(metric: str, value: float, target: float) -> bool:

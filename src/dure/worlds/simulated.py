@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from dure.errors import TooFewClientsError
 from dure.fleet.carrier import Assign, Clients, Combine, Coordinator, Flight, Order, Refuse, Work
 from dure.fleet.conditions import Conditions
 from dure.randomness import derive
@@ -84,9 +85,14 @@ class Simulation:
         self._made = 0
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Underway] = {}
+        self._gone: set[int] = set()
+        """Those who were found to be away for good; who is not asked is not looked for."""
 
     def carry(self, coordinator: Coordinator) -> Combine:
-        """Lets time pass until the coordinator can make a new model."""
+        """Lets time pass until the coordinator can make a new model.
+
+        Raises TooFewClientsError where it never can, since all clients are away for good.
+        """
         combine = self._do(coordinator, coordinator.tick(self.now))
         while combine is None:
             combine = self._next(coordinator)
@@ -109,6 +115,11 @@ class Simulation:
 
     def _next(self, coordinator: Coordinator) -> Combine | None:
         """The next event."""
+        if not self._underway and len(self._gone) == len(self.clients.sizes):
+            raise TooFewClientsError(
+                f"no client will be there again after {self.now:g} seconds: by the availability "
+                f"{self.conditions.availability} all have left for the last time"
+            )
         soonest = self._queue[0][0] if self._queue else math.inf
         if coordinator.wake < soonest:
             self.now = max(self.now, coordinator.wake)
@@ -145,7 +156,10 @@ class Simulation:
     def _send(self, coordinator: Coordinator, assignment: Any) -> list[Any]:
         """An assignment goes out; what the coordinator says where its client is not there."""
         client, now, known = assignment.client, self.now, self.conditions
-        if known.availability.next(client, now, self.seed) > now:
+        there = known.availability.next(client, now, self.seed)
+        if there > now:
+            if math.isinf(there):
+                self._gone.add(client)
             return coordinator.failed(assignment.ticket, AWAY, now)
         device = known.devices.of(client, self.seed)
         work = self.clients.work(assignment, now)
@@ -184,6 +198,15 @@ class Simulation:
             )
         )
 
+    def mark(self) -> Callable[[], None]:
+        kept = self.now, self._made, list(self.flown), list(self._queue), dict(self._underway), dict(self._arrived)
+
+        def back() -> None:
+            self._gone = set()
+            self.now, self._made, self.flown, self._queue, self._underway, self._arrived = kept
+
+        return back
+
     def state(self) -> dict[str, Any]:
         return {
             "now": self.now,
@@ -197,6 +220,7 @@ class Simulation:
         self.now, self._made = state["now"], state["made"]
         self._queue = [(ends, made, ticket) for ends, made, ticket in state["queue"]]
         self._underway, self._arrived = _read(state["underway"]), _read(state["arrived"])
+        self._gone = set()
 
 
 def _written(flights: dict[int, Underway]) -> list[list[Any]]:

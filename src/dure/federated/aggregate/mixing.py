@@ -46,6 +46,7 @@ class Mixing(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
+        rows = rows.only(rows.order(torch.zeros(len(rows))))  # by value: so are the sums' roundings, which break ties
         nearest = len(rows) - still_broken(self.f, dropped)
         mix = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         for row, squared in zip(mix, rows.squared_distances(), strict=True):

@@ -19,8 +19,9 @@ nobody in a round is honest, the omniscient take what the liars would have sent 
 of (updates, liars, seed, turn); what it costs is O(n·d) additions for those that are omniscient, O(f·d) for the others.
 
 Updates are lists of flat tensors, as `dure.flat` keeps parameters, and are differences (weights after training less
-weights before), so that -mu is uphill. What honest clients sent is never changed. A client that does not answer is no
-attack: that is `dure.fleet.availability`.
+weights before), so that -mu is uphill; behind them is what an algorithm sends besides, as SCAFFOLD's controls.
+What honest clients sent is never changed. A client that does not answer is no attack: that is
+`dure.fleet.availability`.
 """
 
 from __future__ import annotations
