@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import dure
+from dure.cli import main
 from dure.errors import LossNotFiniteError
 from dure.record.run import RunFolder
 
@@ -63,15 +64,19 @@ def task_file(tmp_path: Path) -> Path:
 
 def command(task_file: Path, system: str, out: Path) -> list[str]:
     every = ["--checkpoint-every", "7", "--evaluate-every", "10"]
-    return [sys.executable, "-m", "dure", "train", f"{task_file}:task", *SYSTEMS[system], "--out", str(out), *every]
+    return ["train", f"{task_file}:task", *SYSTEMS[system], "--out", str(out), *every]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_killed_run_goes_on_to_the_same_bits(system: str, task_file: Path, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(command(task_file, system, whole), check=True, capture_output=True)
+    assert main(command(task_file, system, whole)) == 0
 
-    process = subprocess.Popen(command(task_file, system, broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dure", *command(task_file, system, broken)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     until = time.monotonic() + 60
     while not list(broken.glob("checkpoint/[0-9]*")) and time.monotonic() < until:
         time.sleep(0.005)
@@ -80,10 +85,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(system: str, task_file: Path, tmp
     process.wait()
     assert not (broken / "summary.json").exists(), "the run was killed in the middle"
 
-    resumed = subprocess.run(
-        [sys.executable, "-m", "dure", "train", "--resume", str(broken)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert resumed.returncode == 0, resumed.stderr
+    assert main(["train", "--resume", str(broken)]) == 0
     mine, expected = load_file(broken / "model.safetensors"), load_file(whole / "model.safetensors")
     assert all(mine[name].equal(expected[name]) for name in expected)
     assert mine.keys() == expected.keys()

@@ -15,11 +15,12 @@ from dure.fleet.availability import Always, AvailabilityFile, Daily, Probability
 from dure.fleet.chance import uniform
 
 LENGTHS = st.one_of(st.floats(1e-2, 1e6), st.sampled_from([0.1, 0.3, 1 / 3, 49.0]))
+WINDOWS = st.one_of(st.floats(1e-3, 0.999), st.just(1.0))
 SHARES = st.one_of(st.floats(1e-3, 1 - 1e-12), st.sampled_from([1e-3, 0.5, 0.999, 1 - 1e-12, 1.0]))
 SETTINGS = st.one_of(
     st.just(Always()),
     st.builds(Probability, SHARES, LENGTHS),
-    st.builds(Daily, SHARES, LENGTHS),
+    st.builds(Daily, WINDOWS, LENGTHS),
 )
 TIMES = st.floats(0, 1e7)
 CLIENTS = st.integers(0, 10**9)
@@ -69,7 +70,7 @@ def test_that_holds_where_periods_meet_too(setting, client, period, seed):
     holds(setting, client, period * setting.period, seed, 0.5)
 
 
-@given(st.builds(Daily, SHARES, LENGTHS), CLIENTS, st.integers(0, 10**4), SEEDS)
+@given(st.builds(Daily, WINDOWS, LENGTHS), CLIENTS, st.integers(0, 10**4), SEEDS)
 def test_that_holds_where_windows_begin_and_end_too(setting, client, day, seed):
     start = setting.next(client, day * setting.day, seed)
     holds(setting, client, start, seed, 0.5)

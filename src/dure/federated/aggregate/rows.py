@@ -157,8 +157,9 @@ class Rows:
 
     def order(self, keys: Tensor) -> list[int]:
         """The rows sorted by `keys`, of shape (m,). Among equal keys the values of rows decide, never their places:
-        the row that is smaller at the first coordinate where they differ comes first."""
-        numbers = keys.tolist()
+        the row that is smaller at the first coordinate where they differ comes first. Keys are equal that agree in
+        nine digits: sums that are equal differ in their roundings, by how they were made."""
+        numbers = _nine_digits(keys).tolist()
 
         def compare(one: int, other: int) -> int:
             if numbers[one] != numbers[other]:
@@ -180,6 +181,12 @@ class Rows:
 
     def _shaped(self, flat: Sequence[Tensor]) -> list[Tensor]:
         return [values.view(like.shape) for values, like in zip(flat, self.updates[0], strict=True)]
+
+
+def _nine_digits(keys: Tensor) -> Tensor:
+    """Rounded to 30 bits; infinities stay."""
+    mantissa, exponent = torch.frexp(keys.double())
+    return torch.ldexp((mantissa * 2**30).round(), exponent - 30)
 
 
 def is_finite(update: Sequence[Tensor]) -> bool:
