@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -327,3 +328,33 @@ def test_weights_that_are_not_finite_are_noticed_after_the_last_step():
     made = engine(optimizer=partial(SGD, lr=float("inf")))
     with pytest.raises(LossNotFiniteError, match="round 3, after its last local step on client 0"):
         results(made, jobs_of([9, 4], [1, 1], weights_of()))
+
+
+def ditto_jobs(weights):
+    """Two jobs a client, one after the other, as Ditto's: the second is held near what the first begins with."""
+    pulled = jobs_of([9, 4, 7], [3, 2, 3], weights_of(seed=1), mu=0.1, anchor=weights)
+    return [job for pair in zip(jobs_of([9, 4, 7], [3, 2, 3], weights), pulled, strict=True) for job in pair]
+
+
+def test_jobs_that_take_turns_in_kind_are_two_cohorts_and_not_six():
+    made, cohorts = engine(), []
+    cohort_of = made._cohort
+    made._cohort = lambda jobs: cohorts.append(len(jobs)) or cohort_of(jobs)
+    jobs = ditto_jobs(weights_of())
+    assert close(small_task(n=60), made, jobs)
+    assert cohorts == [3, 3] * 2, "once for clients that share their first step, and once for others"
+    made.cohort = 2
+    assert close(small_task(n=60), made, jobs)
+
+
+@pytest.mark.parametrize("bad", range(6))
+def test_what_comes_before_a_client_that_fails_is_given_whatever_its_kind(bad):
+    jobs = ditto_jobs(weights_of())
+    jobs[bad] = replace(jobs[bad], weights=[torch.full_like(jobs[bad].weights[0], torch.nan)])
+    given = []
+    with pytest.raises(LossNotFiniteError, match=f"client {jobs[bad].client}"):
+        given.extend(engine().train(jobs))
+    task = small_task(n=60)
+    before = results(LoopEngine(task, network(), task.train, 4, 3), jobs[:bad])
+    assert [each.samples for each in given] == [each.samples for each in before]
+    assert [each.loss for each in given] == pytest.approx([each.loss for each in before], rel=1e-12)

@@ -13,6 +13,7 @@ Equal to the loop but for rounding: sums are made in another order.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
@@ -35,6 +36,9 @@ CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort."""
 
 _NOTHING = Trained([], [], 0, 0.0)
+
+Kind = tuple[float, bool, bool]
+"""What is added to the gradients of a job: mu, whether it has no anchor, no correction."""
 
 
 def batched_engine(
@@ -85,11 +89,18 @@ class BatchedEngine:
 
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
-        for cohort in cohorts(jobs, self.cohort):
-            trained, error = self._cohort(cohort)
-            yield from trained
-            if error is not None:
-                raise error
+        for some in windows(jobs, self.cohort):
+            results: dict[int, Trained] = {}
+            errors: dict[int, DureError] = {}
+            for places in alike(some):
+                trained, error = self._cohort([some[place] for place in places])
+                results.update(zip(places, trained, strict=False))
+                if error is not None:
+                    errors[places[len(trained)]] = error
+            end = min(errors, default=len(some))
+            yield from (results.pop(place) for place in range(end))
+            if errors:
+                raise errors[end]
 
     def close(self) -> None:
         """Nothing is open."""
@@ -167,19 +178,29 @@ class BatchedEngine:
         return zip(self.program.weights, self.offsets, self.offsets[1:], strict=False)
 
 
-def cohorts(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
-    """The jobs in their order, up to `size` at a time, those of a cohort alike in what is added to gradients."""
-    cohort: list[Job] = []
+def windows(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
+    """The jobs in their order, each time until `size` of them are alike."""
+    some: list[Job] = []
+    count: Counter[Kind] = Counter()
     for job in jobs:
-        if cohort and (len(cohort) == size or _kind(job) != _kind(cohort[0])):
-            yield cohort
-            cohort = []
-        cohort.append(job)
-    if cohort:
-        yield cohort
+        some.append(job)
+        count[_kind(job)] += 1
+        if count[_kind(job)] == size:
+            yield some
+            some, count = [], Counter()
+    if some:
+        yield some
 
 
-def _kind(job: Job) -> tuple[float, bool, bool]:
+def alike(jobs: Sequence[Job]) -> list[list[int]]:
+    """The places of jobs to whose gradients the same is added, which can be computed together."""
+    places: dict[Kind, list[int]] = {}
+    for place, job in enumerate(jobs):
+        places.setdefault(_kind(job), []).append(place)
+    return list(places.values())
+
+
+def _kind(job: Job) -> Kind:
     return job.mu, job.anchor is None, job.correction is None
 
 
