@@ -15,7 +15,8 @@ from dure.worlds.fork_server import server
 from process_tree import descendants
 from two_hosts import TwoHosts, two_hosts
 
-settings.register_profile("dure", deadline=None)  # how long an example takes is the machine's business
+# How long an example takes is the machine's business. Every run draws others, so half of the usual number will do.
+settings.register_profile("dure", deadline=None, max_examples=50)
 settings.load_profile("dure")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so does a shell start what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
