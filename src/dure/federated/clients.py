@@ -23,7 +23,7 @@ from dure.federated.messages import Assignment, Update
 from dure.fleet.attacks import Attack
 from dure.fleet.carrier import Order, Work
 
-AHEAD = 64
+SHOWN = 64
 """Assignments that are shown to the choice of an engine, at most."""
 
 
@@ -110,7 +110,7 @@ class Clients:
         if missing and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
             if self._engine is None:
-                self.engine([job for order in [*missing, *more][:AHEAD] for job in self._jobs(order)])
+                self.engine([job for order in [*missing, *more][:SHOWN] for job in self._jobs(order)])
             room = (self._engine.cohort if self._engine is not None else 1) - max(len(missing), len(self._ready))
             if room > 0 and more:
                 for update in self._trained([*missing, *more[:room]]):

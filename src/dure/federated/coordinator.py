@@ -28,15 +28,15 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dure.errors import TooFewClientsError
 from dure.federated.algorithm import Algorithm
-from dure.federated.global_model import GlobalModel, changes
+from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Assignment, Update
 from dure.federated.pacing import Pacing, Rounds
 from dure.federated.sampling import Candidates
+from dure.federated.unfit import unfit
 from dure.fleet.carrier import Action, Assign, Combine, Refuse
 from dure.fleet.permutation import Permutation
 from dure.randomness import derive
@@ -183,7 +183,7 @@ class Coordinator:
         """Takes the next update of those that `Combine` named. One that cannot be right is left out, with its reason
         in the result. finite: the driver knows that all its numbers are."""
         known = self.open.pop(update.ticket).assignment
-        reason = self._wrong(update, known, finite)
+        reason = unfit(update, known, finite, self.model.aggregator.collects)
         if reason is not None:
             self._refused[update.ticket] = reason
             return
@@ -384,27 +384,6 @@ class Coordinator:
         del self.busy[client]
         return Refuse(ticket, client, "it came too late")
 
-    def _wrong(self, update: Update, known: Assignment, finite: bool) -> str | None:
-        """Why an update cannot be right."""
-        if update.client != known.client or update.round != known.round:
-            return "it is not an answer to what was asked"
-        if len(update.delta) != len(known.weights) or len(update.buffers) != len(known.buffers):
-            return "it has not the model's tensors"
-        for one, other in (
-            *zip(update.delta, known.weights, strict=True),
-            *zip(update.buffers, known.buffers, strict=True),
-        ):
-            if one.shape != other.shape or one.dtype != other.dtype:
-                return "its tensors have not the model's shapes and types"
-        if update.samples <= 0:
-            return "it is of no examples"
-        if finite:
-            return None
-        seen = list(update.extra)
-        if not self.model.aggregator.collects:  # rules that collect count such updates
-            seen += [*update.delta, *changes(update.buffers, known.buffers)]
-        return None if all(_finite(tensor) for tensor in seen) else "it is not finite"
-
     # Checkpoints
 
     def mark(self) -> Callable[[], None]:
@@ -466,11 +445,3 @@ class Coordinator:
         self._asked, self._reports, self._probes = rest
         self._answered, self._answers = set(state["answered"]), dict(state["answers"])
         self.began, self._combining, self._order = state["began"], list(state["combining"]), None
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite. A product with itself says so in one pass, where it does not overflow."""
-    flat = tensor.reshape(-1)
-    if flat.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat))):
-        return True
-    return bool(tensor.isfinite().all())

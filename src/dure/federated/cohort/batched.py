@@ -7,6 +7,9 @@ without a graph; the gradients of weights are added to the weights by the produc
 A cohort is so large that its weights stay in the cache: C d elements, d the model's. A model of megabytes is trained
 one client at a time, where what is won is the missing graph, the fused update and better kernels.
 
+Clients that begin at the same weights compute their first step with one copy of them: one large product a layer,
+not many small ones. If that is their only step, as in FedSGD, the products are the updates.
+
 Equal to the loop but for rounding: sums are made in another order.
 """
 

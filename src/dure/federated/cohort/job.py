@@ -17,11 +17,11 @@ class Job:
         g <- g + mu (w - anchor) + correction                  where they are given
         w <- optimizer step with g, from w = weights
 
-    client: its number, from which its draws are derived. round: of the weights. turn: from which its draws are derived
-    too; the round where it is not given. indices: its examples, in the task's
-    training data. weights, anchor, correction: one flat tensor a dtype (`dure.flat`), shared and never changed;
-    anchor None is `weights`. buffers: the model's buffers, in its own order. first_step counts on over the client's
-    rounds, so that batches go on where they stopped (`Batches(len(indices), batch_size, seed, client).at(step)`).
+    client: its number. round: of the weights. turn: where its draws go on, which are derived from (client, turn); the
+    round where it is not given. indices: its examples, in the task's training data. weights, anchor, correction: one
+    flat tensor a dtype (`dure.flat`), shared and never changed; anchor None is `weights`. buffers: the model's buffers,
+    in its own order. first_step counts on over the client's rounds, so that batches go on where they stopped
+    (`Batches(len(indices), batch_size, seed, client).at(step)`).
     """
 
     client: int

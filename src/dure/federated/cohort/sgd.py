@@ -65,7 +65,7 @@ class Weights:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape, self.rule = shape, SGD(0.0)
-        self.values = self.now = torch.empty(0)
+        self.values = self.now = self._own = torch.empty(0)
         self._gradient = self._velocity = torch.empty(0)
         self._constant: Tensor | None = None
         self._pull = 0.0
@@ -96,19 +96,18 @@ class Weights:
         self.shared = start[0] if shares else None
         self._only = None if only is None else only.view(clients, *self.shape)
         if only is not None:
+            self.values = start.expand(clients, *self.shape)
             return
-        if len(self.values) != clients:
-            self.values = _on_lines(start, clients, self.shape)
+        if len(self._own) != clients:
+            self._own = _on_lines(start, clients, self.shape)
+        self.values = self._own
         if rule.momentum and self._gradient.shape != self.values.shape:
             self._gradient, self._velocity = (start.new_empty(self.values.shape) for _ in range(2))
         self.values.copy_(start)
 
     def begin(self, active: int) -> Tensor:
         """The weights of the clients that are at work in this step, (A, *shape)."""
-        if self._only is not None and self.shared is not None:
-            self.now = self.shared.expand(active, *self.shape)
-        else:
-            self.now = self.values[:active]
+        self.now = self.values[:active]
         return self.now
 
     def product(self, left: Tensor, right: Tensor) -> None:

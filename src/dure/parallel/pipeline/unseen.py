@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy
 from torch import Tensor, nn
@@ -38,8 +37,8 @@ def unseen(model: nn.Module) -> Iterator[list[str]]:
         if model.training:
             for kind in set(_kinds(Function)):
                 if "forward" in vars(kind) and not kind.__module__.startswith(TRACING):
-                    patches.enter_context(patch.object(kind, "forward", staticmethod(_noticed(kind, found))))
-            patches.enter_context(patch.object(Tensor, "register_hook", _hooked(found)))
+                    patches.enter_context(_replaced(kind, "forward", staticmethod(_noticed(kind, found))))
+            patches.enter_context(_replaced(Tensor, "register_hook", _hooked(found)))
         patches.callback(model.register_forward_hook(counts).remove)
         yield found
     if _drawn() != drawn:
@@ -49,6 +48,17 @@ def unseen(model: nn.Module) -> Iterator[list[str]]:
         found.append(
             f"its forward changes the number {changed[0]}, which a trace does once; make it a buffer, a tensor"
         )
+
+
+@contextmanager
+def _replaced(kind: type[Any], name: str, method: Any) -> Iterator[None]:
+    """A method of a class, for the time inside."""
+    before = vars(kind)[name]
+    setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        setattr(kind, name, before)
 
 
 def _kinds(of: type[Function]) -> Iterator[type[Function]]:
