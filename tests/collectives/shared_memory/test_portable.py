@@ -18,7 +18,7 @@ from thread_ranks import built, groups, on_every, random_bits, same_bits
 from torch import Tensor
 
 from dure.collectives.shared_memory import SharedMemoryGroup, empty_shared, native
-from dure.collectives.shared_memory.calls import AVG, NUMBER_OF, OPERATIONS, SENSIBLE, SUM
+from dure.collectives.shared_memory.calls import AVG, MAX, MIN, NUMBER_OF, OPERATIONS, SENSIBLE, SUM
 from dure.collectives.shared_memory.portable import reduced
 
 CORE = Path(native.__file__).parent / "core"
@@ -68,6 +68,16 @@ def test_all_reduce_is_the_same_in_both_cores_and_the_fold_in_order(dtype: torch
         given = [random_bits(n, dtype, 10 * size + rank) for rank in range(size)]
         for result in agree(size, all_reduced(op), given):
             same_bits(result, reduced(given, op))
+
+
+@built
+@pytest.mark.parametrize("op", [MIN, MAX])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_which_of_two_zeros_is_taken_does_not_depend_on_where_they_stand(dtype: torch.dtype, op: int) -> None:
+    given = [torch.zeros(39, dtype=dtype), -torch.zeros(39, dtype=dtype)]
+    for result in agree(2, all_reduced(op), given):
+        same_bits(result, reduced(given, op))
+        assert len(set(result.signbit().tolist())) == 1
 
 
 @built

@@ -50,11 +50,21 @@ _BEGUN, _FINISHED, _LEFT, _BYTES, _CALL = 0, 1, 2, 3, 4
 _SAID = struct.Struct("<qq")  # who, how many syncs
 _LONGEST_WRITE = 1 << 20
 
+
+def _smaller(one: Tensor, other: Tensor) -> Tensor:
+    """As the C core has it. torch.minimum of 0.0 and -0.0 is either, depending on where in the tensor they stand."""
+    return torch.where((one < other) | (one != one), one, other)
+
+
+def _larger(one: Tensor, other: Tensor) -> Tensor:
+    return torch.where((one > other) | (one != one), one, other)
+
+
 _FOLDS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     SUM: torch.add,
     PRODUCT: torch.mul,
-    MIN: torch.minimum,
-    MAX: torch.maximum,
+    MIN: _smaller,
+    MAX: _larger,
     BAND: torch.bitwise_and,
     BOR: torch.bitwise_or,
     BXOR: torch.bitwise_xor,
