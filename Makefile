@@ -11,7 +11,8 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
-INSTALL := $(PIP) install --constraint constraints.txt $(PIP_ARGS)
+# Of the ten thousand files that torch and the rest bring, those few that are imported are compiled when they are.
+INSTALL := $(PIP) install --no-compile --constraint constraints.txt $(PIP_ARGS)
 
 # An environment around this one, or settings that send packages elsewhere, must not reach ours.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
