@@ -14,8 +14,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Of the ten thousand files that torch and the rest bring, those few that are imported are compiled when they are.
 INSTALL := $(PIP) install --no-compile --constraint constraints.txt $(PIP_ARGS)
 
-# An environment around this one, or settings that send packages elsewhere, must not reach ours.
+# An environment around this one, or settings that send packages elsewhere, must not reach ours; and what one of the
+# many processes of the tests has compiled, the next one finds.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests run two at a time: threads that wait have to give their core back.
 test: export OMP_WAIT_POLICY ?= PASSIVE
