@@ -1,10 +1,10 @@
 """Asynchronous federations: what staleness does to FedAsync's mixing, and who arrives first where some are slow.
 
 1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old, drawn uniformly;
-   MNIST, 2NN, 100 clients, Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing, alpha 0.9, against
-   polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same clients, batches and staleness.
-   What is reported is the test accuracy at the end (mean over the second half's evaluations), and how it swings there:
-   the standard deviation of the differences between evaluations.
+   MNIST, 2NN, 100 clients with IID and with Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing,
+   alpha 0.9, against polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same clients,
+   batches and staleness. What is reported is the test accuracy at the end (mean over the second half's evaluations),
+   and how it swings there: the standard deviation of the differences between evaluations. Medians over the seeds.
 2. Stragglers: a tenth of the devices computes 10 times as slowly. Virtual seconds, and bytes, to a target accuracy:
    FedAvg that waits for all of a round, FedAvg that asks 1.3 times as many as it needs, FedAsync, FedBuff; with as many
    clients at work. Learning rates are the task's for all.
@@ -21,7 +21,7 @@ import argparse
 import json
 import statistics
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ MIXINGS: dict[str, dict[str, Any]] = {
     "polynomial": {"weighting": "polynomial", "a": 0.5},
     "hinge": {"weighting": "hinge", "a": 10.0, "b": 4.0},
 }
+PARTITIONS: dict[str, Any] = {"IID": dure.IID(), "Dirichlet(0.3)": dure.Dirichlet(0.3, 10)}
 ALPHA = 0.9
 TARGET = 0.95
 DEVICES = "stragglers:0.1:10"
@@ -45,12 +46,12 @@ def show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def stale(task: dure.Task, mixing: str, staleness: int, updates: int, seed: int) -> dict[str, Any]:
+def stale(task: dure.Task, data: str, staleness: int, mixing: str, updates: int, seed: int) -> dict[str, Any]:
     """One run of FedAsync with drawn staleness."""
     strategy = dure.FedAsync(
         clients=100,
         batch_size=50,
-        partition=dure.Dirichlet(0.3, 10),
+        partition=PARTITIONS[data],
         alpha=ALPHA,
         rho=0.005,
         stale=staleness,
@@ -61,14 +62,17 @@ def stale(task: dure.Task, mixing: str, staleness: int, updates: int, seed: int)
     late = accuracy[len(accuracy) // 2 :]
     swings = [after - before for before, after in pairwise(late)]
     row = {
-        "mixing": mixing,
+        "data": data,
         "staleness": staleness,
+        "mixing": mixing,
+        "seed": seed,
         "accuracy": statistics.mean(late),
         "swing": statistics.pstdev(swings),
         "worst": min(late),
         "curve": {"update": step, "accuracy": accuracy},
     }
-    show(f"staleness <= {staleness}, {mixing}: {row['accuracy']:.4f}, swings {row['swing']:.4f}, {row['worst']:.4f}")
+    what = f"{data}, staleness <= {staleness}, {mixing}, seed {seed}"
+    show(f"{what}: {row['accuracy']:.4f}, swings {row['swing']:.4f}, {row['worst']:.4f}")
     return row
 
 
@@ -116,14 +120,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of MNIST's four files")
     parser.add_argument("--updates", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="of each run")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, help="where pictures go")
     parser.add_argument("--page", type=Path, help="the page whose tables are filled")
     asked = parser.parse_args()
     updates, seeds = (60, 1) if asked.quick else (asked.updates, asked.seeds)
     task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=0.1)
-    stales = [stale(task, mixing, most, updates, 0) for most in STALENESS for mixing in MIXINGS]
+    cells = list(product(PARTITIONS, STALENESS, MIXINGS))
+    stales = [stale(task, *cell, updates, seed) for cell in cells for seed in range(seeds)]
     races = [race(task, name, one, seed, 60) for seed in range(seeds) for name, one in contestants().items()]
     result = {
         "compared": "FedAsync's mixings under staleness; synchronous and asynchronous systems with stragglers",
@@ -142,16 +147,14 @@ def main() -> None:
 
 
 def staleness_table(rows: list[dict[str, Any]]) -> str:
-    cells = [
-        [
-            f"{row['mixing']}, {row['staleness']}",
-            f"{100 * row['accuracy']:.1f}",
-            f"{100 * row['swing']:.2f}",
-            f"{100 * row['worst']:.1f}",
-        ]
-        for row in rows
-    ]
-    return table(["mixing, staleness up to", "accuracy, %", "swings, points", "worst there, %"], cells)
+    cells = []
+    for data, staleness, mixing in product(PARTITIONS, STALENESS, MIXINGS):
+        own = [row for row in rows if (row["data"], row["staleness"], row["mixing"]) == (data, staleness, mixing)]
+        accuracy, swing, worst = (
+            100 * statistics.median(row[of] for row in own) for of in ("accuracy", "swing", "worst")
+        )
+        cells.append([data, str(staleness), mixing, f"{accuracy:.1f}", f"{swing:.2f}", f"{worst:.1f}"])
+    return table(["data", "staleness up to", "mixing", "accuracy, %", "swings, points", "worst there, %"], cells)
 
 
 def stragglers_table(rows: list[dict[str, Any]]) -> str:
@@ -173,11 +176,12 @@ def stragglers_table(rows: list[dict[str, Any]]) -> str:
 
 
 def pictures(stales: list[dict[str, Any]], races: list[dict[str, Any]], out: Path) -> None:
-    """Accuracy against updates for the largest staleness, and against virtual seconds with stragglers."""
-    worst = [row for row in stales if row["staleness"] == STALENESS[-1]]
-    curves = [Curve(row["mixing"], row["curve"]["update"], row["curve"]["accuracy"]) for row in worst]
-    title = f"FedAsync with alpha {ALPHA}, models up to {STALENESS[-1]} versions old"
-    save(out / "staleness.svg", title, lines(title, curves, Axis("updates"), Axis("test accuracy")))
+    """Accuracy against updates for the largest staleness, and against virtual seconds with stragglers, of one seed."""
+    for data, name in (("IID", "staleness-iid.svg"), ("Dirichlet(0.3)", "staleness.svg")):
+        own = [row for row in stales if (row["data"], row["staleness"], row["seed"]) == (data, STALENESS[-1], 0)]
+        curves = [Curve(row["mixing"], row["curve"]["update"], row["curve"]["accuracy"]) for row in own]
+        title = f"FedAsync with alpha {ALPHA}, {data}, models up to {STALENESS[-1]} versions old"
+        save(out / name, title, lines(title, curves, Axis("updates"), Axis("test accuracy")))
     first = [row for row in races if row["system"] in contestants()][: len(contestants())]
     curves = [Curve(row["system"], row["curve"]["seconds"], row["curve"]["accuracy"]) for row in first]
     title = "A tenth of the devices computes 10 times as slowly"

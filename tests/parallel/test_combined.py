@@ -156,3 +156,4 @@ def test_what_cannot_be_combined_is_refused_before_any_work():
     assert "data 2 x pipeline 2 x tensor 2" in said
     assert "8 ranks" in said
     assert "sequence or pipeline" in refused(Parallel(Mesh(1, 2, 2), sequence=True), 4)
+    assert "blocks.0 has heads = 4, not a multiple of the degree 3" in refused(Parallel(Mesh(1, 1, 3)), 3)

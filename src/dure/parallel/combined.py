@@ -46,7 +46,7 @@ from dure.parallel.single import check_gradient
 from dure.parallel.tensor import parallelize
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.layers import Divided
-from dure.parallel.tensor.plan import Plan
+from dure.parallel.tensor.plan import Plan, check_plan
 from dure.parallel.tensor.ready import plan_for
 from dure.parallel.zero.optimizer import check_element_wise
 from dure.parallel.zero.redundancy import ZeroRedundancy
@@ -142,7 +142,7 @@ class Parallel:
         if self.mesh.tensor > 1 or self.zero:
             check_element_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1:
-            plan_of(model, self.sequence)
+            check_plan(model, plan_of(model, self.sequence), self.mesh.tensor)
             if self.sequence and self.mesh.pipeline > 1:
                 raise ValueError("a model whose sequences are divided cannot be cut into stages: sequence or pipeline")
         if self.mesh.tensor > 1 and schedule.stages == 1:

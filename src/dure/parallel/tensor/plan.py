@@ -287,13 +287,42 @@ def parallelize(
     what the plan says, for a degree that does not divide it, and for a model that is divided already.
     """
     group = Group.of(process_group)
-    if any(isinstance(module, Divided) for module in model.modules()):
-        raise ValueError("this model is divided already: divide a new one, and load_whole a state into it")
-    found = [(name, kind) for pattern, kinds in plan.items() for name, kind in _matches(model, pattern, kinds)]
+    found = _found(model, plan)
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast_values([tensor.detach()], counted=False)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    at = At(group, overlap, Draws(group, device))
+    at = At(group, overlap, Draws(group, _device_of(model)))
+    layers, changes = _made(model, found, at)
+    for change in changes:
+        change()
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in layers:
+            path, _, own = name.rpartition(".")
+            setattr(model.get_submodule(path), own, layers[id(module)].train(module.training))
+    _leave_at_the_end(model, at.draws)
+
+
+def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
+    """Raises ValueError if `parallelize` would, over so many ranks. No other rank is needed; the model stays as it is."""
+    group = Group()
+    group.size = degree
+    _made(model, _found(model, plan), At(group, False, Draws(group, _device_of(model))))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
+    """The modules that a plan speaks of, by name."""
+    if any(isinstance(module, Divided) for module in model.modules()):
+        raise ValueError("this model is divided already: divide a new one, and load_whole a state into it")
+    return [(name, kind) for pattern, kinds in plan.items() for name, kind in _matches(model, pattern, kinds)]
+
+
+def _made(
+    model: nn.Module, found: Sequence[tuple[str, Kind]], at: At
+) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
+    """The divided layers, by the id of what they replace, and what is to be done to other modules."""
     layers: dict[int, Divided] = {}
     changes: dict[tuple[int, Change], Callable[[], None]] = {}  # a module that has several names is changed once
     for name, kind in found:
@@ -305,13 +334,7 @@ def parallelize(
         else:
             changes.setdefault((id(module), kind), kind.change(name, module, at))
     _share(model, layers)
-    for change in changes.values():
-        change()
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if id(module) in layers:
-            path, _, own = name.rpartition(".")
-            setattr(model.get_submodule(path), own, layers[id(module)].train(module.training))
-    _leave_at_the_end(model, at.draws)
+    return layers, list(changes.values())
 
 
 def _matches(model: nn.Module, pattern: str, kinds: Kind | Sequence[Kind]) -> list[tuple[str, Kind]]:

@@ -1,0 +1,145 @@
+"""Bubbles of real pipelines beside the simulator's, on more ranks than this machine has cores.
+
+Each layer waits, 20 ms forward and 40 ms backward unless told otherwise, as a processor waits while its accelerator
+computes: ranks do not take each other's cores, so that what is measured is the schedule, the messages and the runtime.
+All stages take equally long. Times, the medians over the rounds:
+
+    measured     idle share of the ranks' time from the first action's start to the last one's end, on any rank
+    simulated    the simulator's, from the mean times of the same steps' actions
+    exact        by the formula, actions of 1, 2, and no time for messages: (p-1)/(m+p-1), or what the simulator says
+
+    python benchmarks/pipeline_bubble.py --page docs/pipeline.md > benchmarks/results/pipeline_bubble.json
+
+Progress and a table go to standard error, the result as JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pages import fill, table
+from rounds import seconds_per_step
+from torch import nn
+from waiting import WIDTH, network
+
+import dure
+from dure.parallel.combined import Parallel, ParallelLearner
+from dure.parallel.mesh import Mesh
+from dure.parallel.pipeline.schedule import make
+from dure.parallel.pipeline.simulate import Times, simulate
+from dure.strategy import Place
+
+JSON = dict[str, Any]
+COMPUTES = ("forward", "backward", "input_gradient", "weight_gradient")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+def show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measured(learner: ParallelLearner, batch: int, rounds: int, place: Place, simulated: Any) -> JSON:
+    """The bubbles of some steps, and what the simulator makes of their actions."""
+    indices = torch.arange(batch)
+
+    def step() -> None:
+        for parameter in learner.parameters.values():
+            parameter.grad = None
+        learner.gradients(indices)
+
+    rows = []
+    for _ in range(rounds + 1):
+        seconds = seconds_per_step(step, 1, place.group.process_group)
+        (engine,) = learner._engines.values()
+        spans = [(a.kind, a.stage, start, end) for a, start, end in engine.spans if a.kind in COMPUTES]
+        everybodys: list[Any] = [None] * place.group.size
+        dist.all_gather_object(everybodys, spans)
+        kept = [span for rank in everybodys for span in rank]
+        busy = sum(end - start for _, _, start, end in kept)
+        makespan = max(span[3] for span in kept) - min(span[2] for span in kept)  # processes share the clock
+        bubble = 1 - busy / (place.group.size * makespan)
+        rows.append({"seconds": seconds, "makespan": makespan, "measured": bubble, **simulated(kept)})
+    return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+
+
+def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: Place) -> JSON:
+    ranks = place.group.size
+    per_rank = 2 if schedule == "interleaved" else 1
+    stages = ranks * per_rank
+    made = make(schedule, ranks, microbatches, per_rank)
+    forward, backward = asked.forward / 1e3 / per_rank, asked.backward / 1e3 / per_rank
+    data = torch.utils.data.TensorDataset(torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    task = dure.Task(partial(network, stages, forward, backward), nn.functional.mse_loss, data, optimizer=optimizer)
+    cut = tuple(str(stage) for stage in range(1, stages))
+    strategy = Parallel(Mesh(pipeline=ranks), None, microbatches, schedule, per_rank, cut=cut)
+    learner = ParallelLearner(task, place, 0, strategy)
+
+    def simulated(spans: list[tuple[str, int, float, float]]) -> JSON:
+        def mean(kind: str, stage: int) -> float:
+            found = [end - start for k, s, start, end in spans if (k, s) == (kind, stage)]
+            return statistics.fmean(found) if found else 0.0
+
+        simulation = simulate(made, Times(*(tuple(mean(kind, s) for s in range(made.stages)) for kind in COMPUTES)))
+        return {"simulated": simulation.bubble, "simulated_seconds": simulation.makespan}
+
+    row = measured(learner, microbatches, asked.rounds, place, simulated)
+    times = Times.uniform(stages, 1, 2)
+    if schedule == "zero-bubble":  # the waiting is all in the input gradient
+        times = Times(times.forward, times.backward, times.backward, (0.0,) * stages)
+    return {**row, "exact": simulate(made, times).bubble}
+
+
+def program(asked: argparse.Namespace, place: Place) -> list[JSON]:
+    torch.set_num_threads(1)
+    place.group.step = "a benchmark"
+    rows = []
+    for schedule in SCHEDULES:
+        for microbatches in asked.microbatches:
+            row = bubbles(schedule, microbatches, asked, place)
+            rows.append({"ranks": place.group.size, "schedule": schedule, "microbatches": microbatches, **row})
+    return rows
+
+
+def cells(rows: list[JSON]) -> str:
+    head = ["ranks, schedule, micro-batches", "measured", "simulated", "exact", "measured over simulated"]
+    return table(
+        head,
+        [
+            [f"{row['ranks']}, {row['schedule']}, {row['microbatches']}"]
+            + [f"{row[key]:.3f}" for key in ("measured", "simulated", "exact")]
+            + [f"{row['measured'] / row['simulated']:.2f}"]
+            for row in rows
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--forward", type=float, default=20, metavar="MS")
+    parser.add_argument("--backward", type=float, default=40, metavar="MS")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page", type=Path, help="the page whose table is filled")
+    asked = parser.parse_args()
+    rows: list[JSON] = []
+    for ranks in asked.ranks:
+        rows += dure.Processes(ranks, deadline=120).run(partial(program, asked), lambda event: None)
+    show(cells(rows))
+    if asked.page is not None:
+        fill(asked.page, {"bubbles": cells(rows)})
+    setting = {"forward_ms": asked.forward, "backward_ms": asked.backward, "rounds": asked.rounds}
+    json.dump({"benchmark": "pipeline_bubble", **setting, "torch": torch.__version__, "rows": rows}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
