@@ -23,7 +23,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pages import fill, table
-from rounds import seconds_per_step, turns
+from rounds import seconds_of_a_message, seconds_per_step, turns
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -209,20 +208,6 @@ def bubble(schedule: str, microbatches: int) -> float:
     return simulate(made, Times.uniform(made.stages, 1, 2)).bubble_over_ideal
 
 
-def seconds_of_a_message(place: Place, elements: int, times: int = 40) -> float:
-    """One way between two ranks that wait for it: half of a ping-pong, the median."""
-    tensor, peer, samples = torch.zeros(elements), 1 - place.group.rank, []
-    for _ in range(times):
-        started = time.perf_counter()
-        for sends in (place.group.rank == 0, place.group.rank == 1):
-            if sends:
-                place.group.send(tensor, peer)
-            else:
-                place.group.receive(tensor, peer)
-        samples.append((time.perf_counter() - started) / 2)
-    return statistics.median(samples)
-
-
 def predicted(schedule: str, microbatches: int, rows: list[Any], send: float) -> JSON:
     """From the mean seconds of each stage's actions, and those of a message."""
     per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
@@ -251,7 +236,7 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
             contender.times()
     right = found["single"]
     apart = {name: max(float((grads[key] - right[key]).abs().max()) for key in right) for name, grads in found.items()}
-    send = seconds_of_a_message(place, -(-batch // microbatches) * CONTEXT * width)
+    send = seconds_of_a_message(place.group, -(-batch // microbatches) * CONTEXT * width)
     samples: dict[str, list[float]] = {name: [] for name in playing}
     times: dict[str, list[JSON]] = {name: [] for name in playing}
     names = list(playing)

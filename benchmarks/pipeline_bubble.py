@@ -1,11 +1,11 @@
 """Bubbles of real pipelines beside the simulator's, on more ranks than this machine has cores.
 
-Each layer waits, 20 ms forward and 40 ms backward unless told otherwise, as a processor waits while its accelerator
+Each layer waits, 120 ms forward and 240 ms backward unless told otherwise, as a processor waits while its accelerator
 computes: ranks do not take each other's cores, so that what is measured is the schedule, the messages and the runtime.
 All stages take equally long. Times, the medians over the rounds:
 
     measured     idle share of the ranks' time from the first action's start to the last one's end, on any rank
-    simulated    the simulator's, from the mean times of the same steps' actions
+    simulated    the simulator's, from the mean times of the same steps' actions, and what a message takes
     exact        by the formula, actions of 1, 2, and no time for messages: (p-1)/(m+p-1), or what the simulator says
 
     python benchmarks/pipeline_bubble.py --page docs/pipeline.md > benchmarks/results/pipeline_bubble.json
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pages import fill, table
-from rounds import seconds_per_step
+from rounds import seconds_of_a_message, seconds_per_step
 from torch import nn
 from waiting import WIDTH, network
 
@@ -82,13 +82,15 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
     cut = tuple(str(stage) for stage in range(1, stages))
     strategy = Parallel(Mesh(pipeline=ranks), None, microbatches, schedule, per_rank, cut=cut)
     learner = ParallelLearner(task, place, 0, strategy)
+    send = seconds_of_a_message(place.group, WIDTH)
 
     def simulated(spans: list[tuple[str, int, float, float]]) -> JSON:
         def mean(kind: str, stage: int) -> float:
             found = [end - start for k, s, start, end in spans if (k, s) == (kind, stage)]
             return statistics.fmean(found) if found else 0.0
 
-        simulation = simulate(made, Times(*(tuple(mean(kind, s) for s in range(made.stages)) for kind in COMPUTES)))
+        times = Times(*(tuple(mean(kind, s) for s in range(made.stages)) for kind in COMPUTES), send=send)
+        simulation = simulate(made, times)
         return {"simulated": simulation.bubble, "simulated_seconds": simulation.makespan}
 
     row = measured(learner, microbatches, asked.rounds, place, simulated)
@@ -126,8 +128,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--forward", type=float, default=20, metavar="MS")
-    parser.add_argument("--backward", type=float, default=40, metavar="MS")
+    parser.add_argument("--forward", type=float, default=120, metavar="MS")
+    parser.add_argument("--backward", type=float, default=240, metavar="MS")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--page", type=Path, help="the page whose table is filled")
     asked = parser.parse_args()

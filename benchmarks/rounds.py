@@ -35,3 +35,17 @@ def seconds_per_step(step: Callable[[], object], steps: int, group: Any, takes_p
     seconds = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
     return seconds.item()
+
+
+def seconds_of_a_message(group: Any, elements: int, times: int = 40) -> float:
+    """One way between ranks 0 and 1 that wait for it, the median half of a ping-pong. All ranks of the group call."""
+    tensor, peer, samples = torch.zeros(elements), 1 - group.rank, [0.0]
+    for _ in range(times if group.rank < 2 else 0):
+        started = time.perf_counter()
+        for sends in (group.rank == 0, group.rank == 1):
+            if sends:
+                group.send(tensor, peer)
+            else:
+                group.receive(tensor, peer)
+        samples.append((time.perf_counter() - started) / 2)
+    return float(group.all_gather_values([statistics.median(samples)])[0][0])

@@ -121,15 +121,13 @@ class Engine:
         self._sends.append(self.group.begin_transfer(_words(action), sends, []))
 
     def _receive(self, action: Action) -> list[Tensor]:
-        """The message that `action` waits for; the next ones are begun."""
-        while self._expected and len(self._coming) < max(1, AHEAD):
+        """The message that `action` waits for; the next one is begun before, not when everybody waits for this one."""
+        while self._expected and len(self._coming) < AHEAD:
             self._coming.append(self._begin(self._expected.popleft()))
         tensors, end = self._coming.popleft()
         started = time.perf_counter()
         end()
         self.group.meter.idle(f"wait: {_words(action)}", started, time.perf_counter(), self._step + 1)
-        while self._expected and len(self._coming) < AHEAD:
-            self._coming.append(self._begin(self._expected.popleft()))
         return tensors
 
     def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:

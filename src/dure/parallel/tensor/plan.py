@@ -302,7 +302,7 @@ def parallelize(
 
 
 def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
-    """Raises ValueError if `parallelize` would, over so many ranks. No other rank is needed; the model stays as it is."""
+    """Raises ValueError where `parallelize` would over so many ranks, of which none is needed; changes nothing."""
     group = Group()
     group.size = degree
     _made(model, _found(model, plan), At(group, False, Draws(group, _device_of(model))))
