@@ -17,13 +17,19 @@ NOWHERE_NEAR = ["setarch", "-R"]  # the sanitizer wants its addresses where they
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 
-def built(folder: Path, *flags: str, source: Path = CORE) -> Path:
+RACES = ("-O1", "-fsanitize=thread")
+
+
+def compiled(folder: Path, name: str, flags: tuple[str, ...], source: Path = CORE, *ready: Path) -> Path:
+    """stress.c with the core, or an object if the name is one's; `ready` are objects that stand for their sources."""
     assert COMPILER is not None
-    program = folder / "stress"
-    files = [*sorted(map(str, source.glob("*.c"))), str(Path(__file__).with_name("stress.c"))]
+    made = folder / name
+    files = [path for path in sorted(source.glob("*.c")) if path.stem not in {other.stem for other in ready}]
+    files += [*ready, Path(__file__).with_name("stress.c")]
+    which = ["-c", str(source / f"{made.stem}.c")] if made.suffix == ".o" else map(str, files)
     common = ["-g", "-std=c11", "-fwrapv", "-Wall", "-Wextra", "-Werror", "-I", str(source), "-pthread"]
-    subprocess.run([COMPILER, *common, *flags, *files, "-o", str(program)], check=True, capture_output=True, text=True)
-    return program
+    subprocess.run([COMPILER, *common, *flags, *which, "-o", str(made)], check=True, capture_output=True, text=True)
+    return made
 
 
 def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -31,18 +37,31 @@ def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("plain"), "stress", ("-O2",))
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What takes longest to compile, and what no test breaks."""
     try:
-        return built(tmp_path_factory.mktemp("sanitized"), "-O1", "-fsanitize=thread")
+        return compiled(tmp_path_factory.mktemp("kernels"), "kernels.o", RACES)
     except subprocess.CalledProcessError:
         pytest.skip("the compiler has no ThreadSanitizer")
 
 
+@pytest.fixture(scope="module")
+def sanitized(kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return compiled(tmp_path_factory.mktemp("sanitized"), "stress", RACES, CORE, kernels)
+    except subprocess.CalledProcessError:
+        pytest.skip("there is no library of ThreadSanitizer")
+
+
 @pytest.mark.parametrize(("ranks", "spin"), [(2, 20_000), (3, 0), (5, 1_000), (8, 0)])
-def test_random_calls_of_threads_give_right_values(tmp_path: Path, ranks: int, spin: int) -> None:
-    program = built(tmp_path, "-O2")
+def test_random_calls_of_threads_give_right_values(plain: Path, ranks: int, spin: int) -> None:
     for seed in range(2):
-        done = ran([str(program), str(ranks), "400", str(seed), str(spin)])
+        done = ran([str(plain), str(ranks), "400", str(seed), str(spin)])
         assert done.returncode == 0, done.stderr
 
 
@@ -72,12 +91,14 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
     ],
     ids=["a sync without release", "a channel without release", "one window in place of two", "shares not taken"],
 )
-def test_what_is_broken_on_purpose_is_seen(sanitized: Path, tmp_path: Path, file: str, right: str, wrong: str) -> None:
+def test_what_is_broken_on_purpose_is_seen(
+    sanitized: Path, kernels: Path, tmp_path: Path, file: str, right: str, wrong: str
+) -> None:
     """A check of the checker: without each of these pieces of the argument in core.h there is a race or a wrong sum."""
     shutil.copytree(CORE, tmp_path / "core")
     broken = tmp_path / "core" / file
     assert right in broken.read_text()
     broken.write_text(broken.read_text().replace(right, wrong))
-    program = built(tmp_path, "-O1", "-fsanitize=thread", source=tmp_path / "core")
+    program = compiled(tmp_path, "stress", RACES, tmp_path / "core", kernels)
     seen = ran([*NOWHERE_NEAR, str(program), "3", "300", "1", "0"]).stderr
     assert "ThreadSanitizer: data race" in seen or "wrong sum" in seen
