@@ -159,6 +159,14 @@ def test_a_client_draws_the_same_wherever_its_update_is_among_the_others():
         assert not torch.equal(joined(first[2]), joined(attack.forge(updates, [2], 0, 0, clients=[5, 8, 41])[2]))
 
 
+def test_a_client_that_answers_twice_does_not_draw_the_same_noise_twice():
+    updates = [[torch.zeros(6)] for _ in range(3)]
+    for attack in (Gaussian(1.0), Noise(1.0)):
+        one, _, other = map(joined, attack.forge(updates, [0, 2], 0, 0, clients=[7, 3, 7]))
+        assert not torch.equal(one, other)
+        assert torch.equal(one, joined(attack.forge(updates[:1], [0], 0, 0, clients=[7])[0]))
+
+
 @given(st.integers(2, 9), st.data(), st.floats(0.1, 3))
 def test_a_little_is_the_honest_mean_less_z_honest_deviations(m, data, z):
     liars = data.draw(st.sets(st.integers(0, m - 1), min_size=1, max_size=m - 1))

@@ -55,7 +55,8 @@ class Attack:
 
         updates: what everybody would send honestly (or, after `poison`, has learned). liars: the positions in it of
         those who lie. What honest clients send is passed on as the same object. clients: whose updates they are; what
-        a liar draws is a function of (seed, turn, client), by default of its position.
+        a liar draws is a function of (seed, turn, client), by default of its position, and for a client that comes
+        several times of which time it is.
 
         Raises ValueError for a position that is not one of `updates`.
         """
@@ -65,7 +66,11 @@ class Attack:
             raise ValueError(f"the liars {sorted(liars)} are not positions among {len(updates)} updates")
 
         def random(position: int) -> torch.Generator:
-            return generator(seed, "attack", turn, position if clients is None else clients[position])
+            if clients is None:
+                return generator(seed, "attack", turn, position)
+            client = clients[position]
+            times = clients[:position].count(client)
+            return generator(seed, "attack", turn, client, *([times] if times else []))
 
         lies = self._lies(updates, sorted(set(liars)), random)
         return [lies.get(position, update) for position, update in enumerate(updates)]
