@@ -176,3 +176,25 @@ def test_batch_norm_is_not_left_with_one_example(batch: int, microbatches: int, 
         return
     with pytest.raises(ValueError, match=f"a batch of {alone}, among 17 examples, has micro-batches of one"):
         check(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8))
+
+
+class Hasty(torch.nn.Module):
+    """Looks at the data where it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if not self.training and bool(hidden.max() > 0):
+            hidden = hidden * 2
+        result: Tensor = self.second(hidden)
+        return result
+
+
+def test_a_model_that_cannot_be_evaluated_in_stages_is_refused_before_it_is_trained() -> None:
+    examples = torch.randn(16, 6), torch.arange(16) % 3
+    task = dure.Task(Hasty, F.cross_entropy, examples, examples, partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(ValueError, match="in evaluation, a Hasty cannot be cut"):
+        dure.Pipeline(8, 2).check(task, 2)

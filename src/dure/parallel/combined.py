@@ -136,7 +136,7 @@ class Parallel:
         schedule = self.list_for(self.most)
         validate.check(schedule)
         model = seeded_model(task, 0)
-        train, _ = examples_for(model, task)
+        train, test = examples_for(model, task)
         if self.zero not in (0, 1):
             raise ValueError(f"zero is {self.zero}, but on a mesh it is 0, or 1: the optimizer's state is divided")
         if self.mesh.tensor > 1 or self.zero:
@@ -147,8 +147,14 @@ class Parallel:
                 raise ValueError("a model whose sequences are divided cannot be cut into stages: sequence or pipeline")
         if self.mesh.tensor > 1 and schedule.stages == 1:
             return
-        cut = CutModel(model, partial(sample, train), schedule.stages, self.examples(len(train)))
+        tests = partial(sample, test) if test is not None and len(test) else None
+        cut = CutModel(model, partial(sample, train), schedule.stages, self.examples(len(train)), tests)
         cut.decide(cut.choose(self.cut, "estimated"))
+        if tests is not None:
+            try:
+                cut.homes(2, False)
+            except ValueError as error:
+                raise ValueError(f"in evaluation, {error}") from error
         self._check_least(model, train, schedule.stages)
 
     def _check_least(self, model: nn.Module, train: Examples, stages: int) -> None:
