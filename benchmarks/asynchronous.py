@@ -4,7 +4,8 @@
    MNIST, 2NN, 100 clients with IID and with Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing,
    alpha 0.9, against polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same clients,
    batches and staleness. What is reported is the test accuracy at the end (mean over the second half's evaluations),
-   and how it swings there: the standard deviation of the differences between evaluations. Medians over the seeds.
+   and how it swings there, and before: the standard deviation of the differences between evaluations. Medians over
+   the seeds.
 2. Stragglers: a tenth of the devices computes 10 times as slowly. Virtual seconds, and bytes, to a target accuracy:
    FedAvg that waits for all of a round, FedAvg that asks 1.3 times as many as it needs, FedAsync, FedBuff; with as many
    clients at work. Learning rates are the task's for all.
@@ -49,6 +50,11 @@ def show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def swing(accuracy: list[float]) -> float:
+    """The standard deviation of the changes from one evaluation to the next."""
+    return statistics.pstdev(after - before for before, after in pairwise(accuracy))
+
+
 def stale(task: dure.Task, data: str, staleness: int, mixing: str, updates: int, seed: int) -> dict[str, Any]:
     """One run of FedAsync with drawn staleness."""
     strategy = dure.FedAsync(
@@ -62,15 +68,16 @@ def stale(task: dure.Task, data: str, staleness: int, mixing: str, updates: int,
     )
     run = dure.train(task, strategy, stop=dure.Stop(rounds=updates), seed=seed, evaluate_every=max(1, updates // 60))
     step, accuracy = run.history.curve("test_accuracy")
-    late = accuracy[len(accuracy) // 2 :]
-    swings = [after - before for before, after in pairwise(late)]
+    half = len(accuracy) // 2
+    late = accuracy[half:]
     row = {
         "data": data,
         "staleness": staleness,
         "mixing": mixing,
         "seed": seed,
         "accuracy": statistics.mean(late),
-        "swing": statistics.pstdev(swings),
+        "swing": swing(late),
+        "early_swing": swing(accuracy[half // 6 : half]),
         "worst": min(late),
         "curve": {"update": step, "accuracy": accuracy},
     }
@@ -152,13 +159,14 @@ def staleness_table(rows: list[dict[str, Any]]) -> str:
     cells = []
     for data, staleness, mixing in CELLS:
         own = [row for row in rows if (row["data"], row["staleness"], row["mixing"]) == (data, staleness, mixing)]
-        accuracy, swing, worst = (
-            100 * statistics.median(row[of] for row in own) for of in ("accuracy", "swing", "worst")
-        )
+        numbers = [
+            100 * statistics.median(row[of] for row in own) for of in ("accuracy", "early_swing", "swing", "worst")
+        ]
+        mixed = mixing if staleness else "any"
         cells.append(
-            [data, str(staleness), mixing if staleness else "any", f"{accuracy:.1f}", f"{swing:.2f}", f"{worst:.1f}"]
+            [data, str(staleness), mixed, *(f"{number:.{1 + (n in (1, 2))}f}" for n, number in enumerate(numbers))]
         )
-    return table(["data", "staleness up to", "mixing", "accuracy, %", "swings, points", "worst there, %"], cells)
+    return table(["data", "staleness up to", "mixing", "accuracy, %", "swings before", "swings", "worst, %"], cells)
 
 
 def stragglers_table(rows: list[dict[str, Any]]) -> str:
@@ -184,7 +192,7 @@ def pictures(stales: list[dict[str, Any]], races: list[dict[str, Any]], out: Pat
     for data, name in (("IID", "staleness-iid.svg"), ("Dirichlet(0.3)", "staleness.svg")):
         own = [row for row in stales if (row["data"], row["staleness"], row["seed"]) == (data, STALENESS[-1], 0)]
         curves = [Curve(row["mixing"], row["curve"]["update"], row["curve"]["accuracy"]) for row in own]
-        title = f"FedAsync with alpha {ALPHA}, {data}, models up to {STALENESS[-1]} versions old"
+        title = f"{data}, models up to {STALENESS[-1]} versions old"
         save(out / name, title, lines(title, curves, Axis("updates"), Axis("test accuracy")))
     first = [row for row in races if row["system"] in contestants()][: len(contestants())]
     curves = [Curve(row["system"], row["curve"]["seconds"], row["curve"]["accuracy"]) for row in first]
