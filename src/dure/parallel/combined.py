@@ -155,32 +155,6 @@ class Parallel:
                 cut.homes(2, False)
             except ValueError as error:
                 raise ValueError(f"in evaluation, {error}") from error
-        self._check_least(model, train, schedule.stages)
-
-    def _check_least(self, model: nn.Module, train: Examples, stages: int) -> None:
-        """Batch norm cannot normalise a micro-batch of one example, unless each has several values a channel."""
-        normalises = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-        sizes = {size: self.least_examples(size) for size in self._joint_batches(len(train))}
-        alone = next((size for size, least in sizes.items() if least == 1), None)
-        if not normalises or alone is None:
-            return
-        try:
-            CutModel(model, partial(sample, train), stages, 1)
-        except ValueError as error:
-            raise ValueError(
-                f"a batch of {alone}, among {len(train)} examples, has micro-batches of one, which batch norm cannot "
-                "normalise: choose another batch_size, or fewer micro-batches"
-            ) from error
-
-    def _joint_batches(self, of: int) -> list[int]:
-        """The sizes of an epoch's batches."""
-        batch = of if self.batch_size is None else min(self.batch_size, of)
-        return [batch, of % batch] if of % batch else [batch]
-
-    def least_examples(self, batch: int) -> int:
-        """In the smallest micro-batch of a joint batch."""
-        part = max(1, batch // self.mesh.data)
-        return part // min(self.most, part)
 
     def examples(self, of: int) -> int:
         """In a micro-batch, at most, if so many are to be learned."""

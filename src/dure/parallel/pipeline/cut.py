@@ -90,7 +90,10 @@ class CutModel:
         self.reference = self.trace(examples, True)
 
     def trace(self, examples: int, training: bool) -> Trace:
-        """The trace of a micro-batch of so many examples."""
+        """The trace of a micro-batch of so many examples.
+
+        Raises ValueError where it cannot be traced, as a single example where batch norm wants several.
+        """
         key = (examples, training)
         if key not in self._traces:
             before, mode = generators_state(), self.model.training
@@ -100,6 +103,13 @@ class CutModel:
                 # without gradients, layers of torch are one operation each, in other stages' parameters
                 with torch.enable_grad(), unwatched(self.model.parameters()):
                     self._traces[key] = Trace(self.model, inputs)
+            except ValueError as error:
+                if not training or not hasattr(self, "reference"):
+                    raise
+                raise ValueError(
+                    f"a micro-batch of {examples} among others of {self.examples}: choose another batch_size, or "
+                    f"fewer micro-batches; {error}"
+                ) from error
             finally:
                 self.model.train(mode)
                 restore_generators(before)

@@ -1,7 +1,7 @@
 """One rank's list of actions, executed.
 
-Receives are begun ahead, two at a time, so that the next message comes in while this one is worked on; sends go on
-beside the computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists
+Receives are begun ahead, so that the next two messages come in while this one is worked on; sends go on beside the
+computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists
 decide everything else (`dure.parallel.pipeline.schedule`).
 
 A message over the boundary behind stage s holds the values that cross it, in their order, and on the way back a
@@ -23,8 +23,8 @@ from dure.parallel.pipeline.draws import STATE_BYTES, Stream
 from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
 from dure.parallel.pipeline.stage import Microbatch, Stage
 
-AHEAD = 2
-"""Receives that are under way at once."""
+AHEAD = 3
+"""Receives that are under way when one is waited for."""
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
@@ -121,7 +121,7 @@ class Engine:
         self._sends.append(self.group.begin_transfer(_words(action), sends, []))
 
     def _receive(self, action: Action) -> list[Tensor]:
-        """The message that `action` waits for; the next one is begun before, not when everybody waits for this one."""
+        """The message that `action` waits for. Others are begun before it: behind it, they would delay its work."""
         while self._expected and len(self._coming) < AHEAD:
             self._coming.append(self._begin(self._expected.popleft()))
         tensors, end = self._coming.popleft()
