@@ -1,12 +1,13 @@
 """Bubbles of real pipelines beside the simulator's, on more ranks than this machine has cores.
 
-Each layer waits, 120 ms forward and 240 ms backward unless told otherwise, as a processor waits while its accelerator
-computes: ranks do not take each other's cores, so that what is measured is the schedule, the messages and the runtime.
-All stages take equally long. Times, the medians over the rounds:
+A rank waits 120 ms forward and 240 ms backward for a micro-batch, unless told otherwise, as a processor waits while its
+accelerator computes: ranks do not take each other's cores, so that what is measured is the schedule, the messages and
+the runtime. All stages take equally long. Times, the medians over the rounds:
 
     measured     idle share of the ranks' time from the first action's start to the last one's end, on any rank
     simulated    the simulator's, from the mean times of the same steps' actions, and what a message takes
-    exact        by the formula, actions of 1, 2, and no time for messages: (p-1)/(m+p-1), or what the simulator says
+    exact        the simulator's, of actions of 1 and 2 and messages that take no time, which is the formula's where
+                 there is one: (p-1)/(m+p-1), with v stages a rank (p-1)/(v m + p-1)
 
     python benchmarks/pipeline_bubble.py --page docs/pipeline.md > benchmarks/results/pipeline_bubble.json
 

@@ -1,8 +1,8 @@
 """One rank's list of actions, executed.
 
 Receives are begun ahead, so that the next two messages come in while this one is worked on; sends go on beside the
-computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists
-decide everything else (`dure.parallel.pipeline.schedule`).
+computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists decide
+everything else (`dure.parallel.pipeline.schedule`).
 
 A message over the boundary behind stage s holds the values that cross it, in their order, and on the way back a
 gradient for each that has one. So a micro-batch costs 4 b e bytes there and back each, for e float32 numbers an
