@@ -120,6 +120,11 @@ def by_a_future(group: Any) -> None:
         work.wait()
 
 
+def begun_and_ended(group: Any) -> None:
+    for begun in [group.begin_reduce_scatter(torch.empty(1_000), torch.ones(4_000)) for _ in range(3)]:
+        begun.end()
+
+
 WAITING: dict[str, Deed] = {
     "all_reduce": reduce,
     "all_reduce of megabytes": lambda group: reduce(group, 2_000_000),
@@ -128,6 +133,7 @@ WAITING: dict[str, Deed] = {
     "all_gather": lambda group: dist.all_gather([torch.ones(10) for _ in range(4)], torch.ones(10), group=group),
     "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(torch.ones(40), torch.ones(10), group=group),
     "reduce_scatter_tensor": lambda group: dist.reduce_scatter_tensor(torch.ones(10), torch.ones(40), group=group),
+    "reduce_scatters that were begun": begun_and_ended,
     "all_to_all_single": lambda group: dist.all_to_all_single(torch.ones(40), torch.ones(40), group=group),
     "asynchronous works": asynchronously,
     "a future": by_a_future,

@@ -17,6 +17,8 @@
 #define STAGED 1024
 #define CHANNEL 192
 #define RANKS 16
+#define HALF 256 /* elements of a block of a call in two halves */
+#define BESIDE (4096 * 32) /* bytes of a pool before the messages of such calls */
 
 static int size, calls;
 static uint64_t seed, spin;
@@ -131,6 +133,55 @@ static void mistake(struct core *core, int call, uint64_t n, int who, int32_t *o
     expect(status == MISMATCH, "status of a mismatch", core->rank, call);
 }
 
+/* Calls of this rank in two halves, by where their messages lie; n: 0 where nothing is looked for any more. */
+struct begun {
+    uint64_t number, n;
+    int call;
+    int32_t out[HALF];
+};
+
+static void see(struct core *core, struct begun *begun) {
+    for (uint64_t i = 0; i < begun->n; i++)
+        expect(begun->out[i] == total((uint64_t)core->rank * begun->n + i, begun->call), "sum of a block", core->rank, begun->call);
+    begun->n = 0;
+}
+
+static void see_what_has_ended(struct core *core, struct begun *places) {
+    uint64_t first = core->n_under_way ? core->under_way[0].number : UINT64_MAX;
+    for (int place = 0; place < CALLS; place++)
+        if (places[place].number < first) see(core, &places[place]);
+}
+
+static int is_read(struct core *core, uint64_t number) {
+    for (int rank = 0; rank < size; rank++)
+        if (core_look(core, rank, 6) < number) return 0;
+    return 1;
+}
+
+/* Messages lie where nobody reads any more; as many places as calls that peers may look at are enough. */
+static struct begun *begin_half(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
+    int place = 0;
+    while (place < CALLS && !is_read(core, places[place].number)) place++;
+    expect(place < CALLS, "reading: all places are", core->rank, call);
+    see(core, &places[place]);
+    struct begun *begun = &places[place];
+    uint64_t count = n * (uint64_t)size, offset = BESIDE + (uint64_t)place * HALF * RANKS / 2 * 4;
+    fill((int32_t *)(pools[core->rank] + offset), count, core->rank, call);
+    struct call posted = {.kind = BEGUN_REDUCE_SCATTER, .dtype = I32, .op = SUM, .root = -1, .count = count + extra,
+                          .bytes = count * 4, .pool = offset};
+    expect(core_begin_reduce_scatter(core, &posted, (char *)begun->out) == DONE, "begin", core->rank, call);
+    begun->number = posted.number, begun->n = extra ? 0 : n, begun->call = call;
+    return begun;
+}
+
+static void mistake_in_a_half(struct core *core, int call, uint64_t n, int who, struct begun *places) {
+    expect(end_all(core) == DONE, "status of the end", core->rank, call);
+    see_what_has_ended(core, places);
+    struct begun *begun = begin_half(core, call, n, core->rank == who, places);
+    begun->n = 0;
+    expect(core_end(core, begun->number) == MISMATCH, "status of a mismatch", core->rank, call);
+}
+
 static void *run(void *argument) {
     int rank = (int)(intptr_t)argument;
     uint64_t shared = seed, private = seed + (uint64_t)rank + 1;
@@ -139,8 +190,9 @@ static void *run(void *argument) {
     for (int peer = 0; peer < size; peer++) core_set_pool(core, peer, pools[peer], 4096 * 64);
     core->help_from = (seed + (uint64_t)rank) % 3 ? 0 : UINT64_MAX; /* ranks need not agree */
     core->share_bytes = 2 * LINE;
+    struct begun *places = calloc(CALLS, sizeof *places);
     for (int call = 0; call < calls; call++) {
-        uint64_t kind = next(&shared) % 8, n = next(&shared) % 3 ? next(&shared) % 60 : next(&shared) % MOST;
+        uint64_t kind = next(&shared) % 12, n = next(&shared) % 3 ? next(&shared) % 60 : next(&shared) % MOST;
         int root = (int)(next(&shared) % (uint64_t)size), pooling = (int)(next(&shared) % 3);
         int pooled = pooling == 2 ? (int)(next(&private) % 2) : pooling; /* no rank, all ranks, some ranks */
         if (next(&private) % 4 == 0) usleep((useconds_t)(next(&private) % 200));
@@ -150,11 +202,20 @@ static void *run(void *argument) {
         else if (kind == 4) all_to_all(core, call, n, pooled, own, out);
         else if (kind == 5) broadcast(core, call, n, root, pooled, own);
         else if (kind == 6) messages(core, call, n, own, out);
-        else mistake(core, call, n, root, own);
+        else if (kind == 7) mistake(core, call, n, root, own);
+        else if (kind == 8 && next(&shared) % 4 == 0) mistake_in_a_half(core, call, 1 + n % HALF, root, places);
+        else begin_half(core, call, 1 + n % HALF, 0, places);
+        if (next(&private) % 4 == 0) {
+            uint64_t number = places[next(&private) % CALLS].number;
+            expect(core_end(core, number) == DONE, "status of the end", core->rank, call);
+        }
+        see_what_has_ended(core, places);
     }
+    expect(end_all(core) == DONE, "status of the end", core->rank, calls);
+    see_what_has_ended(core, places);
     core_leave(core);
     core_close(core);
-    free(own), free(out);
+    free(own), free(out), free(places);
     return NULL;
 }
 

@@ -78,8 +78,8 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
     [
         (
             "sync.c",
-            "atomic_store(&core->seats[core->rank].arrived, own)",
-            "atomic_store_explicit(&core->seats[core->rank].arrived, own, memory_order_relaxed)",
+            "atomic_store(&core->seats[core->rank].arrived, core->syncs)",
+            "atomic_store_explicit(&core->seats[core->rank].arrived, core->syncs, memory_order_relaxed)",
         ),
         ("channel.c", "head + first + second, memory_order_release", "head + first + second, memory_order_relaxed"),
         ("calls.c", "(window & 1)", "(window & 0)"),
@@ -88,8 +88,17 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
             "atomic_fetch_add(&core->seats[owner].taken, share)",
             "atomic_fetch_add(&core->seats[owner].taken, share / 2)",
         ),
+        ("halves.c", "seats[core->rank].read, half.number)", "seats[core->rank].read, half.number + 2)"),
+        ("core.h", "#define CALLS (2 * UNDER_WAY)", "#define CALLS UNDER_WAY"),
     ],
-    ids=["a sync without release", "a channel without release", "one window in place of two", "shares not taken"],
+    ids=[
+        "a sync without release",
+        "a channel without release",
+        "one window in place of two",
+        "shares not taken",
+        "read before it is",
+        "too few places for calls",
+    ],
 )
 def test_what_is_broken_on_purpose_is_seen(
     sanitized: Path, kernels: Path, tmp_path: Path, file: str, right: str, wrong: str

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,12 @@ from dure.collectives.shared_memory.calls import (
 from dure.collectives.shared_memory.host import Collectives, Deal, Pull
 from dure.collectives.shared_memory.mailbox import ANY, Mailbox
 from dure.collectives.shared_memory.meeting import Core, meet
+from dure.collectives.shared_memory.pool import empty_shared, pool
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
 from dure.errors import DureError
 
 _groups: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
+_unread: list[Tensor] = []  # what peers of groups that this process has left may still read
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,13 @@ class Options:
     """
 
     core: Core = "auto"
+
+
+class Begun(NamedTuple):
+    """A call under way. end: waits until the result is there; is_read: whether the source may be written to again."""
+
+    end: Callable[[], None]
+    is_read: Callable[[], bool]
 
 
 def create(backend_options: Any, options: Options | None = None) -> SharedMemoryGroup:
@@ -113,6 +122,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._here = next(host for host in self.hosts if rank in host)
         self._reduce = self._ranks.all_reduce
         self._closed = False
+        self._lent: list[tuple[int, Tensor, Tensor]] = []  # by a call's number: what is read, what is written
         _groups.add(self)
 
     # What torch asks of a group.
@@ -247,20 +257,44 @@ class SharedMemoryGroup(dist.ProcessGroup):
         output, blocks = self._checked_blocks(output, blocks, op)
         return self._issue(lambda: self._reduce_blocks(output, blocks, op), opts, [output])
 
+    @property
+    def has_halves(self) -> bool:
+        """Whether what is begun is ended later; the same on all ranks."""
+        return self._across is None and self._host.halves
+
+    def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM) -> Begun:
+        """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between, nothing is copied.
+
+        output, source: contiguous. Where ranks share memory by the C core; elsewhere it is done at once. A source that
+        is not in shared memory (`empty_shared`) is copied there first. Any other call ends those that are under way.
+        """
+        self._check_single(output, source)
+        output, source = reducible(output, op), reducible(source, op)
+        if not (output.is_contiguous() and source.is_contiguous()):
+            raise ValueError("begin_reduce_scatter takes contiguous tensors: call contiguous() first")
+        if not self.has_halves or not source.numel():
+            blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
+            self._line.now(self._telling(lambda: self._reduce_blocks(output, blocks, op)))
+            return Begun(lambda: None, lambda: True)
+        if pool().offset(source.data_ptr(), source.nbytes) is None:
+            source = empty_shared(source.shape, dtype=source.dtype).copy_(source)
+        numbers: list[int] = []
+        self._line.now(self._telling(lambda: numbers.append(self._host.begin_reduce_scatter(source, output, op))))
+        number = numbers[0]
+        self._lent = [lent for lent in self._lent if not self._host.is_read(lent[0])]
+        self._lent.append((number, source, output))
+        return Begun(
+            lambda: self._line.now(self._telling(lambda: self._host.end_call(number))),
+            lambda: self._closed or self._host.is_read(number),
+        )
+
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         for output, source in zip(outputs, inputs, strict=True):
-            if source.dtype != output.dtype:
-                raise ValueError(f"reduce_scatter of {source.dtype} into {output.dtype}: they have to be the same")
-            if source.numel() != output.numel() * self._size:
-                raise ValueError(
-                    f"reduce_scatter of {source.numel()} elements among {self._size} ranks, into "
-                    f"{output.numel()}: the input must have exactly {self._size} times as many"
-                )
-
+            self._check_single(output, source)
         pairs = [(reducible(output, op), reducible(source, op)) for output, source in zip(outputs, inputs, strict=True)]
 
         def run() -> None:
@@ -269,6 +303,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 self._reduce_blocks(output, blocks, op)
 
         return self._issue(run, opts, outputs)
+
+    def _check_single(self, output: Tensor, source: Tensor) -> None:
+        if source.dtype != output.dtype:
+            raise ValueError(f"reduce_scatter of {source.dtype} into {output.dtype}: they have to be the same")
+        if source.numel() != output.numel() * self._size:
+            raise ValueError(
+                f"reduce_scatter of {source.numel()} elements among {self._size} ranks, into "
+                f"{output.numel()}: the input must have exactly {self._size} times as many"
+            )
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -562,7 +605,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._host.end("left the group with calls under way")
             ended = self._line.turn.acquire(timeout=1) and self._line.close(1)
         self._host.leave()
-        for name in ("all_reduce", "reduce_scatter", "exchange"):
+        _unread.extend(source for number, source, _ in self._lent if not self._host.is_read(number))
+        for name in ("all_reduce", "reduce_scatter", "exchange", "begin_reduce_scatter", "end_call"):
             setattr(self._ranks, name, _destroyed)
         self._reduce = self.all_reduce = _destroyed
         if self._mailbox.close() and ended:  # else somebody still uses what would go: a few hundred bytes stay

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from dure.errors import MismatchError
 
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
+BEGUN_REDUCE_SCATTER = 10
 
 KINDS: Final = dict(
     enumerate(
@@ -26,6 +27,7 @@ KINDS: Final = dict(
             "scatter",
             "all_to_all",
             "barrier",
+            "begun reduce_scatter",
         ),
         start=1,
     )
@@ -90,7 +92,7 @@ class Call:
         name = KINDS.get(self.kind, "nothing")
         if self.kind in (BARRIER, 0) or self.kind not in KINDS:
             return name
-        words = [OPERATIONS[self.op]] if self.kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER) else []
+        words = [OPERATIONS[self.op]] if self.kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BEGUN_REDUCE_SCATTER) else []
         words += [f"root {self.root}"] if self.root >= 0 else []
         sizes = f" in unequal parts ({self.extra & 0xFFFF:04x})" if self.extra else ""
         kind = str(_DTYPES[self.dtype]).removeprefix("torch.") if self.dtype < len(_DTYPES) else "unknown"

@@ -165,6 +165,24 @@ class Host(ABC):
         """
         return otherwise
 
+    @property
+    def halves(self) -> bool:
+        """Whether calls can be begun and ended later; the same on all ranks."""
+        return False
+
+    def begin_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> int:
+        """Begins to make `out` the reduction of all ranks' block of `message`, which lies in the pool; the call's
+        number. Where there are `halves`."""
+        raise NotImplementedError
+
+    def end_call(self, number: int) -> None:
+        """Waits for the end of a call that was begun, and of those before."""
+        raise NotImplementedError
+
+    def is_read(self, number: int) -> bool:
+        """Whether no rank needs the message of a begun call any more."""
+        raise NotImplementedError
+
     # What a core does.
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.collectives.shared_memory.calls import NUMBER_OF, SENSIBLE, SUM, Call, mismatch, unequal
+from dure.collectives.shared_memory.calls import BEGUN_REDUCE_SCATTER, NUMBER_OF, SENSIBLE, SUM, Call, mismatch, unequal
 from dure.collectives.shared_memory.host import Deal, Host, Members, Progress, Pull
 from dure.collectives.shared_memory.pool import Mapping, Pool
 from dure.collectives.shared_memory.work import Line
@@ -125,6 +125,8 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
             (c_void_p, c_int, c_int, c_uint64, c_void_p),
         ),
         "core_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_void_p)),
+        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p)),
+        "core_end": (c_int, (c_void_p, c_uint64)),
         "core_exchange": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_int, c_void_p, c_void_p)),
         "core_channel_write": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
         "core_channel_read": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
@@ -237,6 +239,27 @@ class NativeHost(Host):
         status = self._c.core_reduce_scatter(self._core, posted, parts, out.data_ptr())
         if status:
             raise self._failed(status)
+
+    @property
+    def halves(self) -> bool:
+        return True
+
+    def begin_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> int:
+        offset = self._pool.offset(message.data_ptr(), message.nbytes)
+        assert offset is not None
+        call = Call(BEGUN_REDUCE_SCATTER, NUMBER_OF[message.dtype], op, -1, message.numel())
+        posted = _posted(call, message.nbytes)
+        posted.pool = offset
+        if status := self._c.core_begin_reduce_scatter(self._core, posted, out.data_ptr()):
+            raise self._failed(status)
+        return int(posted.number)
+
+    def end_call(self, number: int) -> None:
+        if status := self._c.core_end(self._core, number):
+            raise self._failed(status)
+
+    def is_read(self, number: int) -> bool:
+        return all(self._c.core_look(self._core, rank, 6) >= number for rank in range(self.members.size))
 
     def exchange(
         self,

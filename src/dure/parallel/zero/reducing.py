@@ -21,7 +21,7 @@ from dure.parallel.zero.away import gradient_of, set_gradient
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.shares import Pool, Share
 from dure.parallel.zero.sweep import Action
-from dure.parallel.zero.wire import Wire
+from dure.parallel.zero.wire import Later, Wire
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Reducing:
             self._first.append(self._first[-1] + len(share.parameters))
         self._number_of = {id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone}
         self._places: dict[int, Tensor] = {}
-        self._kept: list[Tensor] = []
+        self._kept: list[tuple[Tensor, Handle[None]]] = []
+        self._unread: list[tuple[Tensor, Handle[None]]] = []
         self.begin()
 
     @property
@@ -143,23 +144,39 @@ class Reducing:
         if number is None or number == self.carrier or number in self._places:
             return None
         block = self.shares[number].block
-        self._places[number] = self.pool.take(block.padded, block.dtype)
+        self._places[number] = self._room(block.padded, block.dtype)
         return self._places[number].view(block.shapes[0])
 
     def _alone(self, number: int) -> tuple[Tensor, bool]:
         """The message of a parameter that is a block, and whether its memory is the pool's."""
-        gradient, place = self._take(number, 0), self._places.pop(number, None)
+        block, gradient, place = self.shares[number].block, self._take(number, 0), self._places.pop(number, None)
+        if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
+            return place, True
+        if self.wire.halves:
+            place = place if place is not None else self._room(block.padded, block.dtype)
+            return (place.copy_(gradient) if gradient is not None else place.zero_()), True
         if place is not None:
-            if gradient is not None and gradient.data_ptr() == place.data_ptr():
-                return place, True
             self.pool.give(place)
-        own = self.shares[number].own
-        return (gradient if gradient is not None else own.new_zeros(self.shares[number].block.padded)), False
+        return (gradient if gradient is not None else self.shares[number].own.new_zeros(block.padded)), False
+
+    def _room(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the pool, after what others have read by now went back to it."""
+        unread, self._unread = self._unread, []
+        for message, handle in unread:
+            self._give(message, handle)
+        return self.pool.take(elements, dtype)
+
+    def _give(self, message: Tensor, handle: Handle[None]) -> None:
+        """Gives a message back to the pool, as soon as nobody reads it."""
+        if isinstance(handle, Later) and not handle.is_read():
+            self._unread.append((message, handle))
+        else:
+            self.pool.give(message)
 
     def _rows(self, number: int, tail: int) -> Tensor:
         block, own = self.shares[number].block, self.shares[number].own
         width = block.chunk + tail
-        message = self.pool.take(block.ranks * width, block.dtype)
+        message = self._room(block.ranks * width, block.dtype)
         rows = message.view(block.ranks, width)
         for index in range(len(block.names)):
             gradient = self._take(number, index)
@@ -202,9 +219,9 @@ class Reducing:
                 share.gradient = torch.empty_like(share.master)
             share.gradient.copy_(reduced)
         if sent.pooled and share.gradient is not None and lies_in(share.gradient, sent.message):
-            self._kept.append(sent.message)
+            self._kept.append((sent.message, sent.handle))
         elif sent.pooled:
-            self.pool.give(sent.message)
+            self._give(sent.message, sent.handle)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -244,11 +261,15 @@ class Reducing:
                 set_gradient(parameter, None)
             if self.stage == 1 and not share.accumulates():
                 share.gradient = None
-        for buffer in [*self._places.values(), *self._kept]:
-            if not any(share.gradient is not None and lies_in(share.gradient, buffer) for share in self.shares):
-                self.pool.give(buffer)
-                self._kept = [other for other in self._kept if other is not buffer]
+        for place in self._places.values():
+            self.pool.give(place)
         self._places.clear()
+        kept, self._kept = self._kept, []
+        for message, handle in kept:
+            if any(share.gradient is not None and lies_in(share.gradient, message) for share in self.shares):
+                self._kept.append((message, handle))
+            else:
+                self._give(message, handle)
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
-from dure.parallel.direct import Direct
+from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.zero import checkpoint
 from dure.parallel.zero.away import watch_gradient
 from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
@@ -97,7 +97,7 @@ class ZeroRedundancy:
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
         self.division = Division(self.optimizer, self.trained)
-        self._pool = Pool(self.device)
+        self._pool = Pool(self.device, shared=self.wire.halves)
         self.reducing = Reducing(self.trained, self.wire, self._pool, stage, prefetch + 1, tail)
         for share in self.trained:
             for parameter in share.parameters:
@@ -118,7 +118,7 @@ class ZeroRedundancy:
 
     def _passes(self, cuts: list[Cut], prefetch: int) -> Passes:
         own = [parameter for share in self.trained for parameter in share.parameters]
-        direct = Direct(own, self.reducing.place_of)
+        direct = Direct(own, self.reducing.place_of, WORTH_IT // 4 if self.wire.halves else WORTH_IT)
         gathering = None
         if self.stage == 3:
             modules = [[self.model.get_submodule(name) for name in cut.modules] for cut in cuts]

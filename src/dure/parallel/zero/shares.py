@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dure.collectives.shared_memory.pool import empty_shared
 from dure.parallel.zero.division import Block, Piece
 
 
@@ -110,11 +111,11 @@ class Pool:
     """Buffers that are used again and again, so that no memory has to be made anew in every step.
 
     The smallest free buffer that is large enough is taken; if there is none, a larger one is made in place of the
-    largest free one. So there are as many as were ever in use at once.
+    largest free one. So there are as many as were ever in use at once. shared: where other ranks can read them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, shared: bool = False) -> None:
+        self.device, self.shared = device, shared
         self.free: list[Tensor] = []
         self.used: dict[int, Tensor] = {}
 
@@ -127,7 +128,11 @@ class Pool:
         else:
             del self.free[-1:]
             with torch.inference_mode(False):
-                buffer = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
+                buffer = (
+                    empty_shared(max(1, nbytes), dtype=torch.uint8)
+                    if self.shared
+                    else torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
+                )
         self.used[buffer.data_ptr()] = buffer
         return buffer[:nbytes].view(dtype)
 

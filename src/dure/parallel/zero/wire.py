@@ -14,6 +14,8 @@ from dure.collectives import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
+from dure.collectives.shared_memory.backend import SharedMemoryGroup
+from dure.collectives.shared_memory.calls import AVG, SUM
 
 Algorithm = Literal["native", "ring", "one_shot"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -30,8 +32,24 @@ class Span(NamedTuple):
     end: float
 
 
+class Later(Handle[None]):
+    """What is begun, and carried out by who waits for it. is_read: whether the message may be written to again."""
+
+    def __init__(self, end: Callable[[], None], is_read: Callable[[], bool]) -> None:
+        super().__init__(end)
+        self.is_read = is_read
+
+    def wait(self) -> None:
+        if not self.is_completed():
+            self.run()
+        super().wait()
+
+
 class Wire:
     """Messages of one group. beside: whether they travel beside the program, in the order of their issue.
+
+    halves: whether a reduce-scatter is begun and ended apart: its message then lies in shared memory, where the others
+    read it, maybe after this rank has ended it.
 
     mean: whether sums of gradients are divided by N. transfers: those that have ended since they were last asked for;
     waits: when the program waited for one.
@@ -40,6 +58,10 @@ class Wire:
     def __init__(self, group: Group, algorithm: Algorithm, beside: bool, mean: bool = False) -> None:
         check_algorithm("way to send", algorithm, ALGORITHMS)
         self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
+        backend = group.process_group
+        self.halves = (
+            not beside and algorithm == "native" and isinstance(backend, SharedMemoryGroup) and backend.has_halves
+        )
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
 
@@ -68,6 +90,8 @@ class Wire:
 
     def reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
         """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk."""
+        if self.halves and message.numel():
+            return self._begin_reduce_scatter(message, into)
         chunks = list(message.view(self.group.size, -1))
         divides = self.mean and self.algorithm == "native" and self.group.backend(message.device) in _AVERAGING
 
@@ -86,6 +110,14 @@ class Wire:
         if self.group.size == 1 and into.data_ptr() != message.data_ptr():
             into.copy_(chunks[0])
         return self._send("reduce-scatter", work, message)
+
+    def _begin_reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
+        backend, group = self.group.process_group, self.group
+        assert isinstance(backend, SharedMemoryGroup)
+        op, name = AVG if self.mean else SUM, "native reduce-scatter"
+        begun = group.perform(name, lambda: backend.begin_reduce_scatter(into, message, op), message)
+        self.count(into)
+        return Later(lambda: group.perform(name, begun.end, message), begun.is_read)
 
     def meet(self) -> None:
         """Waits until all ranks are here."""

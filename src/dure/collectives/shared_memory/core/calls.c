@@ -11,7 +11,8 @@ static uint64_t fingerprint(const struct call *call) {
     uint64_t hash = mixed(mixed(0, call->kind), ((uint64_t)call->dtype << 32) | call->op);
     hash = mixed(hash, (uint64_t)(uint32_t)call->root);
     hash = mixed(hash, call->extra);
-    return mixed(hash, call->kind < GATHER ? call->count : 0);
+    int counts = call->kind < GATHER || call->kind == BEGUN_REDUCE_SCATTER;
+    return mixed(hash, counts ? call->count : 0);
 }
 
 char *slot_of(struct core *core, int rank) {
@@ -25,21 +26,21 @@ char *stage_of(struct core *core, int rank, uint64_t window) {
 /* Before anything is written for a call: the number decides which of two copies it is written to. */
 void begin(struct core *core, struct call *call) {
     struct seat *seat = &core->seats[core->rank];
-    call->number = ++core->number;
+    call->number = core->at = ++core->number;
     atomic_store_explicit(&seat->begun, call->number, memory_order_relaxed);
-    seat->calls[call->number & 1] = *call;
-    seat->fingerprint[call->number & 1] = fingerprint(call);
+    seat->calls[call->number % CALLS] = *call;
+    seat->fingerprint[call->number % CALLS] = fingerprint(call);
 }
 
 /* After the first sync of a call: whether all ranks have called the same. Every rank finds the same answer. */
 int agreed(struct core *core) {
-    uint64_t parity = core->number & 1, own = core->seats[core->rank].fingerprint[parity];
+    uint64_t place = core->at % CALLS, own = core->seats[core->rank].fingerprint[place];
     for (int rank = 0; rank < core->size; rank++)
-        if (core->seats[rank].fingerprint[parity] != own) return 0;
+        if (core->seats[rank].fingerprint[place] != own) return 0;
     return 1;
 }
 
 int finish(struct core *core, int status) {
-    atomic_store_explicit(&core->seats[core->rank].finished, core->number, memory_order_relaxed);
+    atomic_store_explicit(&core->seats[core->rank].finished, core->at, memory_order_relaxed);
     return status;
 }

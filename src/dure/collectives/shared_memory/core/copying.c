@@ -32,7 +32,7 @@ static int deals_agree(struct core *core) {
 }
 
 static const struct call *call_of(struct core *core, int rank) {
-    return &core->seats[rank].calls[core->number & 1];
+    return &core->seats[rank].calls[core->at % CALLS];
 }
 
 /* Copies what lies between `from` and `to` of the peer's input, where `source` holds the byte `from`. */
@@ -101,11 +101,13 @@ static int after_first_sync(struct core *core, const struct call *call, const st
 int core_exchange(struct core *core, struct call *call, const struct part *parts, int n_parts,
                   const struct deal *deals, const struct pull *pulls) {
     if (call->bytes <= core->slot_bytes) call->place = SLOT;
+    int status = end_all(core);
+    if (status != DONE) return status;
     begin(core, call);
     if (deals != NULL) memcpy(deals_of(core, core->rank), deals, (uint64_t)core->size * sizeof *deals);
     if (call->place == SLOT) gather_parts(parts, n_parts, 0, call->bytes, slot_of(core, core->rank));
     if (call->place == STAGE)
         gather_parts(parts, n_parts, 0, core->stage_bytes, stage_of(core, core->rank, core->windows));
-    int status = core_sync(core);
+    status = core_sync(core);
     return finish(core, status == DONE ? after_first_sync(core, call, parts, n_parts, deals, pulls) : status);
 }

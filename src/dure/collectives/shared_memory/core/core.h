@@ -36,6 +36,12 @@
  *    between that and the second, fetch_add gives every range to one rank, which is then the only one to read or
  *    write it; after the second sync nobody adds. Hence its owner may set it again at its next call.
  *
+ * 5. A call in two halves (halves.c) has one sync, at which a rank arrives when it begins the call and waits when it
+ *    ends it. Its message lies in a pool; peers read it until they have ended the call, which seat.read tells its
+ *    owner (release, acquire) before he writes there again. Posted calls stay long enough: a rank that begins call j
+ *    has ended call j - UNDER_WAY, so its peers have begun that one, and ended call j - 2 * UNDER_WAY = j - CALLS,
+ *    whose place it takes. Every other kind of call ends those that are under way before it begins, so that 1 holds.
+ *
  * No standalone fences are used, so that ThreadSanitizer sees all of it.
  */
 #ifndef DURE_CORE_H
@@ -51,7 +57,10 @@
 enum status { DONE = 0, MISMATCH = 1, ABORTED = 2, GAVE_UP = 3, BAD_SIZES = 4 };
 
 /* Kinds of calls; the Python side has the same numbers (calls.py). */
-enum kind { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER };
+enum kind { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER, BEGUN_REDUCE_SCATTER };
+
+#define UNDER_WAY 4         /* calls that a rank has begun and not ended */
+#define CALLS (2 * UNDER_WAY) /* of a rank that its peers may still look at */
 
 enum dtype { U8 = 0, I8, I16, I32, I64, F32, F64, F16, BF16, BOOL, DTYPES };
 
@@ -81,11 +90,12 @@ struct deal {
 
 struct seat {
     _Alignas(LINE) _Atomic uint64_t arrived;
-    uint64_t fingerprint[2];
+    uint64_t fingerprint[CALLS];
     _Atomic uint64_t finished;    /* the number of the last call that this rank has finished */
     _Atomic uint64_t begun;       /* the number of the last call that it has begun */
     _Atomic uint32_t left;        /* 1 when the rank has left the group */
-    _Alignas(LINE) struct call calls[2];
+    _Atomic uint64_t read;        /* the number of the last call in two halves that it has ended */
+    _Alignas(LINE) struct call calls[CALLS];
     _Alignas(LINE) _Atomic uint64_t taken; /* elements of the rank's part of a sum that somebody has taken on */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung when a channel from or to this rank has moved */
     _Atomic uint32_t waiting;
@@ -118,6 +128,12 @@ struct interpreter {
     void *kind, *value, *traceback;
 };
 
+/* A call that is begun and not ended: its number, the sync at which all have begun it, where the result goes. */
+struct half {
+    uint64_t number, sync;
+    char *out;
+};
+
 /* One rank's private view of the segment. */
 struct core {
     struct header *header;
@@ -130,7 +146,10 @@ struct core {
     uint64_t slot_bytes, stage_bytes, channel_bytes;
     uint64_t help_from;   /* bytes of all tensors of a sum over pools from which on ranks help each other */
     uint64_t share_bytes; /* of a tensor that are taken on at once then */
-    uint64_t syncs, number, windows;
+    uint64_t syncs, number, windows; /* arrived at, begun, staged: how many, ever */
+    uint64_t at, awaited;            /* the call that is worked on, the sync that is waited for */
+    struct half under_way[UNDER_WAY];
+    int n_under_way;
     uint64_t spin_ns, yield_ns;
     tick_function tick;
     struct interpreter *interpreter;
@@ -164,8 +183,10 @@ PUBLIC void core_this_call(struct core *core, int rank, struct call *call);
 PUBLIC void core_deal(struct core *core, int rank, int peer, struct deal *deal);
 PUBLIC const char *core_instructions(void);
 
-/* sync.c */
+/* sync.c: a sync is to arrive and to wait for all. */
 int core_sync(struct core *core);
+int arrive(struct core *core);
+int wait_for_all(struct core *core, uint64_t sync);
 void futex_wake_all(_Atomic uint32_t *word);
 int futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t nanoseconds);
 uint64_t now_ns(void);
@@ -182,11 +203,18 @@ int finish(struct core *core, int status);
 char *slot_of(struct core *core, int rank);
 char *stage_of(struct core *core, int rank, uint64_t window);
 
+/* halves.c: what other calls begin with. Ends the calls that are under way. */
+int end_all(struct core *core);
+
 /* reducing.c, copying.c: collectives. Each returns an enum status. */
 PUBLIC int core_all_reduce(struct core *core, int code, int root, uint64_t count, char *tensor);
 PUBLIC int core_reduce_scatter(struct core *core, struct call *call, const struct part *blocks, char *out);
 PUBLIC int core_exchange(struct core *core, struct call *call, const struct part *parts, int n_parts,
                          const struct deal *deals, const struct pull *pulls);
+
+/* halves.c: a reduce-scatter that is begun, and ended later. */
+PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out);
+PUBLIC int core_end(struct core *core, uint64_t number);
 
 /* channel.c: messages between two ranks; never wait. */
 PUBLIC uint64_t core_channel_write(struct core *core, int to, const char *header, uint64_t header_bytes,

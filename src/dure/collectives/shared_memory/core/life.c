@@ -112,18 +112,19 @@ uint64_t core_look(struct core *core, int rank, int what) {
     case 1: return atomic_load(&seat->begun);
     case 2: return atomic_load(&seat->finished);
     case 3: return atomic_load(&seat->left);
-    case 4: return core->syncs;
-    default: return core->number;
+    case 4: return core->awaited;
+    case 5: return core->at;
+    default: return atomic_load(&seat->read);
     }
 }
 
 void core_last_call(struct core *core, int rank, struct call *call) {
     struct seat *seat = &core->seats[rank];
-    *call = seat->calls[atomic_load(&seat->begun) & 1];
+    *call = seat->calls[atomic_load(&seat->begun) % CALLS];
 }
 
 void core_this_call(struct core *core, int rank, struct call *call) {
-    *call = core->seats[rank].calls[core->number & 1];
+    *call = core->seats[rank].calls[core->at % CALLS];
 }
 
 void core_deal(struct core *core, int rank, int peer, struct deal *deal) {

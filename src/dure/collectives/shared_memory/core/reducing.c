@@ -48,7 +48,7 @@ static int reduce_slots(struct core *core, const struct call *call, char *tensor
 }
 
 static char *in_pool(struct core *core, int rank) {
-    return core->pools[rank] + core->seats[rank].calls[core->number & 1].pool;
+    return core->pools[rank] + core->seats[rank].calls[core->at % CALLS].pool;
 }
 
 static void sum_pools(struct core *core, const struct call *call, struct range range) {
@@ -143,7 +143,7 @@ static int reduce_windows(struct core *core, const struct call *call, char *tens
 /* How many ranks have their tensors in a pool; after the first sync. */
 static int pools(struct core *core) {
     int count = 0;
-    for (int rank = 0; rank < core->size; rank++) count += core->seats[rank].calls[core->number & 1].place == POOL;
+    for (int rank = 0; rank < core->size; rank++) count += core->seats[rank].calls[core->at % CALLS].place == POOL;
     return count;
 }
 
@@ -178,6 +178,8 @@ int core_all_reduce(struct core *core, int code, int root, uint64_t count, char 
     }
     int small = call.bytes <= core->slot_bytes;
     if (small) call.place = SLOT;
+    int status = end_all(core);
+    if (status != DONE) return status;
     begin(core, &call);
     return finish(core, small ? reduce_slots(core, &call, tensor) : reduce_large(core, &call, tensor));
 }
@@ -214,9 +216,11 @@ int core_reduce_scatter(struct core *core, struct call *call, const struct part 
         if (blocks[rank].bytes > longest) longest = blocks[rank].bytes;
     uint64_t count = (longest + share - 1) / share;
     call->place = STAGE;
+    int status = end_all(core);
+    if (status != DONE) return status;
     begin(core, call);
     copy_blocks_in(core, blocks, 0, share);
-    int status = core_sync(core);
+    status = core_sync(core);
     if (status == DONE && !agreed(core)) return finish(core, MISMATCH);
     for (uint64_t w = 0; w < count && status == DONE; w++) {
         sum_block(core, call, &blocks[core->rank], w, share, out);

@@ -33,9 +33,9 @@ void relax(void) {
 #endif
 }
 
-/* The first rank from `from` on that has not arrived at this sync; `size` if all have. */
+/* The first rank from `from` on that has not arrived at the awaited sync; `size` if all have. */
 static int missing(const struct core *core, int from) {
-    while (from < core->size && atomic_load(&core->seats[from].arrived) >= core->syncs) from++;
+    while (from < core->size && atomic_load(&core->seats[from].arrived) >= core->awaited) from++;
     return from;
 }
 
@@ -70,19 +70,23 @@ static int sleep_until_arrived(struct core *core) {
     }
 }
 
-int core_sync(struct core *core) {
+/* The last one to arrive wakes those that sleep. */
+int arrive(struct core *core) {
     struct header *header = core->header;
-    uint64_t own = ++core->syncs;
+    core->awaited = ++core->syncs;
     if (atomic_load(&header->aborted)) return ABORTED;
-    atomic_store(&core->seats[core->rank].arrived, own);
-    int first = missing(core, 0);
-    if (first == core->size) {
-        if (atomic_load(&header->sleepers)) {
-            atomic_fetch_add(&header->bell, 1);
-            futex_wake_all(&header->bell);
-        }
-        return DONE;
+    atomic_store(&core->seats[core->rank].arrived, core->syncs);
+    if (missing(core, 0) == core->size && atomic_load(&header->sleepers)) {
+        atomic_fetch_add(&header->bell, 1);
+        futex_wake_all(&header->bell);
     }
+    return DONE;
+}
+
+int wait_for_all(struct core *core, uint64_t sync) {
+    core->awaited = sync;
+    int first = missing(core, 0);
+    if (first == core->size) return DONE;
     uint64_t start = now_ns();
     while (now_ns() - start < core->spin_ns)
         for (int i = 0; i < 16; i++) {
@@ -97,4 +101,9 @@ int core_sync(struct core *core) {
         sched_yield();
     }
     return sleep_until_arrived(core);
+}
+
+int core_sync(struct core *core) {
+    int status = arrive(core);
+    return status == DONE ? wait_for_all(core, core->syncs) : status;
 }
