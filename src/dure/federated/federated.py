@@ -242,6 +242,8 @@ class FederatedLearner:
         weights = self.flat.copy()
         pacing = strategy.pacing(len(own))
         self.algorithm = strategy.algorithm(Start(self.model, weights, len(own), _learning_rate(task, self.model)))
+        answers = type(self.algorithm).answer is Algorithm.answer
+        sums = answers and attack is None and type(strategy.rule()) is Mean  # nobody looks at single updates
         self.clients = Clients(
             own,
             strategy.work(),
@@ -249,7 +251,7 @@ class FederatedLearner:
             lambda jobs, chosen: strategy.engine(
                 Setting(
                     *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
-                    *(conditions.processes, chosen or conditions.engine, pacing.synchronous),
+                    *(conditions.processes, chosen or conditions.engine, pacing.synchronous, sums),
                 )
             ),
             seed,

@@ -19,6 +19,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import Rows
+from dure.federated.cohort.products import Deferred
 from dure.federated.messages import Update
 from dure.federated.server_optimizer import ServerOptimizer, State
 from dure.federated.turn import Turn
@@ -39,6 +40,7 @@ class GlobalModel:
     _extra: Any = None
     _collected: list[list[Tensor]] = field(default_factory=list)
     _shares: list[float] = field(default_factory=list)
+    _deferred: list[tuple[Deferred, float]] = field(default_factory=list)
     _counters: list[Tensor] = field(default_factory=list)
 
     def fold(self, update: Update, scale: float, weight: float, start: Sequence[Tensor] | None = None) -> None:
@@ -47,6 +49,9 @@ class GlobalModel:
         start: the weights it began from, where it is the *model* that is mixed in and not its change: the update is
         then x_start + Δ - x.
         """
+        if isinstance(update.delta, Deferred) and self._defers(update, scale, start):
+            self._defer(update.delta, weight)
+            return
         delta = list(update.delta)
         if start is not None:
             delta = [d + s - w for d, s, w in zip(delta, start, self.weights, strict=True)]
@@ -68,12 +73,40 @@ class GlobalModel:
         mine = self._counters or [b for b in self.buffers if _counts(b)]
         self._counters = [torch.maximum(a, b) for a, b in zip(mine, counters, strict=True)]
 
+    def _defers(self, update: Update, scale: float, start: Sequence[Tensor] | None) -> bool:
+        """Whether nothing is done with the update but to add it to a mean."""
+        alone = not (update.buffers or update.extra)
+        return alone and scale == 1 and start is None and type(self.aggregator) is Mean
+
+    def _defer(self, delta: Deferred, weight: float) -> None:
+        """Takes an update that is summed with the others of its cohort."""
+        if self._deferred and self._deferred[0][0].products is not delta.products:
+            self._sum_deferred()
+        self._deferred.append((delta, weight))
+        self._shares.append(weight)
+
+    def _sum_deferred(self) -> None:
+        """Folds the sum of a cohort, whose updates were never formed."""
+        if not self._deferred:
+            return
+        assert isinstance(self.aggregator, Mean)
+        products = self._deferred[0][0].products
+        weights = [0.0] * products.clients
+        for delta, weight in self._deferred:
+            weights[delta.place] += weight
+        total = [products.sum(weights).to(self.weights[0].device)]
+        if self._folded is None:
+            self._folded = self.aggregator.zero(total)
+        self._folded = self.aggregator.add(self._folded, total, sum(weights))
+        self._deferred = []
+
     def finish(self, seed: int) -> list[Tensor]:
         """Makes the new model of what was folded, if anything was; returns the mean of the updates' extras.
 
         Raises ValueError if the updates are too few for the aggregator.
         """
         extra: list[Tensor] = []
+        self._sum_deferred()
         if self._shares:
             combined = self._combined(Turn(seed, self.number))
             count = len(self.weights)
@@ -96,6 +129,7 @@ class GlobalModel:
     def forget(self) -> None:
         """Forgets what was folded."""
         self._folded, self._extra, self._collected, self._shares, self._counters = None, None, [], [], []
+        self._deferred = []
 
     def _combined(self, turn: Turn) -> list[Tensor]:
         if isinstance(self.aggregator, Folds):

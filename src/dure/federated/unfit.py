@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from dure.federated.cohort.products import Deferred
 from dure.federated.global_model import changes
 from dure.federated.messages import Assignment, Update
 
@@ -27,8 +28,9 @@ def unfit(update: Update, asked: Assignment, finite: bool, collected: bool) -> s
         return "it is not an answer to what was asked"
     if len(update.delta) != len(asked.weights) or len(update.buffers) != len(asked.buffers):
         return "it has not the model's tensors"
+    delta = [update.delta.like] if isinstance(update.delta, Deferred) and finite else update.delta
     for one, other in (
-        *zip(update.delta, asked.weights, strict=True),
+        *zip(delta, asked.weights, strict=True),
         *zip(update.buffers, asked.buffers, strict=True),
     ):
         if one.shape != other.shape or one.dtype != other.dtype:

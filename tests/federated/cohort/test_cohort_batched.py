@@ -43,11 +43,12 @@ def engine(batch_size: int | None = 4, seed: int = 3, **changes) -> BatchedEngin
 
 
 def close(task: dure.Task, made: BatchedEngine, jobs, batch_size: int | None = 4, seed: int = 3) -> bool:
-    """Whether the engine computes what the loop computes, in order, whether clients share their first step or not."""
+    """Whether the engine computes what the loop computes, in order, whether clients share their first step or not, and
+    whether updates of one step are formed or not."""
     expected = results(LoopEngine(task, task.model(), task.train, batch_size, seed), jobs)
     largest = vectors(expected).abs().max()
     off = []
-    for made.together in (False, True):
+    for made.together, made.sums in ((False, False), (True, False), (True, True)):
         got = results(made, jobs)
         assert [each.samples for each in got] == [each.samples for each in expected]
         assert [each.loss for each in got] == pytest.approx([each.loss for each in expected], rel=1e-12)
@@ -342,7 +343,7 @@ def test_jobs_that_take_turns_in_kind_are_two_cohorts_and_not_six():
     made._cohort = lambda jobs: cohorts.append(len(jobs)) or cohort_of(jobs)
     jobs = ditto_jobs(weights_of())
     assert close(small_task(n=60), made, jobs)
-    assert cohorts == [3, 3] * 2, "once for clients that share their first step, and once for others"
+    assert cohorts == [3, 3] * 3, "for each of the ways in which `close` lets it compute"
     made.cohort = 2
     assert close(small_task(n=60), made, jobs)
 

@@ -38,6 +38,13 @@ def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 
+def add(folded: Folded, sums: Sequence[Tensor], weight: float) -> Folded:
+    """Adds the weighted sum of some updates, which weigh `weight` together. The accumulator's memory is used again."""
+    for total, tensor in zip(folded.sums, sums, strict=True):
+        total.add_(tensor)
+    return Folded(folded.sums, folded.weight + weight, folded.dtypes)
+
+
 def finish(folded: Folded) -> list[Tensor]:
     """The mean. Raises ValueError if nothing was folded."""
     if folded.weight <= 0:
@@ -56,6 +63,9 @@ class Mean(Folds):
 
     def fold(self, folded: Folded, update: Sequence[Tensor], weight: float) -> Folded:
         return fold(folded, update, weight)
+
+    def add(self, folded: Folded, sums: Sequence[Tensor], weight: float) -> Folded:
+        return add(folded, sums, weight)
 
     def finish(self, folded: Folded) -> list[Tensor]:
         return finish(folded)

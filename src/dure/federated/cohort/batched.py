@@ -8,7 +8,8 @@ A cohort is so large that its weights stay in the cache: C d elements, d the mod
 one client at a time, where what is won is the missing graph, the fused update and better kernels.
 
 Clients that begin at the same weights compute their first step with one copy of them: one large product a layer,
-not many small ones. If that is their only step, as in FedSGD, the products are the updates.
+not many small ones. If that is their only step, as in FedSGD, the products are the updates; and where updates are
+only summed, the products are not formed for each client but for their sum (`products`).
 
 Equal to the loop but for rounding: sums are made in another order.
 """
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,7 @@ from dure.federated.cohort.loop import not_finite
 from dure.federated.cohort.memory import Memory
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.plan import Step, plan
+from dure.federated.cohort.products import Deferred, Products
 from dure.federated.cohort.program import Program, program_of
 from dure.federated.cohort.sgd import SGD, CannotBatchError, Weights, sgd_of
 from dure.task import Task
@@ -38,19 +42,36 @@ from dure.task import Task
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort."""
 
+ROUND = 256
+"""Clients of a cohort whose updates are not formed, at most."""
+
 _NOTHING = Trained([], [], 0, 0.0)
 
-Kind = tuple[float, bool, bool]
-"""What is added to the gradients of a job: mu, whether it has no anchor, no correction."""
+
+class Kind(NamedTuple):
+    """What is added to the gradients of a job: mu, whether it has an anchor, a correction. keeps: whether nothing is,
+    and of its one step the products are kept."""
+
+    mu: float
+    anchored: bool
+    corrected: bool
+    keeps: bool
 
 
 def batched_engine(
-    task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int, together: bool = False
+    task: Task,
+    model: nn.Module,
+    examples: Examples,
+    batch_size: int | None,
+    seed: int,
+    together: bool = False,
+    sums: bool = False,
 ) -> BatchedEngine | str:
     """The engine, or the reason why this cannot be computed for many clients at once.
 
     together: whether a job is computed with the same others whenever it is, as those of a synchronous round are. Only
-    then may its bits depend on them, and clients that begin at the same weights share their first step.
+    then may its bits depend on them, and clients that begin at the same weights share their first step. sums: whether,
+    besides, the updates are only summed, so that those of one step need not be formed (`products`).
     """
     parameters = list(model.parameters())
     try:
@@ -58,7 +79,7 @@ def batched_engine(
         rule = sgd_of(optimizer_of(task, parameters), parameters)
     except CannotBatchError as reason:
         return str(reason)
-    return BatchedEngine(program, rule, examples, parameters[0].device, batch_size, seed, together)
+    return BatchedEngine(program, rule, examples, parameters[0].device, batch_size, seed, together, sums)
 
 
 class BatchedEngine:
@@ -75,9 +96,12 @@ class BatchedEngine:
         batch_size: int | None,
         seed: int,
         together: bool,
+        sums: bool,
     ) -> None:
         self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
         self.together = together
+        self.sums = sums
+        self._bare = not (rule.momentum or rule.weight_decay)
         self.why = ""
         self.device = device
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
@@ -92,10 +116,10 @@ class BatchedEngine:
 
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
-        for some in windows(jobs, self.cohort):
+        for some in windows(jobs, self._kind, lambda kind: ROUND if kind.keeps else self.cohort):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
-            for places in alike(some):
+            for places in alike(some, self._kind):
                 trained, error = self._cohort([some[place] for place in places])
                 results.update(zip(places, trained, strict=False))
                 if error is not None:
@@ -105,34 +129,32 @@ class BatchedEngine:
             if errors:
                 raise errors[end]
 
+    def that_forms_updates(self) -> BatchedEngine:
+        """The same one, for those who need every update by itself."""
+        other = copy(self)
+        other.sums = False
+        return other
+
     def close(self) -> None:
         """Nothing is open."""
+
+    def _kind(self, job: Job) -> Kind:
+        corrected = job.correction is not None
+        keeps = self.together and self.sums and self._bare and job.steps == 1 and not (job.mu or corrected)
+        return Kind(job.mu, job.anchor is not None, corrected, keeps)
 
     @torch.no_grad()
     def _cohort(self, jobs: Sequence[Job]) -> tuple[list[Trained], DureError | None]:
         """The results, up to the first job whose numbers are not finite, and what is then to be raised."""
         made = plan(jobs, self.batch_size, self.seed)
-        start, constant = self._begin([jobs[which] for which in made.by_steps])
-        deltas = self.memory.take(len(jobs), start)
-        shares = self.together and len(start) == 1
-        once = shares and len(made.steps) == 1 and not self.rule.momentum
-        for weights, begin, end in self._parameters():
-            part = None if constant is None else constant[:, begin:end]
-            only = deltas[:, begin:end] if once else None
-            weights.load(start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, only)
-        losses = torch.zeros(len(made.steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
-        for at, step in enumerate(made.steps):
-            losses[at, : len(step.sizes)] = self._step(step, at == 0)
-        if not once:
-            self._subtract(start, deltas)
-        finite = bool((deltas.sum() + losses.sum()).isfinite())
-        values, rows = losses.T.tolist(), deltas.to(jobs[0].weights[0].device).unbind(0)
+        deltas, losses, finite = self._compute([jobs[which] for which in made.by_steps], made.steps)
+        values = losses.T.tolist()
         trained: list[Trained] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
             loss = sum(value * size for value, size in zip(values[at], sizes, strict=False)) / samples
-            trained[which] = Trained([rows[at]], [], samples, loss)
+            trained[which] = Trained(deltas[at], [], samples, loss)
         if not finite:
             place = {which: at for at, which in enumerate(made.by_steps)}
             for which, job in enumerate(jobs):
@@ -140,6 +162,31 @@ class BatchedEngine:
                 if error is not None:
                     return trained[:which], error
         return trained, None
+
+    def _compute(self, jobs: Sequence[Job], steps: Sequence[Step]) -> tuple[list[Sequence[Tensor]], Tensor, bool]:
+        """Each job's update; the losses, (steps, C); and whether all of it is finite."""
+        start, constant = self._begin(jobs)
+        shares = self.together and len(start) == 1
+        keeps = shares and self._kind(jobs[0]).keeps
+        once = shares and len(steps) == 1 and not self.rule.momentum
+        changes = None if keeps else self.memory.take(len(jobs), start)
+        for weights, begin, end in self._parameters():
+            part = None if constant is None else constant[:, begin:end]
+            only = changes[:, begin:end] if once and changes is not None else None
+            weights.load(start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, only, keeps)
+        losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
+        for at, step in enumerate(steps):
+            losses[at, : len(step.sizes)] = self._step(step, at == 0)
+        if changes is None:
+            products = Products([weights.take_gradients() for weights in self.program.weights], self.rule.lr)
+            if products.bounded():
+                own = jobs[0].weights[0]
+                return [Deferred(products, at, own) for at in range(len(jobs))], losses, _finite(losses)
+            changes = products.all()
+        elif not once:
+            self._subtract(start, changes)
+        rows = changes.to(jobs[0].weights[0].device).unbind(0)
+        return [[row] for row in rows], losses, _finite(changes) and _finite(losses)
 
     def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
         """The weights that a cohort begins with, (C, d), or (1, d) where they are the same; and what is added to
@@ -181,30 +228,31 @@ class BatchedEngine:
         return zip(self.program.weights, self.offsets, self.offsets[1:], strict=False)
 
 
-def windows(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
-    """The jobs in their order, each time until `size` of them are alike."""
+def windows(jobs: Iterable[Job], kind_of: Callable[[Job], Kind], size: Callable[[Kind], int]) -> Iterator[list[Job]]:
+    """The jobs in their order, each time until there is a cohort of some kind."""
     some: list[Job] = []
     count: Counter[Kind] = Counter()
     for job in jobs:
         some.append(job)
-        count[_kind(job)] += 1
-        if count[_kind(job)] == size:
+        kind = kind_of(job)
+        count[kind] += 1
+        if count[kind] == size(kind):
             yield some
             some, count = [], Counter()
     if some:
         yield some
 
 
-def alike(jobs: Sequence[Job]) -> list[list[int]]:
-    """The places of jobs to whose gradients the same is added, which can be computed together."""
+def alike(jobs: Sequence[Job], kind_of: Callable[[Job], Kind]) -> list[list[int]]:
+    """The places of jobs of one kind, which can be computed together."""
     places: dict[Kind, list[int]] = {}
     for place, job in enumerate(jobs):
-        places.setdefault(_kind(job), []).append(place)
+        places.setdefault(kind_of(job), []).append(place)
     return list(places.values())
 
 
-def _kind(job: Job) -> Kind:
-    return job.mu, job.anchor is None, job.correction is None
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.sum().isfinite())
 
 
 def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from dure.data.examples import Examples
 from dure.errors import DureError
@@ -27,6 +27,7 @@ from dure.federated.cohort.job import Engine, Job
 from dure.federated.cohort.loop import LoopEngine
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.processes import ProcessesEngine, forks_here
+from dure.federated.cohort.products import Deferred
 from dure.federated.cohort.program import program_of
 from dure.federated.cohort.sgd import CannotBatchError, sgd_of
 from dure.strategy import examples_for, seeded_model
@@ -53,6 +54,7 @@ class Setting(NamedTuple):
     processes: int | None
     wanted: str
     together: bool
+    sums: bool = False
 
 
 def engine_for(
@@ -65,18 +67,20 @@ def engine_for(
     processes: int | None = None,
     wanted: str = "auto",
     together: bool = False,
+    sums: bool = False,
 ) -> Engine:
     """The engine for jobs like these, those of a typical round; its `why` says in one line why it is this one.
 
     model: a fresh one, which becomes the engine's own. processes: at most so many; None is one a core. wanted: auto,
-    or one of `NAMES`. together: whether jobs always come as these do, a round at a time (`batched_engine`).
+    or one of `NAMES`. together: whether jobs always come as these do, a round at a time; sums: whether updates are
+    only summed (`batched_engine`).
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
     _check_name(wanted)
     workers = processes if processes is not None else len(os.sched_getaffinity(0))
     asked_for_loop = wanted.startswith("loop")
-    batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together)
+    batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together, sums)
     made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers, processes)
     return _auto(made) if wanted == "auto" else made.wanted(wanted)
 
@@ -153,6 +157,8 @@ class _Made:
         """On several processes: as many clients a child at once as the engine likes and a round has for each."""
         a_child = -(-len(self.jobs) // self.workers)
         chunk = min(inner.cohort, a_child) if isinstance(inner, BatchedEngine) else 1
+        if isinstance(inner, BatchedEngine):
+            inner = inner.that_forms_updates()
         made = ProcessesEngine(inner, self.model, self.workers, max(1, chunk))
         made.why = inner.why
         return made
@@ -223,8 +229,11 @@ def _first_steps(jobs: Sequence[Job], steps: int) -> list[Job]:
 
 def _time(engine: Engine, jobs: Sequence[Job]) -> float:
     began = time.perf_counter()
-    for _ in engine.train(jobs):
-        pass
+    last: Sequence[Tensor] = ()
+    for trained in engine.train(jobs):
+        last = trained.delta
+    if isinstance(last, Deferred):
+        last.products.sum([1.0] * last.products.clients)
     return time.perf_counter() - began
 
 

@@ -1,0 +1,101 @@
+"""Updates that are matrix products, and their weighted sum without any of them.
+
+A client that makes one step from weights that all share moves each of its weights by a product, -lr Lᵀ R of what came
+from behind, L (B, m), and what came from before, R (B, n). A server that takes a weighted mean of C such updates needs
+their sum alone, and that is one product more:
+
+    sum over k of w_k (-lr L_kᵀ R_k)  =  -lr [w_1 L_1; ...; w_C L_C]ᵀ [R_1; ...; R_C]
+
+so that C gradients of d elements are neither written nor read. Whoever looks at an update by itself gets it: it is
+formed then. Equal to the sum of the updates but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+LARGE = 1e30
+"""What no element of an update may come near: products that do not are finite, and so are sums of a million of them."""
+
+Part = tuple[Tensor, Tensor] | Tensor
+"""One parameter's gradients: (C, B, m) and (C, B, n), or (C, elements)."""
+
+
+class Products:
+    """The updates of C clients, on the CPU or a GPU. parts: in the order in which parameters lie in flat weights."""
+
+    def __init__(self, parts: Sequence[Part], lr: float) -> None:
+        self.parts, self.lr = list(parts), lr
+
+    @property
+    def clients(self) -> int:
+        """C."""
+        part = self.parts[0]
+        return len(part) if isinstance(part, Tensor) else len(part[0])
+
+    def bounded(self) -> bool:
+        """Whether all elements of all updates are finite for sure, by the largest factors."""
+        bounds = [
+            _largest(part) if isinstance(part, Tensor) else _largest(part[0]) * _largest(part[1]) * part[0].shape[1]
+            for part in self.parts
+        ]
+        return bool(torch.stack(bounds).max() * abs(self.lr) < LARGE)  # False where there is a NaN
+
+    def all(self) -> Tensor:
+        """(C, d), each by itself."""
+        formed = [
+            part.flatten(1) if isinstance(part, Tensor) else torch.bmm(part[0].transpose(1, 2), part[1]).flatten(1)
+            for part in self.parts
+        ]
+        return torch.cat(formed, 1).mul_(-self.lr)
+
+    def one(self, place: int) -> Tensor:
+        """(d,), that of one client."""
+        formed = [
+            part[place].reshape(-1) if isinstance(part, Tensor) else (part[0][place].T @ part[1][place]).view(-1)
+            for part in self.parts
+        ]
+        return torch.cat(formed).mul_(-self.lr)
+
+    def sum(self, weights: Sequence[float]) -> Tensor:
+        """(d,), the weighted sum of all."""
+        first = self.parts[0] if isinstance(self.parts[0], Tensor) else self.parts[0][0]
+        scales = torch.tensor(weights, dtype=first.dtype, device=first.device)
+        formed = []
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                formed.append(scales @ part.flatten(1))
+            else:
+                left = (part[0] * scales.view(-1, 1, 1)).flatten(0, 1)
+                formed.append((left.T @ part[1].flatten(0, 1)).view(-1))
+        return torch.cat(formed).mul_(-self.lr)
+
+
+class Deferred(Sequence[Tensor]):
+    """A client's update, one flat tensor, which is formed when somebody looks at it. place: the client's in `products`;
+    like: shape and dtype as the weights have them."""
+
+    def __init__(self, products: Products, place: int, like: Tensor) -> None:
+        self.products, self.place, self.like = products, place, like
+        self._formed: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if self._formed is None:
+            self._formed = self.products.one(self.place).to(self.like.device)
+        return [self._formed][index]
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    low, high = torch.aminmax(tensor)
+    return torch.maximum(low.neg(), high)
