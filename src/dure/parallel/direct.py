@@ -42,20 +42,14 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Direct:
-    """The long weights among `parameters`, of `long` bytes at least. place_of: where a parameter's gradient leaves
-    from, if that is known."""
+    """The long weights among `parameters`. place_of: where a parameter's gradient leaves from, if that is known."""
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        place_of: Callable[[nn.Parameter], Tensor | None],
-        long: int = WORTH_IT,
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], place_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         self._place_of = place_of
         self._weights = {
             id(parameter): parameter
             for parameter in parameters
-            if parameter.dim() == 2 and parameter.nbytes >= long and parameter.is_contiguous()
+            if parameter.dim() == 2 and parameter.nbytes >= WORTH_IT and parameter.is_contiguous()
         }
         self._passes: dict[int, int] = {}
 

@@ -152,16 +152,10 @@ static void see_what_has_ended(struct core *core, struct begun *places) {
         if (places[place].number < first) see(core, &places[place]);
 }
 
-static int is_read(struct core *core, uint64_t number) {
-    for (int rank = 0; rank < size; rank++)
-        if (core_look(core, rank, 6) < number) return 0;
-    return 1;
-}
-
 /* Messages lie where nobody reads any more; as many places as calls that peers may look at are enough. */
 static struct begun *begin_half(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
     int place = 0;
-    while (place < CALLS && !is_read(core, places[place].number)) place++;
+    while (place < CALLS && !core_is_read(core, places[place].number)) place++;
     expect(place < CALLS, "reading: all places are", core->rank, call);
     see(core, &places[place]);
     struct begun *begun = &places[place];

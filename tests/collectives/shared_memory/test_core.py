@@ -110,4 +110,4 @@ def test_what_is_broken_on_purpose_is_seen(
     broken.write_text(broken.read_text().replace(right, wrong))
     program = compiled(tmp_path, "stress", RACES, tmp_path / "core", kernels)
     seen = ran([*NOWHERE_NEAR, str(program), "3", "300", "1", "0"]).stderr
-    assert "ThreadSanitizer: data race" in seen or "wrong sum" in seen
+    assert any(sign in seen for sign in ("ThreadSanitizer: data race", "wrong sum", "wrong status"))

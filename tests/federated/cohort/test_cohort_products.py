@@ -36,7 +36,9 @@ def test_the_sum_is_that_of_the_updates(clients, seed, data):
     weights = data.draw(st.lists(st.floats(0, 9), min_size=clients, max_size=clients))
     each = torch.stack([products.one(place) for place in range(clients)])
     torch.testing.assert_close(products.all(), each, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(products.sum(weights), torch.tensor(weights, dtype=torch.float64) @ each, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        products.sum(weights), torch.tensor(weights, dtype=torch.float64) @ each, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e200])

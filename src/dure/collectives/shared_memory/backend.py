@@ -15,6 +15,7 @@ import contextlib
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -122,7 +123,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._here = next(host for host in self.hosts if rank in host)
         self._reduce = self._ranks.all_reduce
         self._closed = False
-        self._lent: list[tuple[int, Tensor, Tensor]] = []  # by a call's number: what is read, what is written
+        self._lent: deque[tuple[int, Tensor, Tensor]] = deque()  # a call's number, what is read, what is written
         _groups.add(self)
 
     # What torch asks of a group.
@@ -278,14 +279,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return Begun(lambda: None, lambda: True)
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             source = empty_shared(source.shape, dtype=source.dtype).copy_(source)
-        numbers: list[int] = []
-        self._line.now(self._telling(lambda: numbers.append(self._host.begin_reduce_scatter(source, output, op))))
-        number = numbers[0]
-        self._lent = [lent for lent in self._lent if not self._host.is_read(lent[0])]
-        self._lent.append((number, source, output))
+        begun: list[int] = []
+        self._promptly(lambda: begun.append(self._host.begin_reduce_scatter(source, output, op)))
+        number, host, lent = begun[0], self._host, self._lent
+        while lent and host.is_read(lent[0][0]):
+            lent.popleft()
+        lent.append((number, source, output))
         return Begun(
-            lambda: self._line.now(self._telling(lambda: self._host.end_call(number))),
-            lambda: self._closed or self._host.is_read(number),
+            lambda: self._promptly(lambda: host.end_call(number)), lambda: self._closed or host.is_read(number)
         )
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
@@ -570,6 +571,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._line.now(run)
             return FINISHED  # type: ignore[return-value]
         return self._line.later(run, tensors)
+
+    def _promptly(self, run: Callable[[], None]) -> None:
+        """A call of microseconds of the C core, which knows nothing of torch's modes: at once, if nobody is before."""
+        if not self._line.begin():
+            self._line.now(self._telling(run))
+            return
+        try:
+            self._telling(run)()
+        finally:
+            self._line.end()
 
     def _telling(self, run: Callable[[], None]) -> Callable[[], None]:
         def told() -> None:

@@ -127,6 +127,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         "core_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_void_p)),
         "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p)),
         "core_end": (c_int, (c_void_p, c_uint64)),
+        "core_is_read": (c_int, (c_void_p, c_uint64)),
         "core_exchange": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_int, c_void_p, c_void_p)),
         "core_channel_write": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
         "core_channel_read": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
@@ -259,7 +260,7 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def is_read(self, number: int) -> bool:
-        return all(self._c.core_look(self._core, rank, 6) >= number for rank in range(self.members.size))
+        return bool(self._c.core_is_read(self._core, number))
 
     def exchange(
         self,

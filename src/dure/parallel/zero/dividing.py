@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
 from dure.parallel.zero.common import Slices, common_memory
-from dure.parallel.zero.division import Block, Stage, blocks_of
+from dure.parallel.zero.division import ALONE, Block, Stage, blocks_of
 from dure.parallel.zero.shares import Share
 from dure.parallel.zero.units import Plan, Units, plan_units
 
@@ -29,10 +29,19 @@ class Cut(NamedTuple):
     around: bool
 
 
-def divide(model: nn.Module, stage: Stage, group: Group, precision: Precision, units: Units, common: bool) -> list[Cut]:
+def divide(
+    model: nn.Module,
+    stage: Stage,
+    group: Group,
+    precision: Precision,
+    units: Units,
+    common: bool,
+    alone: int = ALONE,
+) -> list[Cut]:
     """Takes the parameters over. In stages 1 and 2 frozen ones stay as they are, unless they are shortened.
 
-    common: whether stage 3 may keep parameters in memory that all ranks read, where they can. All ranks call it.
+    common: whether stage 3 may keep parameters in memory that all ranks read, where they can. alone: elements from
+    which on a parameter is a block of its own. All ranks call it.
     """
     named = dict(model.named_parameters())
     short = _shortened(model) if precision == "bf16" else {}
@@ -41,7 +50,7 @@ def divide(model: nn.Module, stage: Stage, group: Group, precision: Precision, u
         names = [name for name in plan.parameters if named[name].numel()]
         names = [name for name in names if named[name].requires_grad or stage == 3 or name in short]
         dtypes = [short.get(name, named[name].dtype) for name in names]
-        planned.append((plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes)))
+        planned.append((plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes, alone)))
     device = next(iter(named.values())).device
     common = common and stage == 3 and device.type == "cpu"
     slices = _slices([block for _, blocks in planned for block in blocks], group) if common else None

@@ -94,16 +94,19 @@ class Block:
         return Piece(low - first, high - first, low - rank * self.chunk)
 
 
-def blocks_of(parameters: Sequence[tuple[str, torch.Tensor]], ranks: int, dtypes: Sequence[torch.dtype]) -> list[Block]:
+def blocks_of(
+    parameters: Sequence[tuple[str, torch.Tensor]], ranks: int, dtypes: Sequence[torch.dtype], alone: int = ALONE
+) -> list[Block]:
     """The blocks of a unit's parameters: long ones alone, the others in a row a dtype, frozen ones apart.
 
-    dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision.
+    dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision. alone: elements of
+    long ones.
     """
     rows: dict[tuple[object, ...], list[int]] = {}
     for index, ((_, parameter), dtype) in enumerate(zip(parameters, dtypes, strict=True)):
         length = parameter.numel()
-        alone = index if length >= ALONE and length % ranks == 0 else None
-        rows.setdefault((alone, dtype, parameter.dtype, parameter.requires_grad), []).append(index)
+        own = index if length >= alone and length % ranks == 0 else None
+        rows.setdefault((own, dtype, parameter.dtype, parameter.requires_grad), []).append(index)
     return [
         Block(
             tuple(parameters[index][0] for index in row),

@@ -21,7 +21,7 @@ from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.zero import checkpoint
 from dure.parallel.zero.away import watch_gradient
 from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
-from dure.parallel.zero.division import Block, Memory, Stage, bytes_sent
+from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
 from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.optimizer import Division, check_element_wise
 from dure.parallel.zero.passes import Orders, Passes
@@ -93,12 +93,15 @@ class ZeroRedundancy:
         self.wire = Wire(self.group, algorithm, beside=prefetch > 0, mean=reduce == "mean")
         for tensor in (*model.parameters(), *model.buffers()):
             self.group.broadcast_values([tensor], counted=False)
-        cuts = divide(model, stage, self.group, precision, units, in_place and algorithm == "native")
+        in_place = in_place and algorithm == "native"
+        alone = WORTH_IT // 4 if self.wire.halves else ALONE  # shorter ones are copied into a message either way
+        cuts = divide(model, stage, self.group, precision, units, in_place, alone)
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
         self.division = Division(self.optimizer, self.trained)
         self._pool = Pool(self.device, shared=self.wire.halves)
-        self.reducing = Reducing(self.trained, self.wire, self._pool, stage, prefetch + 1, tail)
+        under_way = prefetch + 1 + self.wire.halves
+        self.reducing = Reducing(self.trained, self.wire, self._pool, stage, under_way, tail)
         for share in self.trained:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
@@ -118,7 +121,7 @@ class ZeroRedundancy:
 
     def _passes(self, cuts: list[Cut], prefetch: int) -> Passes:
         own = [parameter for share in self.trained for parameter in share.parameters]
-        direct = Direct(own, self.reducing.place_of, WORTH_IT // 4 if self.wire.halves else WORTH_IT)
+        direct = Direct(own, self.reducing.place_of)
         gathering = None
         if self.stage == 3:
             modules = [[self.model.get_submodule(name) for name in cut.modules] for cut in cuts]

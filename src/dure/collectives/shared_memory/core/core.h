@@ -215,6 +215,7 @@ PUBLIC int core_exchange(struct core *core, struct call *call, const struct part
 /* halves.c: a reduce-scatter that is begun, and ended later. */
 PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out);
 PUBLIC int core_end(struct core *core, uint64_t number);
+PUBLIC int core_is_read(struct core *core, uint64_t number);
 
 /* channel.c: messages between two ranks; never wait. */
 PUBLIC uint64_t core_channel_write(struct core *core, int to, const char *header, uint64_t header_bytes,

@@ -49,3 +49,10 @@ int core_end(struct core *core, uint64_t number) {
     while (core->n_under_way > 0 && core->under_way[0].number <= number && status == DONE) status = end_first(core);
     return status;
 }
+
+/* Whether no rank needs the message of a call any more. */
+int core_is_read(struct core *core, uint64_t number) {
+    for (int rank = 0; rank < core->size; rank++)
+        if (atomic_load(&core->seats[rank].read) < number) return 0;
+    return 1;
+}
