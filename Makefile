@@ -19,6 +19,9 @@ INSTALL := $(PIP) install --no-compile --constraint constraints.txt $(PIP_ARGS)
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 unexport PYTHONDONTWRITEBYTECODE
 
+# What is fetched from one place is fetched while something else is installed or looked at.
+MAKEFLAGS += --jobs=2
+
 # Tests run two at a time: threads that wait have to give their core back.
 test: export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -101,7 +104,7 @@ browser:
 	  || echo "chromium could not be installed: tests of the report in a browser are skipped"; }
 
 # The tests of groups that span hosts emulate two with network namespaces, which takes root. Without they are skipped.
-iproute2:
+iproute2: | browser
 	@[ "$$(id -u)" != 0 ] || command -v ip >/dev/null || { \
 	  echo "installing iproute2"; \
 	  command -v apt-get >/dev/null \

@@ -74,10 +74,12 @@ class Parts(Sequence[Tensor]):
     def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
         if isinstance(client, slice):
             return [self[one] for one in range(*client.indices(len(self)))]
-        if not -len(self) <= client < len(self):
-            raise IndexError(f"there is no client {client} among {len(self)}")
-        client %= len(self)
-        return self._indices[self._starts[client] : self._starts[client + 1]]
+        starts = self._starts
+        count = len(starts) - 1
+        if not -count <= client < count:
+            raise IndexError(f"there is no client {client} among {count}")
+        client %= count
+        return self._indices[starts[client] : starts[client + 1]]
 
 
 @dataclass(frozen=True)

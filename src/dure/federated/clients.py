@@ -179,7 +179,7 @@ class Clients:
         """FedAvg's job for an assignment."""
         one: Assignment = order.assignment
         indices = self.indices(one.client, order.began)
-        first = one.turn * self.local.steps_of(len(indices))
+        first = one.turn * self.local.steps_of(indices.numel())
         return Job(one.client, one.round, indices, one.weights, one.buffers, first, order.work.steps, turn=one.turn)
 
     def engine(self, jobs: Sequence[Job]) -> Engine:
@@ -216,7 +216,7 @@ class Clients:
         delta, extra, memory = self.algorithm.answer(jobs, trained, one, memory)
         self._pending[one.ticket] = one.client, memory
         first = trained[0]
-        examples = len(jobs[0].indices)
+        examples = jobs[0].indices.numel()
         return Update(
             one.ticket, one.client, one.round, examples, first.samples, first.loss, delta, first.buffers, extra
         )

@@ -97,6 +97,7 @@ class Coordinator:
     _news: list[int] = field(default_factory=list)
     _combining: list[int] = field(default_factory=list)
     _probes: int = 0
+    _found: tuple[int, int, int] = (-1, 0, 0)
     _order: Candidates | None = None
     _latest: Assignment | None = None
     _folded: list[tuple[int, int, float, int]] = field(default_factory=list)
@@ -238,13 +239,21 @@ class Coordinator:
         if not self.began or self._combining:
             return []
         actions: list[Action] = []
-        asked = self.pacing.asked(self.seed, self.round, len(self.sizes))
+        asked, _ = self._wanted()
         while self._asked - (0 if self.pacing.synchronous else self._reports) < asked:
             client = self._next()
             if client is None:
                 break
             actions.append(self._assign(client))
         return actions
+
+    def _wanted(self) -> tuple[int, int]:
+        """How many clients are asked for this model, and how many answers make the next: found out once a model."""
+        if self._found[0] != self.round:
+            count = len(self.sizes)
+            asked, needed = (find(self.seed, self.round, count) for find in (self.pacing.asked, self.pacing.needed))
+            self._found = self.round, asked, needed
+        return self._found[1:]
 
     def _next(self) -> int | None:
         """The next client in order who is not busy and, where that is known, there."""
@@ -308,7 +317,7 @@ class Coordinator:
         if not self.began or self._combining:
             return []
         reported = self._reports
-        needed = self.pacing.needed(self.seed, self.round, len(self.sizes))
+        _, needed = self._wanted()
         if not isinstance(self.pacing, Rounds):
             if reported >= needed:
                 return self._take(needed)

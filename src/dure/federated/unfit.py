@@ -33,7 +33,7 @@ def unfit(update: Update, asked: Assignment, finite: bool, collected: bool) -> s
         *zip(delta, asked.weights, strict=True),
         *zip(update.buffers, asked.buffers, strict=True),
     ):
-        if one.shape != other.shape or one.dtype != other.dtype:
+        if one is not other and (one.shape != other.shape or one.dtype != other.dtype):
             return "its tensors have not the model's shapes and types"
     if update.samples <= 0:
         return "it is of no examples"

@@ -38,12 +38,11 @@ class Products:
         return len(part) if isinstance(part, Tensor) else len(part[0])
 
     def bounded(self) -> bool:
-        """Whether all elements of all updates are finite for sure, by the largest factors."""
-        bounds = [
-            _largest(part) if isinstance(part, Tensor) else _largest(part[0]) * _largest(part[1]) * part[0].shape[1]
-            for part in self.parts
+        """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz."""
+        squares = [
+            _square(part) if isinstance(part, Tensor) else _square(part[0]) * _square(part[1]) for part in self.parts
         ]
-        return bool(torch.stack(bounds).max() * abs(self.lr) < LARGE)  # False where there is a NaN
+        return all(square * (self.lr * self.lr) < LARGE * LARGE for square in squares)  # False where there is a NaN
 
     def all(self) -> Tensor:
         """(C, d), each by itself."""
@@ -96,6 +95,7 @@ class Deferred(Sequence[Tensor]):
         return [self._formed][index]
 
 
-def _largest(tensor: Tensor) -> Tensor:
-    low, high = torch.aminmax(tensor)
-    return torch.maximum(low.neg(), high)
+def _square(tensor: Tensor) -> float:
+    """The sum of the squares; inf where it overflows."""
+    flat = tensor.reshape(-1)
+    return float(torch.dot(flat, flat))
