@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dure
 from dure.errors import LossNotFiniteError
 from dure.federated.aggregate import Median
-from dure.federated.cohort.batched import BatchedEngine, batched_engine
+from dure.federated.cohort.batched import BatchedEngine, batched_engine, windows
 from dure.federated.cohort.products import Deferred, Products
 from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Update
@@ -94,6 +94,32 @@ def test_only_single_steps_of_those_who_share_their_weights_are_kept_as_products
     formed = results(made.that_forms_updates(), jobs)
     assert not any(isinstance(one.delta, Deferred) for one in formed)
     torch.testing.assert_close(vectors(formed), vectors(results(made, jobs)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 256), (20, 152), (60, 97), (60_000, 97)])
+def test_what_is_kept_is_no_more_than_a_cohort_of_weights(rows, most):
+    """64-80-40 in float64 has 8,440 elements; with few rows the factors are less."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.ReLU(), torch.nn.Linear(80, 40)).double()
+    data = dure.Examples(torch.zeros(4, 64, dtype=torch.float64), torch.zeros(4, dtype=torch.int64))
+    task = small_task(model=lambda: model, train=data, test=None)
+    made = batched_engine(task, model, task.train, None, 3, together=True, sums=True)
+    assert isinstance(made, BatchedEngine)
+    made.room = 97 * 8_440 * 8
+    weights = weights_of(lambda: model)
+    jobs = [
+        replace(job, indices=torch.zeros(rows, dtype=torch.int64)) for job in jobs_of([4] * 300, [1] * 300, weights)
+    ]
+    assert len(next(windows(jobs, made._kind, made._share))) == most
+
+
+def test_convolutions_are_formed_a_cohort_at_a_time():
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(8, 3)).double()
+    data = dure.Examples(torch.randn(20, 1, 4, 4, dtype=torch.float64), torch.zeros(20, dtype=torch.int64))
+    task = small_task(model=lambda: model, train=data, test=None)
+    made = batched_engine(task, model, task.train, None, 3, together=True, sums=True)
+    assert isinstance(made, BatchedEngine)
+    jobs = jobs_of([4] * 5, [1] * 5, weights_of(lambda: model))
+    assert not any(isinstance(one.delta, Deferred) for one in results(made, jobs))
 
 
 def spoiled(value: float) -> BatchedEngine:

@@ -17,7 +17,6 @@ Equal to the loop but for rounding: sums are made in another order.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import accumulate
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError
+from dure.federated.cohort import layers
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
 from dure.federated.cohort.memory import Memory
@@ -40,10 +40,10 @@ from dure.federated.cohort.sgd import SGD, CannotBatchError, Weights, sgd_of
 from dure.task import Task
 
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
-"""Bytes of weights of a cohort."""
+"""Bytes of weights of a cohort, or of the factors of its products."""
 
-ROUND = 256
-"""Clients of a cohort whose updates are not formed, at most."""
+MOST_KEPT = 256
+"""Clients of a cohort whose products are kept, at most."""
 
 _NOTHING = Trained([], [], 0, 0.0)
 
@@ -101,7 +101,9 @@ class BatchedEngine:
         self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
         self.together = together
         self.sums = sums
-        self._bare = not (rule.momentum or rule.weight_decay)
+        trained = [layer for layer in program.chain if isinstance(layer, layers.TRAINED)]
+        linear = all(isinstance(layer, layers.Linear) for layer in trained)
+        self._factors = linear and not (rule.momentum or rule.weight_decay)
         self.why = ""
         self.device = device
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
@@ -109,14 +111,16 @@ class BatchedEngine:
         self.offsets = [0, *accumulate(sizes)]
         of_a_client = self.offsets[-1] * self.inputs.element_size()
         self.memory = Memory()
-        self.cohort = max(1, min(64, CACHE.get(device.type, CACHE["cpu"]) // of_a_client))
+        self._kept: dict[int, float] = {}
+        self.room: int = CACHE.get(device.type, CACHE["cpu"])
+        self.cohort: int = max(1, min(64, self.room // of_a_client))
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, a cohort at a time.
 
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
-        for some in windows(jobs, self._kind, lambda kind: ROUND if kind.keeps else self.cohort):
+        for some in windows(jobs, self._kind, self._share):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
             for places in alike(some, self._kind):
@@ -140,8 +144,27 @@ class BatchedEngine:
 
     def _kind(self, job: Job) -> Kind:
         corrected = job.correction is not None
-        keeps = self.together and self.sums and self._bare and job.steps == 1 and not (job.mu or corrected)
+        keeps = self.together and self.sums and self._factors and job.steps == 1 and not (job.mu or corrected)
         return Kind(job.mu, job.anchor is not None, corrected, keeps)
+
+    def _share(self, job: Job, kind: Kind) -> float:
+        """What of a cohort the job fills."""
+        if not kind.keeps:
+            return 1 / self.cohort
+        examples = job.indices.numel()
+        rows = examples if self.batch_size is None else min(self.batch_size, examples)
+        if rows not in self._kept:
+            self._kept[rows] = self._kept_by(rows)
+        return self._kept[rows]
+
+    def _kept_by(self, rows: int) -> float:
+        """What the products of a step of so many rows fill: their factors, or what is formed where that is less."""
+        elements = 0
+        for weights in self.program.weights:
+            whole = math.prod(weights.shape)
+            elements += min(rows * sum(weights.shape), whole) if len(weights.shape) == 2 else whole
+        nbytes: int = elements * self.inputs.element_size()
+        return max(nbytes / self.room, 1 / MOST_KEPT)
 
     @torch.no_grad()
     def _cohort(self, jobs: Sequence[Job]) -> tuple[list[Trained], DureError | None]:
@@ -228,17 +251,19 @@ class BatchedEngine:
         return zip(self.program.weights, self.offsets, self.offsets[1:], strict=False)
 
 
-def windows(jobs: Iterable[Job], kind_of: Callable[[Job], Kind], size: Callable[[Kind], int]) -> Iterator[list[Job]]:
-    """The jobs in their order, each time until there is a cohort of some kind."""
+def windows(
+    jobs: Iterable[Job], kind_of: Callable[[Job], Kind], share_of: Callable[[Job, Kind], float]
+) -> Iterator[list[Job]]:
+    """The jobs in their order, each time until there is a cohort of some kind. share_of: what of one a job fills."""
     some: list[Job] = []
-    count: Counter[Kind] = Counter()
+    filled: dict[Kind, float] = {}
     for job in jobs:
         some.append(job)
         kind = kind_of(job)
-        count[kind] += 1
-        if count[kind] == size(kind):
+        filled[kind] = filled.get(kind, 0.0) + share_of(job, kind)
+        if filled[kind] > 1 - 1e-9:  # a sum of shares is rounded
             yield some
-            some, count = [], Counter()
+            some, filled = [], {}
     if some:
         yield some
 
