@@ -1,8 +1,8 @@
 """The division as data: which elements of which parameters each rank holds, and what a step then sends.
 
 A *block* is a row of parameters of one dtype that travels as one message. Its n elements are filled up to N chunks of
-c = ceil(n/N) elements each, at most N-1 elements of padding; rank r holds chunk r. A parameter of at least
-`ALONE` elements that N divides is a block of its own and needs no padding: its gradient is sent as autograd left it.
+c = ceil(n/N) elements each, at most N-1 elements of padding; rank r holds chunk r. A long parameter
+whose elements N divides is a block of its own and needs no padding: its gradient is sent from where it is.
 
 Nothing here knows ranks that run: a test can ask for any division, and what it costs.
 """
@@ -21,7 +21,9 @@ import torch
 Stage = Literal[1, 2, 3]
 
 ALONE = 1 << 17
-"""From so many elements on a parameter is a block of its own: a message of half a megabyte costs little to begin."""
+"""From so many elements on a parameter is a block of its own: a message of half a megabyte costs little to begin. Where
+messages lie in shared memory a parameter is copied there either way, unless it is so long that its gradient is computed
+there (`dure.parallel.direct`)."""
 
 
 class Piece(NamedTuple):
