@@ -152,9 +152,13 @@ static void see_what_has_ended(struct core *core, struct begun *places) {
         if (places[place].number < first) see(core, &places[place]);
 }
 
-/* Messages lie where nobody reads any more; as many places as calls that peers may look at are enough. */
+/* Messages lie where nobody reads any more; as many places as calls that peers may look at are enough, for who ends the
+ * oldest call first. */
 static struct begun *begin_half(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
     int place = 0;
+    if (core->n_under_way == UNDER_WAY)
+        expect(core_end(core, core->under_way[0].number) == DONE, "status of the end", core->rank, call);
+    see_what_has_ended(core, places);
     while (place < CALLS && !core_is_read(core, places[place].number)) place++;
     expect(place < CALLS, "reading: all places are", core->rank, call);
     see(core, &places[place]);
