@@ -103,7 +103,7 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
 def test_what_is_broken_on_purpose_is_seen(
     sanitized: Path, kernels: Path, tmp_path: Path, file: str, right: str, wrong: str
 ) -> None:
-    """A check of the checker: without each of these pieces of the argument in core.h values or reads are wrong."""
+    """A check of the checker: without each of these pieces of the argument there is a race or a wrong value."""
     shutil.copytree(CORE, tmp_path / "core")
     broken = tmp_path / "core" / file
     assert right in broken.read_text()
