@@ -17,7 +17,7 @@
 #define STAGED 1024
 #define CHANNEL 192
 #define RANKS 16
-#define HALF 256 /* elements of a block of a call in two halves */
+#define BLOCK 256 /* elements of a block of a split-phase call */
 #define BESIDE (4096 * 32) /* bytes of a pool before the messages of such calls */
 
 static int size, calls;
@@ -133,11 +133,11 @@ static void mistake(struct core *core, int call, uint64_t n, int who, int32_t *o
     expect(status == MISMATCH, "status of a mismatch", core->rank, call);
 }
 
-/* Calls of this rank in two halves, by where their messages lie; n: 0 where nothing is looked for any more. */
+/* Split-phase calls of this rank, by where their messages lie; n: 0 where nothing is looked for any more. */
 struct begun {
     uint64_t number, n;
     int call;
-    int32_t out[HALF];
+    int32_t out[BLOCK];
 };
 
 static void see(struct core *core, struct begun *begun) {
@@ -154,7 +154,7 @@ static void see_what_has_ended(struct core *core, struct begun *places) {
 
 /* Messages lie where nobody reads any more; as many places as calls that peers may look at are enough, for who ends the
  * oldest call first. */
-static struct begun *begin_half(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
+static struct begun *begin_split(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
     int place = 0;
     if (core->n_under_way == UNDER_WAY)
         expect(core_end(core, core->under_way[0].number) == DONE, "status of the end", core->rank, call);
@@ -163,7 +163,7 @@ static struct begun *begin_half(struct core *core, int call, uint64_t n, uint64_
     expect(place < CALLS, "reading: all places are", core->rank, call);
     see(core, &places[place]);
     struct begun *begun = &places[place];
-    uint64_t count = n * (uint64_t)size, offset = BESIDE + (uint64_t)place * HALF * RANKS / 2 * 4;
+    uint64_t count = n * (uint64_t)size, offset = BESIDE + (uint64_t)place * BLOCK * RANKS / 2 * 4;
     fill((int32_t *)(pools[core->rank] + offset), count, core->rank, call);
     struct call posted = {.kind = BEGUN_REDUCE_SCATTER, .dtype = I32, .op = SUM, .root = -1, .count = count + extra,
                           .bytes = count * 4, .pool = offset};
@@ -172,10 +172,10 @@ static struct begun *begin_half(struct core *core, int call, uint64_t n, uint64_
     return begun;
 }
 
-static void mistake_in_a_half(struct core *core, int call, uint64_t n, int who, struct begun *places) {
+static void mistake_in_split_phase(struct core *core, int call, uint64_t n, int who, struct begun *places) {
     expect(end_all(core) == DONE, "status of the end", core->rank, call);
     see_what_has_ended(core, places);
-    struct begun *begun = begin_half(core, call, n, core->rank == who, places);
+    struct begun *begun = begin_split(core, call, n, core->rank == who, places);
     begun->n = 0;
     expect(core_end(core, begun->number) == MISMATCH, "status of a mismatch", core->rank, call);
 }
@@ -201,8 +201,8 @@ static void *run(void *argument) {
         else if (kind == 5) broadcast(core, call, n, root, pooled, own);
         else if (kind == 6) messages(core, call, n, own, out);
         else if (kind == 7) mistake(core, call, n, root, own);
-        else if (kind == 8 && next(&shared) % 4 == 0) mistake_in_a_half(core, call, 1 + n % HALF, root, places);
-        else begin_half(core, call, 1 + n % HALF, 0, places);
+        else if (kind == 8 && next(&shared) % 4 == 0) mistake_in_split_phase(core, call, 1 + n % BLOCK, root, places);
+        else begin_split(core, call, 1 + n % BLOCK, 0, places);
         if (next(&private) % 4 == 0) {
             uint64_t number = places[next(&private) % CALLS].number;
             expect(core_end(core, number) == DONE, "status of the end", core->rank, call);

@@ -88,7 +88,7 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
             "atomic_fetch_add(&core->seats[owner].taken, share)",
             "atomic_fetch_add(&core->seats[owner].taken, share / 2)",
         ),
-        ("halves.c", "seats[core->rank].read, half.number)", "seats[core->rank].read, half.number + 2)"),
+        ("split_phase.c", "seats[core->rank].read, split.number)", "seats[core->rank].read, split.number + 2)"),
         ("core.h", "#define CALLS (2 * UNDER_WAY)", "#define CALLS UNDER_WAY"),
     ],
     ids=[

@@ -59,3 +59,28 @@ def split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
     if splits:
         return list(torch.split(tensor, splits))
     return list(tensor.tensor_split(size)) if tensor.dim() else [tensor] * size
+
+
+def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
+    """Raises ValueError unless `output` is one of as many equal parts of `source` as there are ranks."""
+    _check_dtypes("reduce_scatter", output, source)
+    if source.numel() != output.numel() * ranks:
+        raise ValueError(
+            f"reduce_scatter of {source.numel()} elements among {ranks} ranks, into "
+            f"{output.numel()}: the input must have exactly {ranks} times as many"
+        )
+
+
+def check_gathered(output: Tensor, source: Tensor, ranks: int) -> None:
+    """Raises ValueError unless `output` has room for one `source` of each rank."""
+    _check_dtypes("all_gather", output, source)
+    if output.numel() != source.numel() * ranks:
+        raise ValueError(
+            f"all_gather of {source.numel()} elements from each of {ranks} ranks, into "
+            f"{output.numel()}: the output must have exactly {ranks} times as many"
+        )
+
+
+def _check_dtypes(name: str, output: Tensor, source: Tensor) -> None:
+    if source.dtype != output.dtype:
+        raise ValueError(f"{name} of {source.dtype} into {output.dtype}: they have to be the same")

@@ -28,7 +28,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.across import Across, UnderWay
 from dure.collectives.shared_memory.arguments import (
+    check_gathered,
     check_like,
+    check_scattered,
     copy_back,
     dense_like,
     offers,
@@ -259,9 +261,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue(lambda: self._reduce_blocks(output, blocks, op), opts, [output])
 
     @property
-    def has_halves(self) -> bool:
+    def split_phase(self) -> bool:
         """Whether what is begun is ended later; the same on all ranks."""
-        return self._across is None and self._host.halves
+        return self._across is None and self._host.split_phase
 
     def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM) -> Begun:
         """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between, nothing is copied.
@@ -269,11 +271,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         output, source: contiguous. Where ranks share memory by the C core; elsewhere it is done at once. A source that
         is not in shared memory (`empty_shared`) is copied there first. Any other call ends those that are under way.
         """
-        self._check_single(output, source)
+        check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
         if not (output.is_contiguous() and source.is_contiguous()):
             raise ValueError("begin_reduce_scatter takes contiguous tensors: call contiguous() first")
-        if not self.has_halves or not source.numel():
+        if not self.split_phase or not source.numel():
             blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
             self._line.now(self._telling(lambda: self._reduce_blocks(output, blocks, op)))
             return Begun(lambda: None, lambda: True)
@@ -295,7 +297,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         for output, source in zip(outputs, inputs, strict=True):
-            self._check_single(output, source)
+            check_scattered(output, source, self._size)
         pairs = [(reducible(output, op), reducible(source, op)) for output, source in zip(outputs, inputs, strict=True)]
 
         def run() -> None:
@@ -304,15 +306,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 self._reduce_blocks(output, blocks, op)
 
         return self._issue(run, opts, outputs)
-
-    def _check_single(self, output: Tensor, source: Tensor) -> None:
-        if source.dtype != output.dtype:
-            raise ValueError(f"reduce_scatter of {source.dtype} into {output.dtype}: they have to be the same")
-        if source.numel() != output.numel() * self._size:
-            raise ValueError(
-                f"reduce_scatter of {source.numel()} elements among {self._size} ranks, into "
-                f"{output.numel()}: the input must have exactly {self._size} times as many"
-            )
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -393,13 +386,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, source in zip(outputs, inputs, strict=True):
             check_tensor(output)
             check_tensor(source)
-            if output.dtype != source.dtype:
-                raise ValueError(f"all_gather of {source.dtype} into {output.dtype}: they have to be the same")
-            if output.numel() != source.numel() * self._size:
-                raise ValueError(
-                    f"all_gather of {source.numel()} elements from each of {self._size} ranks, into "
-                    f"{output.numel()}: the output must have exactly {self._size} times as many"
-                )
+            check_gathered(output, source, self._size)
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):

@@ -166,13 +166,13 @@ class Host(ABC):
         return otherwise
 
     @property
-    def halves(self) -> bool:
+    def split_phase(self) -> bool:
         """Whether calls can be begun and ended later; the same on all ranks."""
         return False
 
     def begin_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> int:
         """Begins to make `out` the reduction of all ranks' block of `message`, which lies in the pool; the call's
-        number. Where there are `halves`."""
+        number. Where calls are `split_phase`."""
         raise NotImplementedError
 
     def end_call(self, number: int) -> None:

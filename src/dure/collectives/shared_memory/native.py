@@ -242,7 +242,7 @@ class NativeHost(Host):
             raise self._failed(status)
 
     @property
-    def halves(self) -> bool:
+    def split_phase(self) -> bool:
         return True
 
     def begin_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> int:

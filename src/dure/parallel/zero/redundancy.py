@@ -94,13 +94,13 @@ class ZeroRedundancy:
         for tensor in (*model.parameters(), *model.buffers()):
             self.group.broadcast_values([tensor], counted=False)
         in_place = in_place and algorithm == "native"
-        alone = WORTH_IT // 4 if self.wire.halves else ALONE  # shorter ones are copied into a message either way
+        alone = WORTH_IT // 4 if self.wire.split_phase else ALONE  # shorter ones are copied into a message either way
         cuts = divide(model, stage, self.group, precision, units, in_place, alone)
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
         self.division = Division(self.optimizer, self.trained)
-        self._pool = Pool(self.device, shared=self.wire.halves)
-        under_way = prefetch + 1 + self.wire.halves
+        self._pool = Pool(self.device, shared=self.wire.split_phase)
+        under_way = prefetch + 1 + self.wire.split_phase
         self.reducing = Reducing(self.trained, self.wire, self._pool, stage, under_way, tail)
         for share in self.trained:
             for parameter in share.parameters:

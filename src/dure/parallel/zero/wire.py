@@ -48,8 +48,8 @@ class Later(Handle[None]):
 class Wire:
     """Messages of one group. beside: whether they travel beside the program, in the order of their issue.
 
-    halves: whether a reduce-scatter is begun and ended apart: its message then lies in shared memory, where the others
-    read it, maybe after this rank has ended it.
+    split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared memory, where the
+    others read it, maybe after this rank has ended it.
 
     mean: whether sums of gradients are divided by N. transfers: those that have ended since they were last asked for;
     waits: when the program waited for one.
@@ -59,8 +59,8 @@ class Wire:
         check_algorithm("way to send", algorithm, ALGORITHMS)
         self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
         backend = group.process_group
-        self.halves = (
-            not beside and algorithm == "native" and isinstance(backend, SharedMemoryGroup) and backend.has_halves
+        self.split_phase = (
+            not beside and algorithm == "native" and isinstance(backend, SharedMemoryGroup) and backend.split_phase
         )
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
@@ -90,7 +90,7 @@ class Wire:
 
     def reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
         """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk."""
-        if self.halves and message.numel():
+        if self.split_phase and message.numel():
             return self._begin_reduce_scatter(message, into)
         chunks = list(message.view(self.group.size, -1))
         divides = self.mean and self.algorithm == "native" and self.group.backend(message.device) in _AVERAGING

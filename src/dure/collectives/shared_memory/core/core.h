@@ -36,7 +36,7 @@
  *    between that and the second, fetch_add gives every range to one rank, which is then the only one to read or
  *    write it; after the second sync nobody adds. Hence its owner may set it again at its next call.
  *
- * 5. A call in two halves (halves.c) has one sync, at which a rank arrives when it begins the call and waits when it
+ * 5. A split-phase call (split_phase.c) has one sync, at which a rank arrives when it begins the call and waits when it
  *    ends it. Its message lies in a pool; peers read it until they have ended the call, which seat.read tells its
  *    owner (release, acquire) before he writes there again. Posted calls stay long enough: a rank that begins call j
  *    has ended call j - UNDER_WAY, so its peers have begun that one, and ended call j - 2 * UNDER_WAY = j - CALLS,
@@ -94,7 +94,7 @@ struct seat {
     _Atomic uint64_t finished;    /* the number of the last call that this rank has finished */
     _Atomic uint64_t begun;       /* the number of the last call that it has begun */
     _Atomic uint32_t left;        /* 1 when the rank has left the group */
-    _Atomic uint64_t read;        /* the number of the last call in two halves that it has ended */
+    _Atomic uint64_t read;        /* the number of the last split-phase call that it has ended */
     _Alignas(LINE) struct call calls[CALLS];
     _Alignas(LINE) _Atomic uint64_t taken; /* elements of the rank's part of a sum that somebody has taken on */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung when a channel from or to this rank has moved */
@@ -129,7 +129,7 @@ struct interpreter {
 };
 
 /* A call that is begun and not ended: its number, the sync at which all have begun it, where the result goes. */
-struct half {
+struct split {
     uint64_t number, sync;
     char *out;
 };
@@ -148,7 +148,7 @@ struct core {
     uint64_t share_bytes; /* of a tensor that are taken on at once then */
     uint64_t syncs, number, windows; /* arrived at, begun, staged: how many, ever */
     uint64_t at, awaited;            /* the call that is worked on, the sync that is waited for */
-    struct half under_way[UNDER_WAY];
+    struct split under_way[UNDER_WAY];
     int n_under_way;
     uint64_t spin_ns, yield_ns;
     tick_function tick;
@@ -203,7 +203,7 @@ int finish(struct core *core, int status);
 char *slot_of(struct core *core, int rank);
 char *stage_of(struct core *core, int rank, uint64_t window);
 
-/* halves.c: what other calls begin with. Ends the calls that are under way. */
+/* split_phase.c: what other calls begin with. Ends the calls that are under way. */
 int end_all(struct core *core);
 
 /* reducing.c, copying.c: collectives. Each returns an enum status. */
@@ -212,7 +212,7 @@ PUBLIC int core_reduce_scatter(struct core *core, struct call *call, const struc
 PUBLIC int core_exchange(struct core *core, struct call *call, const struct part *parts, int n_parts,
                          const struct deal *deals, const struct pull *pulls);
 
-/* halves.c: a reduce-scatter that is begun, and ended later. */
+/* split_phase.c: a reduce-scatter that is begun, and ended later. */
 PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out);
 PUBLIC int core_end(struct core *core, uint64_t number);
 PUBLIC int core_is_read(struct core *core, uint64_t number);

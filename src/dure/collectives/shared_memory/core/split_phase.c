@@ -1,5 +1,6 @@
-/* Reduce-scatter in two halves, of messages that lie in pools: whoever has begun goes on computing, and ends it when all
- * have begun. Then a rank reads its own block of every message where it lies, once, and copies nothing before.
+/* Split-phase reduce-scatter, of messages that lie in pools: whoever has begun goes on computing, and ends it when all
+ * have begun. Then a rank reads its own block of every message where it lies, and copies nothing before: of messages of
+ * S bytes, N ranks, it reads S and writes S / N bytes. Split-phase is what UPC and GASNet call a begin and an end.
  */
 #include "core.h"
 
@@ -14,13 +15,13 @@ static void sum_own_block(struct core *core, const struct call *call, char *out)
 }
 
 static int end_first(struct core *core) {
-    struct half half = core->under_way[0];
-    memmove(core->under_way, core->under_way + 1, (size_t)--core->n_under_way * sizeof half);
-    core->at = half.number;
-    int status = wait_for_all(core, half.sync);
+    struct split split = core->under_way[0];
+    memmove(core->under_way, core->under_way + 1, (size_t)--core->n_under_way * sizeof split);
+    core->at = split.number;
+    int status = wait_for_all(core, split.sync);
     if (status == DONE && !agreed(core)) status = MISMATCH;
-    if (status == DONE) sum_own_block(core, &core->seats[core->rank].calls[core->at % CALLS], half.out);
-    atomic_store(&core->seats[core->rank].read, half.number);
+    if (status == DONE) sum_own_block(core, &core->seats[core->rank].calls[core->at % CALLS], split.out);
+    atomic_store(&core->seats[core->rank].read, split.number);
     return finish(core, status);
 }
 
@@ -39,7 +40,7 @@ int core_begin_reduce_scatter(struct core *core, struct call *call, char *out) {
     begin(core, call);
     status = arrive(core);
     if (status != DONE) return finish(core, status);
-    core->under_way[core->n_under_way++] = (struct half){call->number, core->syncs, out};
+    core->under_way[core->n_under_way++] = (struct split){call->number, core->syncs, out};
     return DONE;
 }
 
