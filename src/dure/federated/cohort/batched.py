@@ -4,12 +4,13 @@ For models that are a chain of known layers (`program`), known losses (`losses`)
 clients of a cohort lie side by side, and a step is some 25 calls for all of them, forward and backward by hand,
 without a graph; the gradients of weights are added to the weights by the product that makes them.
 
-A cohort is so large that its weights stay in the cache: C d elements, d the model's. A model of megabytes is trained
-one client at a time, where what is won is the missing graph, the fused update and better kernels.
+A cohort is so large that its weights stay in the cache: C d elements, d the model's. Of a model of megabytes that is
+one client, where what is won is the missing graph, the fused update and better kernels.
 
-Clients that begin at the same weights compute their first step with one copy of them: one large product a layer,
-not many small ones. If that is their only step, as in FedSGD, the products are the updates; and where updates are
-only summed, the products are not formed for each client but for their sum (`products`).
+Clients that begin at the same weights compute their first step with one copy of them: one large product a layer, not
+many small ones. While their batches are few, each layer goes on so, and keeps what each client adds as factors of a
+product (`factored`). If there is one step, as in FedSGD, the products are the updates; and where updates are only
+summed, the products are not formed for each client but for their sum (`products`).
 
 Equal to the loop but for rounding: sums are made in another order.
 """
@@ -29,6 +30,7 @@ from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError
 from dure.federated.cohort import layers
+from dure.federated.cohort.factored import pays
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
 from dure.federated.cohort.memory import Memory
@@ -42,20 +44,23 @@ from dure.task import Task
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort, or of the factors of its products."""
 
-MOST_KEPT = 256
-"""Clients of a cohort whose products are kept, at most."""
+FORMED = 8
+"""Caches that the updates fill of a cohort whose weights are factored: written once, they need not stay there."""
+
+MOST = 256
+"""Clients of a cohort whose weights are factored, at most."""
 
 _NOTHING = Trained([], [], 0, 0.0)
 
 
 class Kind(NamedTuple):
-    """What is added to the gradients of a job: mu, whether it has an anchor, a correction. keeps: whether nothing is,
-    and of its one step the products are kept."""
+    """What is added to the gradients of a job: mu, whether it has an anchor, a correction. factors: whether nothing is,
+    and its batches are so few that weights are factored."""
 
     mu: float
     anchored: bool
     corrected: bool
-    keeps: bool
+    factors: bool
 
 
 def batched_engine(
@@ -70,8 +75,8 @@ def batched_engine(
     """The engine, or the reason why this cannot be computed for many clients at once.
 
     together: whether a job is computed with the same others whenever it is, as those of a synchronous round are. Only
-    then may its bits depend on them, and clients that begin at the same weights share their first step. sums: whether,
-    besides, the updates are only summed, so that those of one step need not be formed (`products`).
+    then may its bits depend on them, and clients that begin at the same weights share them while they can. sums:
+    whether, besides, the updates are only summed, so that what are products need not be formed (`products`).
     """
     parameters = list(model.parameters())
     try:
@@ -101,9 +106,6 @@ class BatchedEngine:
         self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
         self.together = together
         self.sums = sums
-        trained = [layer for layer in program.chain if isinstance(layer, layers.TRAINED)]
-        linear = all(isinstance(layer, layers.Linear) for layer in trained)
-        self._factors = linear and not (rule.momentum or rule.weight_decay)
         self.why = ""
         self.device = device
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
@@ -111,7 +113,7 @@ class BatchedEngine:
         self.offsets = [0, *accumulate(sizes)]
         of_a_client = self.offsets[-1] * self.inputs.element_size()
         self.memory = Memory()
-        self._kept: dict[int, float] = {}
+        self._shares: dict[int, float] = {}
         self.room: int = CACHE.get(device.type, CACHE["cpu"])
         self.cohort: int = max(1, min(64, self.room // of_a_client))
 
@@ -144,27 +146,36 @@ class BatchedEngine:
 
     def _kind(self, job: Job) -> Kind:
         corrected = job.correction is not None
-        keeps = self.together and self.sums and self._factors and job.steps == 1 and not (job.mu or corrected)
-        return Kind(job.mu, job.anchor is not None, corrected, keeps)
+        plain = self.together and not (job.mu or corrected or self.rule.momentum or self.rule.weight_decay)
+        factors = plain and any(pays(self._rows(job), weights.shape) for weights in self.program.weights)
+        return Kind(job.mu, job.anchor is not None, corrected, factors)
+
+    def _rows(self, job: Job) -> int:
+        """Of all steps of the job."""
+        examples = job.indices.numel()
+        return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
+
+    def at_once(self, job: Job) -> int:
+        """How many jobs like this one make a cohort."""
+        return max(1, int(1 / self._share(job, self._kind(job)) + 1e-9))
 
     def _share(self, job: Job, kind: Kind) -> float:
         """What of a cohort the job fills."""
-        if not kind.keeps:
+        if not kind.factors:
             return 1 / self.cohort
-        examples = job.indices.numel()
-        rows = examples if self.batch_size is None else min(self.batch_size, examples)
-        if rows not in self._kept:
-            self._kept[rows] = self._kept_by(rows)
-        return self._kept[rows]
+        rows = self._rows(job)
+        if rows not in self._shares:
+            self._shares[rows] = self._filled(rows)
+        return self._shares[rows]
 
-    def _kept_by(self, rows: int) -> float:
-        """What the products of a step of so many rows fill: their factors, or what is formed where that is less."""
-        elements = 0
+    def _filled(self, rows: int) -> float:
+        """What the factors of so many rows fill, with what is formed in their place or besides."""
+        factored = 0
         for weights in self.program.weights:
-            whole = math.prod(weights.shape)
-            elements += min(rows * sum(weights.shape), whole) if len(weights.shape) == 2 else whole
-        nbytes: int = elements * self.inputs.element_size()
-        return max(nbytes / self.room, 1 / MOST_KEPT)
+            factored += rows * sum(weights.shape) if pays(rows, weights.shape) else math.prod(weights.shape)
+        formed = 0.0 if self.sums else self.offsets[-1] / FORMED
+        nbytes: float = max(factored, formed) * self.inputs.element_size()
+        return max(nbytes / self.room, 1 / MOST)
 
     @torch.no_grad()
     def _cohort(self, jobs: Sequence[Job]) -> tuple[list[Trained], DureError | None]:
@@ -190,26 +201,52 @@ class BatchedEngine:
         """Each job's update; the losses, (steps, C); and whether all of it is finite."""
         start, constant = self._begin(jobs)
         shares = self.together and len(start) == 1
-        keeps = shares and self._kind(jobs[0]).keeps
         once = shares and len(steps) == 1 and not self.rule.momentum
-        changes = None if keeps else self.memory.take(len(jobs), start)
-        for weights, begin, end in self._parameters():
+        rows = sum(step.rows.shape[1] for step in steps) if shares and self._kind(jobs[0]).factors else 0
+        defers = rows > 0 and self.sums
+        changes, outputs = self._outputs(len(jobs), start, rows if defers else 0)
+        for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
+            if pays(rows, weights.shape) and rows:
+                weights.factor(start[0, begin:end], len(jobs), self.rule.lr, rows)
+                continue
             part = None if constant is None else constant[:, begin:end]
-            only = changes[:, begin:end] if once and changes is not None else None
-            weights.load(start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, only, keeps)
+            weights.load(
+                start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, output if once else None
+            )
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         for at, step in enumerate(steps):
             losses[at, : len(step.sizes)] = self._step(step, at == 0)
-        if changes is None:
-            products = Products([weights.take_gradients() for weights in self.program.weights], self.rule.lr)
+        self._write(start, outputs, once)
+        if defers:
+            parts = [
+                output if output is not None else weights.factors()
+                for weights, output in zip(self.program.weights, outputs, strict=True)
+            ]
+            products = Products(parts, self.rule.lr)
             if products.bounded():
                 own = jobs[0].weights[0]
                 return [Deferred(products, at, own) for at in range(len(jobs))], losses, _finite(losses)
             changes = products.all()
-        elif not once:
-            self._subtract(start, changes)
-        rows = changes.to(jobs[0].weights[0].device).unbind(0)
-        return [[row] for row in rows], losses, _finite(changes) and _finite(losses)
+        updates = changes.to(jobs[0].weights[0].device).unbind(0)
+        return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
+
+    def _outputs(self, clients: int, like: Tensor, rows: int) -> tuple[Tensor, list[Tensor | None]]:
+        """Where the changes of the weights go, all of them and each parameter's, (C, n); none of those that stay
+        factors of so many rows."""
+        sizes = [
+            0 if rows and pays(rows, weights.shape) else end - begin for weights, begin, end in self._parameters()
+        ]
+        changes = self.memory.take(clients, sum(sizes), like)
+        return changes, [part if size else None for part, size in zip(changes.split(sizes, 1), sizes, strict=True)]
+
+    def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
+        """Fills the outputs with what the weights are now less `start`; `once`, that stands there already."""
+        for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
+            if output is not None and weights.factored is not None:
+                weights.factored.change(output)
+            elif output is not None and not once:
+                shape, before = weights.values.shape, start[:, begin:end].view(-1, *weights.shape)
+                torch.sub(weights.values, before, out=output.view(shape))
 
     def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
         """The weights that a cohort begins with, (C, d), or (1, d) where they are the same; and what is added to
@@ -240,12 +277,6 @@ class BatchedEngine:
         shares = step.shares.to(self.device, self.inputs.dtype)
         return self.program.step(inputs, targets, step.sizes, shares, first)
 
-    def _subtract(self, start: Tensor, deltas: Tensor) -> None:
-        """deltas, (C, d): what the weights are now less `start`."""
-        for weights, begin, end in self._parameters():
-            shape, before = weights.values.shape, start[:, begin:end].view(-1, *weights.shape)
-            torch.sub(weights.values, before, out=deltas[:, begin:end].view(shape))
-
     def _parameters(self) -> Iterator[tuple[Weights, int, int]]:
         """Each, and where it lies in flat weights."""
         return zip(self.program.weights, self.offsets, self.offsets[1:], strict=False)
@@ -254,18 +285,29 @@ class BatchedEngine:
 def windows(
     jobs: Iterable[Job], kind_of: Callable[[Job], Kind], share_of: Callable[[Job, Kind], float]
 ) -> Iterator[list[Job]]:
-    """The jobs in their order, each time until there is a cohort of some kind. share_of: what of one a job fills."""
+    """The jobs in their order, each time until there is a cohort of some kind. share_of: what of one a job fills, and
+    with it each that is smaller, for a cohort has places of one size."""
     some: list[Job] = []
-    filled: dict[Kind, float] = {}
+    filled: dict[Kind, tuple[int, float]] = {}
     for job in jobs:
-        some.append(job)
         kind = kind_of(job)
-        filled[kind] = filled.get(kind, 0.0) + share_of(job, kind)
-        if filled[kind] > 1 - 1e-9:  # a sum of shares is rounded
+        share = share_of(job, kind)
+        count, largest = filled.get(kind, (0, 0.0))
+        if count and _full(count, max(largest, share)):
+            yield some
+            some, filled, count, largest = [], {}, 0, 0.0
+        some.append(job)
+        filled[kind] = (count + 1, max(largest, share))
+        if _full(*filled[kind]):
             yield some
             some, filled = [], {}
     if some:
         yield some
+
+
+def _full(count: int, share: float) -> bool:
+    """Whether one more would be too many."""
+    return (count + 1) * share > 1 + 1e-9
 
 
 def alike(jobs: Sequence[Job], kind_of: Callable[[Job], Kind]) -> list[list[int]]:

@@ -156,9 +156,10 @@ class _Made:
     def divided(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
         """On several processes: as many clients a child at once as the engine likes and a round has for each."""
         a_child = -(-len(self.jobs) // self.workers)
-        chunk = min(inner.cohort, a_child) if isinstance(inner, BatchedEngine) else 1
+        chunk = 1
         if isinstance(inner, BatchedEngine):
             inner = inner.that_forms_updates()
+            chunk = min(inner.at_once(self.jobs[0]), a_child)
         made = ProcessesEngine(inner, self.model, self.workers, max(1, chunk))
         made.why = inner.why
         return made
@@ -175,7 +176,7 @@ def _auto(made: _Made) -> Engine:
         if isinstance(made.batched, str):
             chosen.why = f"one client after another, for {made.batched}"
         else:
-            together = _rate(made.batched, made.jobs[: made.batched.cohort])
+            together = _rate(made.batched, made.jobs[: made.batched.at_once(made.jobs[0])])
             why = f"many clients at once are {together / rate:.1f} times as fast as one after another"
             if together * CLEARLY >= rate:
                 chosen, rate = made.batched, together

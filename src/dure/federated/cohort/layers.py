@@ -11,6 +11,9 @@ A layer keeps what its backward pass needs until that pass. Nothing here is reco
 A convolution is a product too, of the kernels and the patches under them. For few input channels the patches are
 written out (`im2col`), which is cheap and several times faster than the general kernels; for many they are 25 times
 the image for 5x5 kernels, and torch's own kernels win: client by client, each with as many examples as it has.
+
+Images, (A, B, C, h, w), lie in memory with their channels innermost: there the vector units are of use when they are
+pooled, and products give them so.
 """
 
 from __future__ import annotations
@@ -47,19 +50,28 @@ class Linear:
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.x = x
-        weight = self.weight.begin(len(x))
         bias = None if self.bias is None else self.bias.begin(len(x))
+        if self.bias is not None and self.bias.shared is not None:
+            bias = self.bias.shared
+        if self.weight.factored is not None:
+            return self.weight.factored.forward(x, bias)
+        weight = self.weight.begin(len(x))
         if self.weight.shared is not None:
-            return F.linear(x, self.weight.shared, None if self.bias is None else self.bias.shared)
+            return F.linear(x, self.weight.shared, bias)
         if bias is None:
             return torch.bmm(x, weight.transpose(1, 2))
         return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        before, shared = g, self.weight.shared
-        if needs_input:
+        before, shared, factored = g, self.weight.shared, self.weight.factored
+        if needs_input and factored is not None:
+            before = factored.backward(g)
+        elif needs_input:
             before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
-        self.weight.product(g.transpose(1, 2), self.x)
+        if factored is not None:
+            factored.step(g, self.x)
+        else:
+            self.weight.product(g.transpose(1, 2), self.x)
         if self.bias is not None:
             self.bias.sum(g.sum(1))
         return before
@@ -120,7 +132,7 @@ class Reshape:
 
 
 class Pool:
-    """nn.MaxPool2d and nn.AvgPool2d, on images with the channels innermost: there the vector units are of use.
+    """nn.MaxPool2d and nn.AvgPool2d.
 
     largest: whether it is the largest element that is taken, so that relu may as well come afterwards.
     """
@@ -132,17 +144,21 @@ class Pool:
         self.saved: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        images = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        images = innermost(x.flatten(0, 1))
         outputs, *rest = self._forward(images)
         self.saved = (images, *rest)
-        return outputs.contiguous().view(*x.shape[:2], *outputs.shape[1:])
+        return outputs.unflatten(0, x.shape[:2])
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         if not needs_input:
             return g
-        gradient = g.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        images: Tensor = self._backward(gradient, *self.saved)
-        return images.view(*g.shape[:2], *images.shape[1:])
+        images: Tensor = self._backward(innermost(g.flatten(0, 1)), *self.saved)
+        return images.unflatten(0, g.shape[:2])
+
+
+def innermost(images: Tensor) -> Tensor:
+    """The images, (B, C, h, w), with the channels innermost in memory."""
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 Pair = tuple[int, int]
@@ -228,35 +244,36 @@ class Convolution:
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         weights = self.weight.begin(len(x)).unbind(0)
         biases = self.bias.begin(len(x)).unbind(0) if self.bias is not None else [None] * len(x)
-        self.x = [images[:size].contiguous() for images, size in zip(x.unbind(0), sizes, strict=True)]
+        self.x = [innermost(images[:size]) for images, size in zip(x.unbind(0), sizes, strict=True)]
         outputs = [
             torch.conv2d(images, weight, bias, *self.how)
             for images, weight, bias in zip(self.x, weights, biases, strict=True)
         ]
-        return padded(outputs, x.shape[1])
+        return side_by_side(outputs, x.shape[1])
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        which = [needs_input, True, self.bias is not None]
-        shape = [self.weight.shape[0]] if self.bias is not None else None
+        which = [needs_input, True, False]
         results = [
             torch.ops.aten.convolution_backward(
-                gradient[: len(images)].contiguous(), images, weight, shape, *self.how, False, (0, 0), 1, which
+                innermost(gradient[: len(images)]), images, weight, None, *self.how, False, (0, 0), 1, which
             )
             for gradient, images, weight in zip(g.unbind(0), self.x, self.weight.now.unbind(0), strict=True)
         ]
         self.weight.sum(torch.stack([of_weight for _, of_weight, _ in results]))
         if self.bias is not None:
-            self.bias.sum(torch.stack([of_bias for _, _, of_bias in results]))
-        return padded([of_images for of_images, _, _ in results], g.shape[1]) if needs_input else g
+            self.bias.sum(g.movedim(2, -1).flatten(1, 3).sum(1))
+        return side_by_side([of_images for of_images, _, _ in results], g.shape[1]) if needs_input else g
 
 
-def padded(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """(len(parts), rows, ...): each part with rows of zeros below."""
-    if len(parts) == 1 and len(parts[0]) == rows:
-        return parts[0].unsqueeze(0)
-    return torch.stack(
-        [part if len(part) == rows else F.pad(part, (0,) * (2 * part.ndim - 1) + (rows - len(part),)) for part in parts]
-    )
+def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
+    """(A, rows, C, h, w): those of each of A clients, with images of zeros after the last."""
+    if all(len(own) == rows for own in images):
+        return torch.cat(list(images)).unflatten(0, (len(images), rows)) if len(images) > 1 else images[0].unsqueeze(0)
+    every = innermost(images[0].new_empty(len(images) * rows, *images[0].shape[1:])).unflatten(0, (-1, rows))
+    for place, own in zip(every.unbind(0), images, strict=True):
+        place[: len(own)] = own
+        place[len(own) :] = 0
+    return every
 
 
 TRAINED = (Linear, PatchConvolution, Convolution)

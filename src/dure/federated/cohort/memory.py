@@ -14,18 +14,18 @@ MOST = 4
 
 
 class Memory:
-    """Blocks of rows, as wide as the model."""
+    """Blocks of rows."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
-    def take(self, rows: int, like: Tensor) -> Tensor:
-        """A tensor of shape (rows, like.shape[1]) that nobody else has; its content is anything."""
+    def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """A tensor of shape (rows, columns) that nobody else has; its content is anything. like: of dtype and device."""
         for block in self._blocks:
-            fits = len(block) >= rows and block.dtype == like.dtype and block.shape[1] == like.shape[1]
+            fits = len(block) >= rows and block.dtype == like.dtype and block.shape[1] == columns
             if fits and _users(block) == 1:
                 return block[:rows]
-        fresh = like.new_empty(rows, like.shape[1])
+        fresh = like.new_empty(rows, columns)
         if _COUNT is not None:
             self._blocks = [*(block for block in self._blocks if len(block) >= rows or _users(block) > 1), fresh][
                 -MOST:

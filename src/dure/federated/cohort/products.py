@@ -1,12 +1,12 @@
 """Updates that are matrix products, and their weighted sum without any of them.
 
-A client that makes one step from weights that all share moves each of its weights by a product, -lr Lᵀ R of what came
-from behind, L (B, m), and what came from before, R (B, n). A server that takes a weighted mean of C such updates needs
-their sum alone, and that is one product more:
+Clients that begin at weights that all share move a weight by a product, -lr Lᵀ R of what came from behind in their
+steps, L (T, m), and what came from before, R (T, n) (`factored`). A server that takes a weighted mean of C such updates
+needs their sum alone, and that is one product more:
 
     sum over k of w_k (-lr L_kᵀ R_k)  =  -lr [w_1 L_1; ...; w_C L_C]ᵀ [R_1; ...; R_C]
 
-so that C gradients of d elements are neither written nor read. Whoever looks at an update by itself gets it: it is
+so that C updates of d elements are neither written nor read. Whoever looks at an update by itself gets it: it is
 formed then. Equal to the sum of the updates but for rounding.
 """
 
@@ -22,11 +22,11 @@ LARGE = 1e30
 """What no element of an update may come near: products that do not are finite, and so are sums of a million of them."""
 
 Part = tuple[Tensor, Tensor] | Tensor
-"""One parameter's gradients: (C, B, m) and (C, B, n), or (C, elements)."""
+"""One parameter's updates: the factors L and R, (C, T, m) and (C, T, n), or what they are, (C, elements)."""
 
 
 class Products:
-    """The updates of C clients, on the CPU or a GPU. parts: in the order in which parameters lie in flat weights."""
+    """The updates of C clients. parts: in the order in which parameters lie in flat weights. lr: of the factors."""
 
     def __init__(self, parts: Sequence[Part], lr: float) -> None:
         self.parts, self.lr = list(parts), lr
@@ -40,38 +40,49 @@ class Products:
     def bounded(self) -> bool:
         """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz."""
         squares = [
-            _square(part) if isinstance(part, Tensor) else _square(part[0]) * _square(part[1]) for part in self.parts
+            _square(part)
+            if isinstance(part, Tensor)
+            else _square(part[0]) * _square(part[1]) * (self.lr * self.lr)
+            for part in self.parts
         ]
-        return all(square * (self.lr * self.lr) < LARGE * LARGE for square in squares)  # False where there is a NaN
+        return all(square < LARGE * LARGE for square in squares)  # False where there is a NaN
 
     def all(self) -> Tensor:
         """(C, d), each by itself."""
-        formed = [
-            part.flatten(1) if isinstance(part, Tensor) else torch.bmm(part[0].transpose(1, 2), part[1]).flatten(1)
-            for part in self.parts
-        ]
-        return torch.cat(formed, 1).mul_(-self.lr)
+        return torch.cat(
+            [
+                part.flatten(1)
+                if isinstance(part, Tensor)
+                else (torch.bmm(part[0].transpose(1, 2), part[1]) * -self.lr).flatten(1)
+                for part in self.parts
+            ],
+            1,
+        )
 
     def one(self, place: int) -> Tensor:
         """(d,), that of one client."""
-        formed = [
-            part[place].reshape(-1) if isinstance(part, Tensor) else (part[0][place].T @ part[1][place]).view(-1)
-            for part in self.parts
-        ]
-        return torch.cat(formed).mul_(-self.lr)
+        return torch.cat(
+            [
+                part[place].reshape(-1)
+                if isinstance(part, Tensor)
+                else ((part[0][place] * -self.lr).T @ part[1][place]).view(-1)
+                for part in self.parts
+            ]
+        )
 
     def sum(self, weights: Sequence[float]) -> Tensor:
         """(d,), the weighted sum of all."""
         first = self.parts[0] if isinstance(self.parts[0], Tensor) else self.parts[0][0]
-        scales = torch.tensor(weights, dtype=first.dtype, device=first.device)
+        shares = torch.tensor(weights, dtype=first.dtype, device=first.device)
+        scales = (shares * -self.lr).view(-1, 1, 1)
         formed = []
         for part in self.parts:
             if isinstance(part, Tensor):
-                formed.append(scales @ part.flatten(1))
+                formed.append(shares @ part.flatten(1))
             else:
-                left = (part[0] * scales.view(-1, 1, 1)).flatten(0, 1)
+                left = (part[0] * scales).flatten(0, 1)
                 formed.append((left.T @ part[1].flatten(0, 1)).view(-1))
-        return torch.cat(formed).mul_(-self.lr)
+        return torch.cat(formed)
 
 
 class Deferred(Sequence[Tensor]):

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dure.federated.cohort.factored import Factored
 from dure.federated.cohort.optimizers import listened
-from dure.federated.cohort.products import Part
 
 
 class CannotBatchError(Exception):
@@ -72,11 +72,10 @@ class Weights:
         self._pull = 0.0
         self.shared: Tensor | None = None
         """The weights that all clients have in this step, as in their first; None where each has its own."""
+        self.factored: Factored | None = None
+        """The weights themselves, where they are what all share and the factors of what each has added."""
         self._only: Tensor | None = None
         """Where the change goes that a shared step makes, if there is no other; the weights are then never written."""
-        self._keeps = False
-        self._gradients: Part | None = None
-        """What the step's gradients are, where they are kept for `Products` and nothing is written at all."""
 
     def load(
         self,
@@ -87,22 +86,20 @@ class Weights:
         constant: Tensor | None = None,
         shares: bool = False,
         only: Tensor | None = None,
-        keeps: bool = False,
     ) -> None:
         """Begins a cohort at the weights `start`, (C, n) or (1, n).
 
         To each gradient is added pull · w, and `constant`, (C, n) or (1, n): mu (w - anchor) + correction is
         pull = mu, constant = correction - mu anchor. shares: all begin at `start` and compute their first step with it:
-        one large product in place of many small ones. only: (C, n), which takes the change if that is the only step;
-        keeps: whether instead its gradients are kept for `take_gradients`, to which nothing is then added.
+        one large product in place of many small ones. only: (C, n), which takes the change if that is the only step.
         """
         self.rule, self._pull = rule, pull + rule.weight_decay
         start = start.view(-1, *self.shape)
         self._constant = None if constant is None else constant.view(-1, *self.shape)
         self.shared = start[0] if shares else None
         self._only = None if only is None else only.view(clients, *self.shape)
-        self._gradients, self._keeps = None, keeps
-        if only is not None or keeps:
+        self.factored = None
+        if only is not None:
             self.values = start.expand(clients, *self.shape)
             return
         if len(self._own) != clients:
@@ -112,6 +109,15 @@ class Weights:
             self._gradient, self._velocity = (start.new_empty(self.values.shape) for _ in range(2))
         self.values.copy_(start)
 
+    def factor(self, start: Tensor, clients: int, lr: float, rows: int) -> None:
+        """Begins a cohort at `start`, (n,), whose steps have so many rows together; to gradients nothing is added."""
+        self.factored = Factored(start.view(self.shape), clients, rows, lr)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Of what the clients have added to the weights."""
+        assert self.factored is not None
+        return self.factored.factors()
+
     def begin(self, active: int) -> Tensor:
         """The weights of the clients that are at work in this step, (A, *shape)."""
         self.now = self.values[:active]
@@ -120,10 +126,7 @@ class Weights:
     def product(self, left: Tensor, right: Tensor) -> None:
         """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
         matrix, lr = (len(self.now), left.shape[1], right.shape[2]), self.rule.lr
-        if self._keeps:
-            short = left.shape[2] * (matrix[1] + matrix[2]) < matrix[1] * matrix[2]
-            self._gradients = (left.transpose(1, 2), right) if short else torch.bmm(left, right)
-        elif self._only is not None:
+        if self._only is not None:
             self._only.view(matrix).baddbmm_(left, right, beta=0, alpha=-lr)
         elif self.rule.momentum:
             torch.bmm(left, right, out=self._gradient[: len(self.now)].view(matrix))
@@ -132,9 +135,7 @@ class Weights:
 
     def sum(self, gradient: Tensor) -> None:
         """The gradient is `gradient`."""
-        if self._keeps:
-            self._gradients = gradient
-        elif self._only is not None:
+        if self._only is not None:
             torch.mul(gradient, -self.rule.lr, out=self._only)
         elif self.rule.momentum:
             self._gradient[: len(self.now)] = gradient
@@ -143,16 +144,10 @@ class Weights:
                 self.now.mul_(1 - self.rule.lr * self._pull)
             self.now.add_(gradient, alpha=-self.rule.lr)
 
-    def take_gradients(self) -> Part:
-        """The gradients of the one step, which then are gone from here."""
-        gradients, self._gradients = self._gradients, None
-        assert gradients is not None
-        return gradients
-
     def finish(self, first: bool) -> None:
         """Ends the step with what is not in the products. first: whether it is the clients' first step."""
         self.shared = None
-        if self._keeps:
+        if self.factored is not None:
             return
         rule, active = self.rule, len(self.now)
         constant = None if self._constant is None else self._constant[:active]  # (1, n) holds for all
