@@ -18,12 +18,11 @@ def main() -> None:
     federation = Federation(options.file)
     owners = np.repeat(np.arange(federation.clients), np.diff(federation.starts))
     train = dure.Examples(*federation.tensors, keys=[f"{owner:06}" for owner in owners])
-    test = (torch.from_numpy(federation.test_inputs), torch.from_numpy(federation.test_targets))
 
     def sgd(parameters: Any) -> torch.optim.SGD:
         return torch.optim.SGD(parameters, lr=LR)
 
-    task = dure.Task(federation.torch_model, F.cross_entropy, train, test, sgd)
+    task = dure.Task(federation.torch_model, F.cross_entropy, train, optimizer=sgd)
     strategy = dure.FedAvg(
         clients=federation.clients,
         fraction=len(federation.cohorts[0]) / federation.clients,
@@ -47,7 +46,7 @@ def main() -> None:
         if 1 < number < len(steps):
             finished(number, clock)
     finished(len(steps), max(told[-1][1], first + steps[-1].seconds))
-    ended(run.summary["test_accuracy"], "dure", "torch")
+    ended(federation.accuracy(run.model), "dure", "torch")
 
 
 if __name__ == "__main__":

@@ -91,12 +91,13 @@ def test_only_single_steps_of_those_who_share_their_weights_are_kept_as_products
     assert not any(isinstance(one.delta, Deferred) for one in results(made, apart))
     moved = [replace(job, mu=0.1) for job in jobs]
     assert not any(isinstance(one.delta, Deferred) for one in results(made, moved))
-    formed = results(made.that_forms_updates(), jobs)
+    made.sums = False
+    formed = results(made, jobs)
     assert not any(isinstance(one.delta, Deferred) for one in formed)
     torch.testing.assert_close(vectors(formed), vectors(results(made, jobs)), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, 256), (20, 151), (60, 97), (60_000, 97)])
+@pytest.mark.parametrize(("rows", "most"), [(1, 256), (20, 151), (60, 64), (60_000, 64)])
 def test_what_is_kept_is_no_more_than_a_cohort_of_weights(rows, most):
     """64-80-40 in float64 has 8,440 elements; with few rows the factors are less."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.ReLU(), torch.nn.Linear(80, 40)).double()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError
-from dure.federated.cohort import layers
 from dure.federated.cohort.factored import pays
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
@@ -135,12 +133,6 @@ class BatchedEngine:
             if errors:
                 raise errors[end]
 
-    def that_forms_updates(self) -> BatchedEngine:
-        """The same one, for those who need every update by itself."""
-        other = copy(self)
-        other.sums = False
-        return other
-
     def close(self) -> None:
         """Nothing is open."""
 
@@ -206,13 +198,11 @@ class BatchedEngine:
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, rows if defers else 0)
         for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
-            if pays(rows, weights.shape) and rows:
+            if pays(rows, weights.shape):
                 weights.factor(start[0, begin:end], len(jobs), self.rule.lr, rows)
                 continue
             part = None if constant is None else constant[:, begin:end]
-            weights.load(
-                start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, output if once else None
-            )
+            weights.load(start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, output if once else None)
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         for at, step in enumerate(steps):
             losses[at, : len(step.sizes)] = self._step(step, at == 0)
@@ -233,11 +223,11 @@ class BatchedEngine:
     def _outputs(self, clients: int, like: Tensor, rows: int) -> tuple[Tensor, list[Tensor | None]]:
         """Where the changes of the weights go, all of them and each parameter's, (C, n); none of those that stay
         factors of so many rows."""
-        sizes = [
-            0 if rows and pays(rows, weights.shape) else end - begin for weights, begin, end in self._parameters()
-        ]
+        sizes = [0 if pays(rows, weights.shape) else end - begin for weights, begin, end in self._parameters()]
         changes = self.memory.take(clients, sum(sizes), like)
-        return changes, [part if size else None for part, size in zip(changes.split(sizes, 1), sizes, strict=True)]
+        return changes, [
+            part if size else None for part, size in zip(torch.split(changes, sizes, 1), sizes, strict=True)
+        ]
 
     def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
         """Fills the outputs with what the weights are now less `start`; `once`, that stands there already."""

@@ -158,7 +158,6 @@ class _Made:
         a_child = -(-len(self.jobs) // self.workers)
         chunk = 1
         if isinstance(inner, BatchedEngine):
-            inner = inner.that_forms_updates()
             chunk = min(inner.at_once(self.jobs[0]), a_child)
         made = ProcessesEngine(inner, self.model, self.workers, max(1, chunk))
         made.why = inner.why

@@ -20,8 +20,8 @@ from torch import Tensor
 
 
 def pays(rows: int, shape: tuple[int, ...]) -> bool:
-    """Whether the factors of so many rows are smaller than a weight of this shape."""
-    return len(shape) == 2 and rows * (shape[0] + shape[1]) < shape[0] * shape[1]
+    """Whether there are rows, and their factors are smaller than a weight of this shape."""
+    return len(shape) == 2 and 0 < rows * (shape[0] + shape[1]) < shape[0] * shape[1]
 
 
 class Factored:

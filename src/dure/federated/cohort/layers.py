@@ -147,13 +147,13 @@ class Pool:
         images = innermost(x.flatten(0, 1))
         outputs, *rest = self._forward(images)
         self.saved = (images, *rest)
-        return outputs.unflatten(0, x.shape[:2])
+        return outputs.view(*x.shape[:2], *outputs.shape[1:])
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         if not needs_input:
             return g
         images: Tensor = self._backward(innermost(g.flatten(0, 1)), *self.saved)
-        return images.unflatten(0, g.shape[:2])
+        return images.view(*g.shape[:2], *images.shape[1:])
 
 
 def innermost(images: Tensor) -> Tensor:
@@ -267,9 +267,10 @@ class Convolution:
 
 def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
     """(A, rows, C, h, w): those of each of A clients, with images of zeros after the last."""
+    shape = (len(images), rows, *images[0].shape[1:])
     if all(len(own) == rows for own in images):
-        return torch.cat(list(images)).unflatten(0, (len(images), rows)) if len(images) > 1 else images[0].unsqueeze(0)
-    every = innermost(images[0].new_empty(len(images) * rows, *images[0].shape[1:])).unflatten(0, (-1, rows))
+        return (torch.cat(list(images)) if len(images) > 1 else images[0]).view(shape)
+    every = innermost(images[0].new_empty(len(images) * rows, *shape[2:])).view(shape)
     for place, own in zip(every.unbind(0), images, strict=True):
         place[: len(own)] = own
         place[len(own) :] = 0

@@ -20,7 +20,7 @@ class Memory:
         self._blocks: list[Tensor] = []
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """A tensor of shape (rows, columns) that nobody else has; its content is anything. like: of dtype and device."""
+        """A tensor of shape (rows, columns) that nobody else has; its content is anything. like: of its kind."""
         for block in self._blocks:
             fits = len(block) >= rows and block.dtype == like.dtype and block.shape[1] == columns
             if fits and _users(block) == 1:

@@ -2,7 +2,8 @@
 
 A child is a copy of this process from when the first job comes: model, data and all, none of it sent. What a job needs
 lies in memory that both see, allocated once: the weights go down once a child and round, for a child keeps what it was
-given last; a delta is written where the parent reads it. All else is a short message over a socket.
+given last; a delta is written where the parent reads it, or the factors of a cohort's (`products`). All else is a short
+message over a socket.
 
 Jobs are handed out in chunks, the largest first, to whoever is idle, from a window of them; results come back in the
 jobs' order. What is computed depends on the chunks alone and not on who was faster.
@@ -16,7 +17,6 @@ A child ends when the parent closes it, or is gone, by whatever death: it reads 
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import signal
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.cohort.job import Engine, Job, Trained
 from dure.federated.cohort.loop import failed
-from dure.flat import by_dtype
+from dure.federated.cohort.shared import Layout, Outputs, Reply, Slots
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for one that comes before them."""
@@ -48,36 +48,6 @@ AHEAD = 256 << 20
 def forks_here() -> bool:
     """Whether clients can be given to forked processes on this machine."""
     return hasattr(os, "fork") and not torch.cuda.is_available()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the model's weights lie in flat tensors: a dtype and a number of elements for each."""
-
-    parts: tuple[tuple[torch.dtype, int], ...]
-
-    @staticmethod
-    def of(model: nn.Module) -> Layout:
-        groups = by_dtype(model.parameters()).items()
-        return Layout(tuple((dtype, sum(each.numel() for each in group)) for dtype, group in groups))
-
-    @property
-    def nbytes(self) -> int:
-        """Of one set of weights, each part on a cache line of its own."""
-        return sum(-(-dtype.itemsize * count // 64) * 64 for dtype, count in self.parts)
-
-    def sets(self, count: int) -> list[list[Tensor]]:
-        """So many sets of weights in memory that children share. What is never touched costs nothing."""
-        memory = mmap.mmap(-1, max(1, self.nbytes * count))
-        made: list[list[Tensor]] = []
-        at = 0
-        for _ in range(count):
-            one: list[Tensor] = []
-            for dtype, elements in self.parts:
-                one.append(torch.frombuffer(memory, dtype=dtype, count=elements, offset=at))
-                at += -(-dtype.itemsize * elements // 64) * 64
-            made.append(one)
-        return made
 
 
 @dataclass(eq=False)
@@ -96,36 +66,14 @@ class _Chunk:
         return sum(job.steps * len(job.indices) for job in self.jobs)
 
 
-class _Slots:
-    """What a child has of weights, anchors and corrections: sets of tensors, remembered by identity and version."""
-
-    def __init__(self, layout: Layout, count: int) -> None:
-        self.sets = layout.sets(count)
-        self.held: list[list[tuple[Tensor, int]]] = [[] for _ in range(count)]
-
-    def put(self, values: Sequence[Tensor], needed: set[int]) -> int:
-        """The slot that has `values`, after copying them if none had; those in `needed` stay as they are."""
-        known = [(value, value._version) for value in values]
-        for slot, held in enumerate(self.held):
-            if len(held) == len(known) and all(a is b and v == w for (a, v), (b, w) in zip(held, known, strict=True)):
-                needed.add(slot)
-                return slot
-        slot = next(each for each in range(len(self.sets)) if each not in needed)
-        for mine, value in zip(self.sets[slot], values, strict=True):
-            mine.copy_(value)
-        self.held[slot] = known
-        needed.add(slot)
-        return slot
-
-
 @dataclass(eq=False)
 class _Worker:
     """The parent's side of a child."""
 
     pid: int
     connection: Connection
-    slots: _Slots
-    outputs: list[list[Tensor]]
+    slots: Slots
+    outputs: Outputs
     chunk: _Chunk | None = None
 
 
@@ -210,12 +158,10 @@ class ProcessesEngine:
             chunk = worker.chunk
             assert chunk is not None
             try:
-                results, chunk.error = pickle.loads(worker.connection.recv_bytes())
+                reply, chunk.error = pickle.loads(worker.connection.recv_bytes())
             except (EOFError, OSError):
                 self._lost(worker, chunk)
-            for (samples, loss, buffers, failure), output in zip(results, worker.outputs, strict=False):
-                delta = [part.clone() for part in output] if failure is None else []
-                chunk.results.append(Trained(delta, buffers, samples, loss, failure))
+            chunk.results += worker.outputs.read(reply, chunk.jobs)
             chunk.done, worker.chunk = True, None
 
     def _lost(self, worker: _Worker, chunk: _Chunk) -> NoReturn:
@@ -233,7 +179,7 @@ class ProcessesEngine:
         self._pipe[:] = os.pipe()
         for _ in range(self.workers):
             # a job has at most three sets of tensors
-            slots, outputs = _Slots(self.layout, 3 * self.chunk), self.layout.sets(self.chunk)
+            slots, outputs = Slots(self.layout, 3 * self.chunk), Outputs(self.layout, self.chunk)
             ours, theirs = Pipe()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -248,7 +194,7 @@ class ProcessesEngine:
             self._children.append(_Worker(pid, ours, slots, outputs))
 
 
-def _note(job: Job, slots: _Slots, needed: set[int]) -> _Note:
+def _note(job: Job, slots: Slots, needed: set[int]) -> _Note:
     weights = slots.put(job.weights, needed)
     anchor, correction = (
         None if values is None else slots.put(values, needed) for values in (job.anchor, job.correction)
@@ -278,7 +224,7 @@ def _child(
     inner: Engine,
     connection: Connection,
     sets: list[list[Tensor]],
-    outputs: list[list[Tensor]],
+    outputs: Outputs,
     pipe: Sequence[int],
     not_mine: Sequence[Connection],
 ) -> NoReturn:
@@ -309,20 +255,18 @@ def _leave_with_parent(pipe: int) -> None:
 
 
 def _do(
-    inner: Engine, notes: Sequence[_Note], sets: Sequence[list[Tensor]], outputs: Sequence[list[Tensor]]
-) -> tuple[list[tuple[int, float, list[Tensor], str | None]], DureError | None]:
-    """What came of the jobs up to the first that raised, and what it raised; the deltas are in `outputs`."""
+    inner: Engine, notes: Sequence[_Note], sets: Sequence[list[Tensor]], outputs: Outputs
+) -> tuple[Reply, DureError | None]:
+    """What came of the jobs up to the first that raised, and what it raised."""
     jobs = [_job(note, sets) for note in notes]
-    results: list[tuple[int, float, list[Tensor], str | None]] = []
+    results: list[Trained] = []
+    error: DureError | None = None
     try:
-        for output, trained in zip(outputs, inner.train(jobs), strict=False):
-            if trained.failure is None:
-                for mine, delta in zip(output, trained.delta, strict=True):
-                    mine.copy_(delta)
-            results.append((trained.samples, trained.loss, list(trained.buffers), trained.failure))
-    except Exception as error:
-        return results, _portable(error, jobs[len(results)])
-    return results, None
+        for trained in inner.train(jobs):
+            results.append(trained)
+    except Exception as raised:
+        error = _portable(raised, jobs[len(results)])
+    return outputs.write(results), error
 
 
 def _job(note: _Note, sets: Sequence[list[Tensor]]) -> Job:

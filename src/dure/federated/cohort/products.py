@@ -12,6 +12,7 @@ formed then. Equal to the sum of the updates but for rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import overload
 
@@ -23,6 +24,9 @@ LARGE = 1e30
 
 Part = tuple[Tensor, Tensor] | Tensor
 """One parameter's updates: the factors L and R, (C, T, m) and (C, T, n), or what they are, (C, elements)."""
+
+Sizes = tuple[tuple[int, ...], ...]
+"""The shapes of a part's tensors."""
 
 
 class Products:
@@ -37,12 +41,17 @@ class Products:
         part = self.parts[0]
         return len(part) if isinstance(part, Tensor) else len(part[0])
 
+    @property
+    def elements(self) -> int:
+        """Of all parts."""
+        return sum(
+            part.numel() if isinstance(part, Tensor) else part[0].numel() + part[1].numel() for part in self.parts
+        )
+
     def bounded(self) -> bool:
         """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz."""
         squares = [
-            _square(part)
-            if isinstance(part, Tensor)
-            else _square(part[0]) * _square(part[1]) * (self.lr * self.lr)
+            _square(part) if isinstance(part, Tensor) else _square(part[0]) * _square(part[1]) * (self.lr * self.lr)
             for part in self.parts
         ]
         return all(square < LARGE * LARGE for square in squares)  # False where there is a NaN
@@ -83,6 +92,32 @@ class Products:
                 left = (part[0] * scales).flatten(0, 1)
                 formed.append((left.T @ part[1].flatten(0, 1)).view(-1))
         return torch.cat(formed)
+
+    def write(self, memory: Tensor) -> list[Sizes]:
+        """Copies the parts to flat memory, one after another; returns what `read` needs."""
+        sizes: list[Sizes] = []
+        at = 0
+        for part in self.parts:
+            tensors = (part,) if isinstance(part, Tensor) else part
+            for tensor in tensors:
+                memory[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
+                at += tensor.numel()
+            sizes.append(tuple(tuple(tensor.shape) for tensor in tensors))
+        return sizes
+
+    @staticmethod
+    def read(memory: Tensor, sizes: Sequence[Sizes], lr: float) -> Products:
+        """A copy of what was written there."""
+        parts: list[Part] = []
+        at = 0
+        for shapes in sizes:
+            tensors = []
+            for shape in shapes:
+                elements = math.prod(shape)
+                tensors.append(memory[at : at + elements].view(shape).clone())
+                at += elements
+            parts.append(tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1]))
+        return Products(parts, lr)
 
 
 class Deferred(Sequence[Tensor]):
