@@ -147,7 +147,7 @@ def trained(asked: argparse.Namespace, row: Row, rate: float, rounds: int) -> Ru
 
     if (folder / "config.json").exists():
         return dure.resume(folder, stop=stop, on_progress=progress)
-    every = max(1, (row.rounds or 1000) // 200)
+    every = max(1, (row.rounds or 1000) // 100)
     strategy = dure.FedAvg(
         clients=None if row.partition == "roles" else 1129 if row.model == "shakespeare" else 100,
         fraction=row.fraction,

@@ -50,7 +50,10 @@ def test_it_computes_with_the_weights_that_steps_would_have_made(clients, steps,
     torch.testing.assert_close(-LR * left.transpose(1, 2) @ right, weights - start)
 
 
-@pytest.mark.parametrize(("rows", "shape", "expected"), [(3, (6, 6), False), (2, (6, 6), True), (1, (9,), False)])
+@pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [(3, (6, 6), False), (2, (6, 6), True), (0, (6, 6), False), (1, (9,), False), (17, (40, 30), True)],
+)
 def test_it_pays_while_the_factors_are_smaller(rows, shape, expected):
     assert pays(rows, shape) is expected
 

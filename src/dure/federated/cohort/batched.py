@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError
-from dure.federated.cohort.factored import pays
+from dure.federated.cohort.factored import few, pays
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
 from dure.federated.cohort.memory import Memory
@@ -112,6 +112,7 @@ class BatchedEngine:
         of_a_client = self.offsets[-1] * self.inputs.element_size()
         self.memory = Memory()
         self._shares: dict[int, float] = {}
+        self._few = max((few(weights.shape) for weights in program.weights), default=0)
         self.room: int = CACHE.get(device.type, CACHE["cpu"])
         self.cohort: int = max(1, min(64, self.room // of_a_client))
 
@@ -139,8 +140,7 @@ class BatchedEngine:
     def _kind(self, job: Job) -> Kind:
         corrected = job.correction is not None
         plain = self.together and not (job.mu or corrected or self.rule.momentum or self.rule.weight_decay)
-        factors = plain and any(pays(self._rows(job), weights.shape) for weights in self.program.weights)
-        return Kind(job.mu, job.anchor is not None, corrected, factors)
+        return Kind(job.mu, job.anchor is not None, corrected, plain and self._rows(job) <= self._few)
 
     def _rows(self, job: Job) -> int:
         """Of all steps of the job."""

@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 
 
+def few(shape: tuple[int, ...]) -> int:
+    """So many rows are the most whose factors are smaller than a weight of this shape; 0 for what is no matrix."""
+    return (shape[0] * shape[1] - 1) // (shape[0] + shape[1]) if len(shape) == 2 else 0
+
+
 def pays(rows: int, shape: tuple[int, ...]) -> bool:
-    """Whether there are rows, and their factors are smaller than a weight of this shape."""
-    return len(shape) == 2 and 0 < rows * (shape[0] + shape[1]) < shape[0] * shape[1]
+    """Whether there are rows, and few."""
+    return 0 < rows <= few(shape)
 
 
 class Factored:
