@@ -254,11 +254,18 @@ def reported(line: str) -> JSON | None:
     return None
 
 
+def environment(contender: Contender) -> dict[str, str]:
+    """Other frameworks do not see this one's path; and everybody's modules are compiled once, as those of installed
+    packages are."""
+    left_out = {"PYTHONDONTWRITEBYTECODE"} | ({"PYTHONPATH"} if contender.peer is not None else set())
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
 def measure(python: Path, contender: Contender, file: Path, threads: int, patience: float, memory: bool) -> JSON:
     """Starts the program once, and measures its memory or its time. Raises RuntimeError if it fails."""
     command = [python, PROGRAMS / contender.program, file]
     command += ["--processes", str(contender.processes), "--threads", str(max(1, threads // contender.processes))]
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or contender.peer is None}
+    own = environment(contender)
     watch = PeakMemory()
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder) / "errors"
