@@ -44,7 +44,7 @@ class Factored:
         else:
             y = torch.matmul(x, self.start.T).add_(bias.unsqueeze(1))
         if self._used:
-            left, right = self.left[: len(x), : self._used], self.right[: len(x), : self._used]
+            left, right = self._of(x.shape[0])
             y.baddbmm_(torch.bmm(x, right.transpose(1, 2)), left, alpha=-self.lr)
         return y
 
@@ -52,7 +52,7 @@ class Factored:
         """g W for the first A clients: g (A, B, m)."""
         x = torch.matmul(g, self.start)
         if self._used:
-            left, right = self.left[: len(g), : self._used], self.right[: len(g), : self._used]
+            left, right = self._of(g.shape[0])
             x.baddbmm_(torch.bmm(g, left.transpose(1, 2)), right, alpha=-self.lr)
         return x
 
@@ -60,15 +60,14 @@ class Factored:
         """W <- W - lr leftᵀ right for the first A clients: (A, B, m), (A, B, n)."""
         clients, rows = left.shape[:2]
         if rows == self.rows and clients == self.clients:  # it is the only one
-            self.left, self.right = left, right
-        else:
-            if not self._used:
-                self.left, self.right = (
-                    like.new_empty(self.clients, self.rows, like.shape[2]) for like in (left, right)
-                )
-            now = slice(self._used, self._used + rows)
-            for factor, added in ((self.left, left), (self.right, right)):
-                factor[:clients, now] = added
+            self.left, self.right, self._used = left, right, rows
+            return
+        if not self._used:
+            self.left, self.right = (like.new_empty(self.clients, self.rows, like.shape[2]) for like in (left, right))
+        now = slice(self._used, self._used + rows)
+        for factor, added in ((self.left, left), (self.right, right)):
+            factor[:clients, now] = added
+            if clients < self.clients:
                 factor[clients:, now] = 0
         self._used += rows
 
@@ -79,4 +78,7 @@ class Factored:
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """L and R of all steps."""
-        return self.left[:, : self._used], self.right[:, : self._used]
+        return self._of(self.clients)
+
+    def _of(self, clients: int) -> tuple[Tensor, Tensor]:
+        return self.left[:clients, : self._used], self.right[:clients, : self._used]
