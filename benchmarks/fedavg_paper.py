@@ -8,15 +8,16 @@ MNIST has 100 clients of 600 images; IID, or two label shards a client. FedSGD i
 one batch, B = none. A row is named model/partition/C/E/B, and --rows takes patterns of names:
 
     python benchmarks/fedavg_paper.py --data DIR --list
-    python benchmarks/fedavg_paper.py --data DIR --rows "2nn/*" "cnn/*/5/10" > benchmarks/results/fedavg_paper.json
+    python benchmarks/fedavg_paper.py --data DIR --rows "2nn/*" --result benchmarks/results/fedavg_paper.json
 
 DIR holds the folders mnist and shakespeare. As in the paper each row has its own learning rate, from a multiplicative
 grid of 10^(1/3): every rate of --rates trains for a tenth of the paper's rounds (at least 4), the one with the best
 test accuracy goes on, until it is there or for --patience times the paper's rounds, or --seconds. Rounds are counted on
 the monotone curve with linear interpolation.
 
-Runs are kept under --out, and go on there where they were interrupted. Progress goes to standard error, the result as
-JSON to standard output; --page FILE fills the table of a page.
+Runs are kept under --out, and go on there where they were interrupted. Progress goes to standard error. The rows are
+written as JSON to --result, where those that it has already and are not run again stay, or else to standard output;
+--page FILE fills the table of a page with all of them.
 
 Source: H. B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 """
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,6 +238,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--out", type=Path, default=Path("runs/fedavg-paper"))
+    parser.add_argument("--result", type=Path, help="a file of rows, to which these are added")
     parser.add_argument("--page", type=Path, help="a page whose table is filled")
     return parser.parse_args()
 
@@ -250,13 +253,24 @@ def main() -> None:
         return
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
-    results = []
+    kept = json.loads(asked.result.read_text())["rows"] if asked.result is not None and asked.result.exists() else []
+    results = {row["name"]: row for row in kept}
     for row in rows:
-        results.append(measured(asked, row))
-        show("  ".join(f"{name} {cell}" for name, cell in zip(HEAD, line(results[-1]), strict=True)))
+        results[row.name] = measured(asked, row)
+        show("  ".join(f"{name} {cell}" for name, cell in zip(HEAD, line(results[row.name]), strict=True)))
+        if asked.result is not None:
+            asked.result.write_text(as_json(results))
+    if asked.result is None:
+        print(as_json(results), end="")
     if asked.page:
-        fill(asked.page, {"fedavg-paper": table(HEAD, [line(row) for row in results])})
-    json.dump({"benchmark": "fedavg_paper", "rows": results}, sys.stdout, indent=1)
+        table_of = [line(results[row.name]) for row in ROWS if row.name in results]
+        fill(asked.page, {"fedavg-paper": table(HEAD, table_of)})
+
+
+def as_json(results: Mapping[str, JSON]) -> str:
+    """The rows, in the order of the paper's tables."""
+    ordered = [results[row.name] for row in ROWS if row.name in results]
+    return json.dumps({"benchmark": "fedavg_paper", "rows": ordered}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
