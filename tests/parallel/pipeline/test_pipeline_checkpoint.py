@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import signal
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,23 @@ def test_a_resumed_run_ends_with_the_same_bits(strategy: Any, ranks: int, tmp_pa
     assert float(whole.model.count) == 8 * strategy.microbatches  # type: ignore[arg-type]
     assert resumed.summary["test_loss"] == whole.summary["test_loss"]
     assert resumed.summary["bytes_sent"] == whole.summary["bytes_sent"]
+
+
+def test_ctrl_c_ends_all_stages_after_their_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    def interrupt(event: Mapping[str, Any]) -> None:
+        if event["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    task, world = small_task(n=48, model=Odd, optimizer=groups), dure.Processes(2)
+    strategy = Pipeline(12, 3)
+    run = dure.train(
+        task, strategy, world, dure.Stop(steps=10**6), out=tmp_path, evaluate_every=1, on_progress=interrupt
+    )
+    done = run.summary["steps"]
+    assert run.summary["ended"] == "interrupt"
+    assert done >= 2
+    more = dure.Stop(steps=done + 2)
+    assert same_bits(dure.resume(tmp_path, task=task, stop=more), dure.train(task, strategy, world, more))
 
 
 @pytest.mark.parametrize("optimizer", [groups, MOMENTUM])
