@@ -139,7 +139,15 @@ def show(text: str) -> None:
 
 
 def trained(asked: argparse.Namespace, row: Row, rate: float, rounds: int) -> Run:
-    """The run of one rate, begun or gone on with until so many rounds, the target, or the end of the time."""
+    """The run of one rate, begun or gone on with until so many rounds, the target, or the end of the time. Ctrl-C ends
+    all, with what has been done in the run's folder."""
+    run = begun_or_resumed(asked, row, rate, rounds)
+    if run.summary["ended"] == "interrupt":
+        sys.exit(f"interrupted; the same command goes on with {run.folder}")
+    return run
+
+
+def begun_or_resumed(asked: argparse.Namespace, row: Row, rate: float, rounds: int) -> Run:
     folder = asked.out / row.name.replace("/", "-") / f"lr-{rate:g}"
     stop = dure.Stop(rounds=rounds, target={"test_accuracy": row.target}, seconds=asked.seconds)
 

@@ -145,6 +145,8 @@ class Driver:
         self._reported = 0.0
 
     def run(self) -> Outcome:
+        if self.folder is not None:
+            self.folder.hold()
         if self.job.elastic:
             self._check_folder()
         if self.job.resume:

@@ -100,7 +100,7 @@ def resume(
     The result has the same bits as if the run had never been interrupted. task: needed only for a task that was
     made in Python and not loaded by its name. stop: new limits, to train an ended run further.
 
-    Raises RunFolderError if the folder holds no run, or its task cannot be found again.
+    Raises RunFolderError if the folder holds no run, somebody is training in it, or its task cannot be found again.
     """
     path = Path(folder)
     asked = asked_of(path)
@@ -122,8 +122,11 @@ def resume(
         asked.label,
     )
     if world.leads:
-        RunFolder(path).write_json("config.json", new_config)
+        run_folder = RunFolder(path)
+        run_folder.hold()
+        run_folder.write_json("config.json", new_config)
         (path / "summary.json").unlink(missing_ok=True)
+        run_folder.close()
     elastic = isinstance(world, Torchrun) and bool(world.elastic)
     return run_job(dataclasses.replace(job, folder=path, resume=True, elastic=elastic), world, on_progress)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import dure
 from dure.errors import RunFolderError
 from dure.record.history import Evaluation, Step
 from dure.record.run import RunFolder, load_run
+from small import small_task
 
 
 def step(number: int) -> Step:
@@ -160,3 +165,50 @@ def test_the_weights_are_a_plain_state_dict_that_others_can_read(tmp_path):
     save_file(model.state_dict(), tmp_path / "by_hand.safetensors")
     assert (tmp_path / "by_hand.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_one_holds_it_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
+    one, other = RunFolder.create(tmp_path, {}), RunFolder.open(tmp_path)
+    one.hold()
+    with pytest.raises(RunFolderError, match="another process is training in"):
+        other.hold()
+    one.close()
+    other.hold()
+    other.close()
+
+
+def test_who_is_killed_holds_it_no_longer(tmp_path):
+    """Not even by a child that it has left behind, once that has noticed."""
+    RunFolder.create(tmp_path, {})
+    left, end = os.pipe()
+    killed = os.fork()
+    if killed == 0:
+        RunFolder.open(tmp_path).hold()
+        if os.fork() == 0:
+            os.close(end)
+            os.read(left, 1)  # until the test has closed it
+            time.sleep(0.2)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    os.close(end)
+    os.close(left)
+    held = RunFolder.open(tmp_path)
+    held.hold()
+    held.close()
+
+
+def test_a_run_at_work_is_not_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
+    said: list[str] = []
+
+    def resume(event):
+        if not said:
+            with pytest.raises(RunFolderError) as caught:
+                dure.resume(tmp_path, task=small_task())
+            said.append(str(caught.value))
+
+    dure.train(small_task(), dure.SingleWorker(), stop=dure.Stop(steps=3), out=tmp_path, on_progress=resume)
+    assert "another process is training in" in said[0]
+    assert dure.resume(tmp_path, task=small_task(), stop=dure.Stop(steps=4)).summary["steps"] == 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ _MAY_CHANGE = ("world", "label", "versions")
 """What config.json may say otherwise when a run goes on: how many ranks there are follows from who is left."""
 
 
+MOMENT = 2.0
+"""Seconds in which the children of a process that was killed have noticed it."""
+
+
 class RunFolder:
     """The folder of one run. `flush_seconds`: how long a line of the history may wait in memory."""
 
@@ -31,6 +37,7 @@ class RunFolder:
         self._file: IO[bytes] | None = None
         self._waiting: list[bytes] = []
         self._flushed = 0.0
+        self._lock: int | None = None
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
@@ -72,6 +79,31 @@ class RunFolder:
         folder.write_json("config.json", config)
         (path / "summary.json").unlink(missing_ok=True)
         return folder
+
+    def hold(self) -> None:
+        """Keeps others from going on with this run until `close`, or until this process and its children are gone.
+
+        Raises RunFolderError if somebody else holds it, who may have been killed a moment ago and is waited for as long
+        as that takes. Where the file system has no locks nobody is kept off.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        until = time.monotonic() + MOMENT
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(0.01)
+                    continue
+                os.close(descriptor)
+                raise RunFolderError(
+                    f"another process is training in {self.path}: wait until it has ended, or end it"
+                ) from None
+            except OSError:
+                os.close(descriptor)
+                return
+            self._lock = descriptor
+            return
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
@@ -133,6 +165,10 @@ class RunFolder:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # children that were forked meanwhile have it, too
+            os.close(self._lock)
+            self._lock = None
 
 
 @dataclass(frozen=True)
