@@ -37,6 +37,7 @@ from pages import fill, table
 
 import dure
 from dure.data.partition import parse
+from dure.record.checkpoint import write_atomically
 from dure.record.run import Run
 
 JSON = dict[str, Any]
@@ -259,6 +260,8 @@ def main() -> None:
     if asked.list:
         print("\n".join(row.name for row in rows))
         return
+    if asked.result is not None and not asked.result.parent.is_dir():
+        sys.exit(f"there is no folder {asked.result.parent} for --result")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     kept = json.loads(asked.result.read_text())["rows"] if asked.result is not None and asked.result.exists() else []
@@ -267,7 +270,7 @@ def main() -> None:
         results[row.name] = measured(asked, row)
         show("  ".join(f"{name} {cell}" for name, cell in zip(HEAD, line(results[row.name]), strict=True)))
         if asked.result is not None:
-            asked.result.write_text(as_json(results))
+            write_atomically(asked.result, as_json(results).encode())
     if asked.result is None:
         print(as_json(results), end="")
     if asked.page:

@@ -122,10 +122,12 @@ def _drive(job: Job, place: Place) -> Outcome:
         reason = f"{type(error).__name__}: {error}"
         raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error
     finally:
-        place.ending.close()
-        restore_generators(before)  # the user's own draws go on as if there had been no run
-        if driver is not None and driver.folder is not None:
-            driver.folder.close()
+        try:
+            place.ending.close()
+            restore_generators(before)  # the user's own draws go on as if there had been no run
+        finally:
+            if driver is not None and driver.folder is not None:
+                driver.folder.close()
 
 
 class Driver:

@@ -122,11 +122,7 @@ def resume(
         asked.label,
     )
     if world.leads:
-        run_folder = RunFolder(path)
-        run_folder.hold()
-        run_folder.write_json("config.json", new_config)
-        (path / "summary.json").unlink(missing_ok=True)
-        run_folder.close()
+        RunFolder(path).begin_again(new_config)
     elastic = isinstance(world, Torchrun) and bool(world.elastic)
     return run_job(dataclasses.replace(job, folder=path, resume=True, elastic=elastic), world, on_progress)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -178,25 +177,45 @@ def test_one_holds_it_at_a_time(tmp_path, monkeypatch):
     other.close()
 
 
-def test_who_is_killed_holds_it_no_longer(tmp_path):
-    """Not even by a child that it has left behind, once that has noticed."""
+def test_what_is_left_of_who_was_killed_does_not_hold_it(tmp_path, monkeypatch):
     RunFolder.create(tmp_path, {})
-    left, end = os.pipe()
+    waiting, end = os.pipe()
     killed = os.fork()
     if killed == 0:
         RunFolder.open(tmp_path).hold()
         if os.fork() == 0:
             os.close(end)
-            os.read(left, 1)  # until the test has closed it
-            time.sleep(0.2)
+            os.read(waiting, 1)  # until the test has closed it
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
-    os.close(end)
-    os.close(left)
+    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
     held = RunFolder.open(tmp_path)
     held.hold()
     held.close()
+    os.close(end)
+    os.close(waiting)
+
+
+def test_it_is_let_go_of_when_it_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
+    held = RunFolder.create(tmp_path, {})
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    held.hold()
+    held.append(step(1))
+    monkeypatch.setattr(RunFolder, "flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        held.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(RunFolder, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunFolder.open(tmp_path).begin_again({})
+    again = RunFolder.open(tmp_path)
+    again.hold()
+    again.close()
 
 
 def test_a_run_at_work_is_not_gone_on_with(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ class Clients:
         parts: Sequence[Tensor],
         work: LocalWork,
         algorithm: Algorithm,
-        engine: Callable[[Sequence[Job], str | None], Engine],
+        engine: Callable[[Sequence[Job], str | None, int], Engine],
         seed: int,
         present: Callable[[int, float], Tensor] | None = None,
         attack: Attack | None = None,
@@ -81,6 +81,8 @@ class Clients:
         """The engine's name, once there is one."""
         self.why = ""
         """And why it is this one, in a line."""
+        self.chunk = 0
+        """How many jobs each of its processes gets at once; 0 where it has none."""
         self._pending: dict[int, tuple[int, Memory | None]] = {}
         self._ready: dict[int, Update] = {}
         self._typical = 0
@@ -190,8 +192,9 @@ class Clients:
             if again and jobs:
                 jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
             self._typical = len(jobs)
-            self._engine = self._make(jobs, self.chosen)
+            self._engine = self._make(jobs, self.chosen, self.chunk)
             self.chosen, self.why = self._engine.name, self.why if again else self._engine.why
+            self.chunk = getattr(self._engine, "chunk", 0)
         return self._engine
 
     def close(self) -> None:

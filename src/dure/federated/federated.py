@@ -248,10 +248,10 @@ class FederatedLearner:
             own,
             strategy.work(),
             self.algorithm,
-            lambda jobs, chosen: strategy.engine(
+            lambda jobs, chosen, chunk: strategy.engine(
                 Setting(
                     *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
-                    *(conditions.processes, chosen or conditions.engine, pacing.synchronous, sums),
+                    *(conditions.processes, chosen or conditions.engine, pacing.synchronous, sums, chunk),
                 )
             ),
             seed,
@@ -374,7 +374,7 @@ class FederatedLearner:
             "clients": self.clients.state(),
             "log": self.log.state(),
             "loss": self._loss,
-            "engine": [self.clients.chosen, self.clients.why],
+            "engine": [self.clients.chosen, self.clients.why, self.clients.chunk],
             "buffers": passing_buffers(self.model),
         }
 
@@ -384,7 +384,7 @@ class FederatedLearner:
         self.coordinator.restore(state["coordinator"])
         self.carrier.restore(state["carrier"])
         self.clients.restore(state["clients"])
-        self.clients.chosen, self.clients.why = state["engine"]
+        self.clients.chosen, self.clients.why, self.clients.chunk = state["engine"]
         self.log.restore(state["log"])
         self._loss = state["loss"]
 

@@ -25,7 +25,7 @@ _MAY_CHANGE = ("world", "label", "versions")
 
 
 MOMENT = 2.0
-"""Seconds in which the children of a process that was killed have noticed it."""
+"""Seconds in which the ranks of a process that was killed have noticed it."""
 
 
 class RunFolder:
@@ -81,29 +81,34 @@ class RunFolder:
         return folder
 
     def hold(self) -> None:
-        """Keeps others from going on with this run until `close`, or until this process and its children are gone.
+        """Keeps other processes of this machine from going on with this run, until `close` or the end of this one.
 
         Raises RunFolderError if somebody else holds it, who may have been killed a moment ago and is waited for as long
         as that takes. Where the file system has no locks nobody is kept off.
         """
         descriptor = os.open(self.path, os.O_RDONLY)
         until = time.monotonic() + MOMENT
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < until:
-                    time.sleep(0.01)
-                    continue
-                os.close(descriptor)
-                raise RunFolderError(
-                    f"another process is training in {self.path}: wait until it has ended, or end it"
-                ) from None
-            except OSError:
-                os.close(descriptor)
-                return
-            self._lock = descriptor
-            return
+        try:
+            while not _locked(descriptor):
+                if time.monotonic() > until:
+                    raise RunFolderError(
+                        f"another process is training in {self.path}: wait until it has ended, or end it"
+                    )
+                time.sleep(0.01)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._lock = descriptor
+        _HELD.add(descriptor)
+
+    def begin_again(self, config: Mapping[str, Any]) -> None:
+        """Before a run that was interrupted, or has ended, goes on. Raises RunFolderError while somebody holds it."""
+        self.hold()
+        try:
+            self.write_json("config.json", config)
+            (self.path / "summary.json").unlink(missing_ok=True)
+        finally:
+            self.close()
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
@@ -160,15 +165,41 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        if self._file is not None or self._waiting:
-            self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # children that were forked meanwhile have it, too
-            os.close(self._lock)
-            self._lock = None
+        """Writes what waits, and lets others go on with the run."""
+        try:
+            if self._file is not None or self._waiting:
+                self.flush()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+        finally:
+            if self._lock is not None:
+                _HELD.discard(self._lock)
+                os.close(self._lock)
+                self._lock = None
+
+
+_HELD: set[int] = set()
+"""Descriptors of the folders that this process holds. A child that is forked closes them: it may live longer."""
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the folder is now this process's, or can be nobody's."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _let_go() -> None:
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ def ditto_jobs(weights):
 def test_jobs_that_take_turns_in_kind_are_two_cohorts_and_not_six():
     made, cohorts = engine(), []
     cohort_of = made._cohort
-    made._cohort = lambda jobs: cohorts.append(len(jobs)) or cohort_of(jobs)
+    made._cohort = lambda jobs, kind: cohorts.append(len(jobs)) or cohort_of(jobs, kind)
     jobs = ditto_jobs(weights_of())
     assert close(small_task(n=60), made, jobs)
     assert cohorts == [3, 3] * 3, "for each of the ways in which `close` lets it compute"

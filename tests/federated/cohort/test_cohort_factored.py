@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dure.federated.cohort.batched import BatchedEngine, batched_engine
+import dure
+from dure.federated.cohort.batched import CACHE, BatchedEngine, batched_engine
 from dure.federated.cohort.factored import Factored, pays
 from dure.federated.cohort.loop import LoopEngine
 from dure.federated.cohort.processes import ProcessesEngine
 from dure.federated.cohort.products import Deferred
-from small import small_task
+from small import same_bits, small_task
 
 LR = 0.3
 
@@ -141,3 +142,14 @@ def test_children_send_updates_where_some_are_formed():
         divided.close()
     assert not any(isinstance(each.delta, Deferred) for each in got)
     torch.testing.assert_close(vectors(got), vectors(results(engine(), jobs)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_resumed_run_divides_its_rounds_as_before(seed, tmp_path, monkeypatch):
+    """By the first client of its first round, whoever comes first after the checkpoint."""
+    monkeypatch.setitem(CACHE, "cpu", 20_000)
+    task, world = small_task(n=200, model=wide), dure.Simulated(engine="batched-processes", processes=2)
+    strategy = dure.FedAvg(clients=20, fraction=0.5, batch_size=3, partition=dure.QuantitySkew(2.0))
+    whole = dure.train(task, strategy, world, dure.Stop(rounds=3), seed=seed)
+    dure.train(task, strategy, world, dure.Stop(rounds=1), seed=seed, out=tmp_path)
+    assert same_bits(whole, dure.resume(tmp_path, task=task, stop=dure.Stop(rounds=3)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,8 +43,8 @@ from dure.task import Task
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort, or of the factors of its products."""
 
-FORMED = 8
-"""Caches that the updates fill of a cohort whose weights are factored: written once, they need not stay there."""
+FORMED = {"cpu": 64 << 20, "cuda": 4 << 30}
+"""Bytes of updates of a cohort whose weights are factored: written once, if at all, they need not stay in a cache."""
 
 MOST = 256
 """Clients of a cohort whose weights are factored, at most."""
@@ -53,7 +54,7 @@ _NOTHING = Trained([], [], 0, 0.0)
 
 class Kind(NamedTuple):
     """What is added to the gradients of a job: mu, whether it has an anchor, a correction. factors: whether nothing is,
-    and its batches are so few that weights are factored."""
+    it begins at weights that all share, and its batches are so few that these are factored."""
 
     mu: float
     anchored: bool
@@ -109,23 +110,28 @@ class BatchedEngine:
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
         self.offsets = [0, *accumulate(sizes)]
-        of_a_client = self.offsets[-1] * self.inputs.element_size()
+        self._whole = self.offsets[-1] * self.inputs.element_size()
+        """Bytes of the weights."""
         self.memory = Memory()
-        self._shares: dict[int, float] = {}
-        self._few = max((few(weights.shape) for weights in program.weights), default=0)
-        self.room: int = CACHE.get(device.type, CACHE["cpu"])
-        self.cohort: int = max(1, min(64, self.room // of_a_client))
+        self._filled: dict[int, float] = {}
+        """What of a cohort a job with so many rows fills."""
+        self._most_rows = max((few(weights.shape) for weights in program.weights), default=0)
+        kind = device.type if device.type in CACHE else "cpu"
+        self.room, self._formed = CACHE[kind], FORMED[kind]
+        self.cohort: int = max(1, min(64, self.room // self._whole))
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, a cohort at a time.
 
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
-        for some in windows(jobs, self._kind, self._share):
+        apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
+        kind_of = partial(self._kind, shared=self.together and not apart)
+        for some in windows(jobs, kind_of, self._share):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
-            for places in alike(some, self._kind):
-                trained, error = self._cohort([some[place] for place in places])
+            for kind, places in alike(some, kind_of).items():
+                trained, error = self._cohort([some[place] for place in places], kind)
                 results.update(zip(places, trained, strict=False))
                 if error is not None:
                     errors[places[len(trained)]] = error
@@ -137,10 +143,10 @@ class BatchedEngine:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _kind(self, job: Job) -> Kind:
-        corrected = job.correction is not None
-        plain = self.together and not (job.mu or corrected or self.rule.momentum or self.rule.weight_decay)
-        return Kind(job.mu, job.anchor is not None, corrected, plain and self._rows(job) <= self._few)
+    def _kind(self, job: Job, shared: bool) -> Kind:
+        added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
+        factors = shared and not added and self._rows(job) <= self._most_rows
+        return Kind(job.mu, job.anchor is not None, job.correction is not None, factors)
 
     def _rows(self, job: Job) -> int:
         """Of all steps of the job."""
@@ -149,31 +155,31 @@ class BatchedEngine:
 
     def at_once(self, job: Job) -> int:
         """How many jobs like this one make a cohort."""
-        return max(1, int(1 / self._share(job, self._kind(job)) + 1e-9))
+        return max(1, int(1 / self._share(job, self._kind(job, self.together)) + 1e-9))
 
     def _share(self, job: Job, kind: Kind) -> float:
         """What of a cohort the job fills."""
         if not kind.factors:
             return 1 / self.cohort
         rows = self._rows(job)
-        if rows not in self._shares:
-            self._shares[rows] = self._filled(rows)
-        return self._shares[rows]
+        if rows not in self._filled:
+            self._filled[rows] = max(self._kept(rows) / self.room, self._whole / self._formed, 1 / MOST)
+        return self._filled[rows]
 
-    def _filled(self, rows: int) -> float:
-        """What the factors of so many rows fill, with what is formed in their place or besides."""
-        factored = 0
-        for weights in self.program.weights:
-            factored += rows * sum(weights.shape) if pays(rows, weights.shape) else math.prod(weights.shape)
-        formed = 0.0 if self.sums else self.offsets[-1] / FORMED
-        nbytes: float = max(factored, formed) * self.inputs.element_size()
-        return max(nbytes / self.room, 1 / MOST)
+    def _kept(self, rows: int) -> int:
+        """Bytes of the factors of so many rows, and of the weights that are not factored."""
+        elements = sum(
+            rows * sum(weights.shape) if pays(rows, weights.shape) else math.prod(weights.shape)
+            for weights in self.program.weights
+        )
+        nbytes: int = elements * self.inputs.element_size()
+        return nbytes
 
     @torch.no_grad()
-    def _cohort(self, jobs: Sequence[Job]) -> tuple[list[Trained], DureError | None]:
+    def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
         """The results, up to the first job whose numbers are not finite, and what is then to be raised."""
         made = plan(jobs, self.batch_size, self.seed)
-        deltas, losses, finite = self._compute([jobs[which] for which in made.by_steps], made.steps)
+        deltas, losses, finite = self._compute([jobs[which] for which in made.by_steps], made.steps, kind)
         values = losses.T.tolist()
         trained: list[Trained] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
@@ -189,12 +195,14 @@ class BatchedEngine:
                     return trained[:which], error
         return trained, None
 
-    def _compute(self, jobs: Sequence[Job], steps: Sequence[Step]) -> tuple[list[Sequence[Tensor]], Tensor, bool]:
+    def _compute(
+        self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
+    ) -> tuple[list[Sequence[Tensor]], Tensor, bool]:
         """Each job's update; the losses, (steps, C); and whether all of it is finite."""
         start, constant = self._begin(jobs)
         shares = self.together and len(start) == 1
         once = shares and len(steps) == 1 and not self.rule.momentum
-        rows = sum(step.rows.shape[1] for step in steps) if shares and self._kind(jobs[0]).factors else 0
+        rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, rows if defers else 0)
         for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
@@ -300,12 +308,12 @@ def _full(count: int, share: float) -> bool:
     return (count + 1) * share > 1 + 1e-9
 
 
-def alike(jobs: Sequence[Job], kind_of: Callable[[Job], Kind]) -> list[list[int]]:
-    """The places of jobs of one kind, which can be computed together."""
+def alike(jobs: Sequence[Job], kind_of: Callable[[Job], Kind]) -> dict[Kind, list[int]]:
+    """The places of the jobs of each kind, which can be computed together."""
     places: dict[Kind, list[int]] = {}
     for place, job in enumerate(jobs):
         places.setdefault(kind_of(job), []).append(place)
-    return list(places.values())
+    return places
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -55,6 +55,7 @@ class Setting(NamedTuple):
     wanted: str
     together: bool
     sums: bool = False
+    chunk: int = 0
 
 
 def engine_for(
@@ -68,12 +69,14 @@ def engine_for(
     wanted: str = "auto",
     together: bool = False,
     sums: bool = False,
+    chunk: int = 0,
 ) -> Engine:
     """The engine for jobs like these, those of a typical round; its `why` says in one line why it is this one.
 
     model: a fresh one, which becomes the engine's own. processes: at most so many; None is one a core. wanted: auto,
     or one of `NAMES`. together: whether jobs always come as these do, a round at a time; sums: whether updates are
-    only summed (`batched_engine`).
+    only summed (`batched_engine`). chunk: so many jobs a child at once, as the engine had whose bits are wanted again;
+    0 is as the first of these jobs suggests.
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
@@ -81,7 +84,7 @@ def engine_for(
     workers = processes if processes is not None else len(os.sched_getaffinity(0))
     asked_for_loop = wanted.startswith("loop")
     batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together, sums)
-    made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers, processes)
+    made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers, processes, chunk)
     return _auto(made) if wanted == "auto" else made.wanted(wanted)
 
 
@@ -132,6 +135,7 @@ class _Made:
     jobs: Sequence[Job]
     workers: int
     asked: int | None
+    chunk: int
 
     def wanted(self, name: str) -> Engine:
         inner: LoopEngine | BatchedEngine = self.loop
@@ -155,11 +159,10 @@ class _Made:
 
     def divided(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
         """On several processes: as many clients a child at once as the engine likes and a round has for each."""
-        a_child = -(-len(self.jobs) // self.workers)
-        chunk = 1
-        if isinstance(inner, BatchedEngine):
-            chunk = min(inner.at_once(self.jobs[0]), a_child)
-        made = ProcessesEngine(inner, self.model, self.workers, max(1, chunk))
+        chunk = self.chunk or 1
+        if not self.chunk and isinstance(inner, BatchedEngine):
+            chunk = max(1, min(inner.at_once(self.jobs[0]), -(-len(self.jobs) // self.workers)))
+        made = ProcessesEngine(inner, self.model, self.workers, chunk)
         made.why = inner.why
         return made
 
