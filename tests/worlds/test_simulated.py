@@ -251,11 +251,11 @@ def test_a_resumed_run_computes_the_same_clients_together(
 ) -> None:
     together: list[list[int]] = []
 
-    def noting(does: Any) -> Any:
-        return lambda *args: together.append([job.client for job in args[-1]]) or does(*args)
+    def noting(does: Any, place: int) -> Any:
+        return lambda *args: together.append([job.client for job in args[place]]) or does(*args)
 
-    monkeypatch.setattr(BatchedEngine, "_cohort", noting(BatchedEngine._cohort))
-    monkeypatch.setattr(processes, "_Chunk", noting(processes._Chunk))
+    monkeypatch.setattr(BatchedEngine, "_cohort", noting(BatchedEngine._cohort, 1))
+    monkeypatch.setattr(processes, "_Chunk", noting(processes._Chunk, 0))
     strategy = dure.FedBuff(clients=20, fraction=0.5, buffer=3, batch_size=4, partition="quantity-skew:0.5")
     world = dure.Simulated(devices="lognormal:1", engine=engine, processes=2)
     task = small_task(n=100)
