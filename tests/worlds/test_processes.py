@@ -51,6 +51,20 @@ def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: 
     assert all(inode == os.stat(".").st_ino for inode in facts[2::3])
 
 
+def test_nobody_can_reach_the_ranks_over_the_network() -> None:
+    """Nor do they ask a name server what their own machine is called: there is no address to ask for."""
+
+    def program(place: Place) -> list[float]:
+        own = {os.stat(one).st_ino for one in Path("/proc/self/fd").iterdir() if one.exists()}
+        tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6", "udp", "udp6")]
+        known = {
+            int(row.split()[9]) for table in tables if table.exists() for row in table.read_text().splitlines()[1:]
+        }
+        return [count for row in place.group.all_gather_values([float(len(own & known))]) for count in row]
+
+    assert run(3, program) == [0.0, 0.0, 0.0]
+
+
 def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) -> None:
     run(2, lambda place: print(f"hello from {place.group.rank}\n", end="", flush=True))  # one write each
     assert sorted(capfd.readouterr().out.split("\n"))[1:] == ["hello from 0", "hello from 1"]

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.roll_call import RollCall
 from dure.errors import DureError, PeerLostError
@@ -32,6 +31,7 @@ from dure.worlds.fork_server import server
 from dure.worlds.here import refuse_under_torchrun, run_here
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.rank import Seat, Surroundings
+from dure.worlds.store import meeting_file, store_at
 
 Value = TypeVar("Value")
 
@@ -74,13 +74,15 @@ class Processes:
     def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
         if self.workers == 1:
             return run_here(program, report, "rank 0")
-        store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=self.deadline), wait_for_workers=False)
+        with meeting_file() as path:
+            return self._run(path, program, report)
+
+    def _run(self, path: str, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
         threads = threads_per_rank(self.workers)
-        seats = [
-            Seat(rank, self.workers, store.port, self.deadline, threads, self.backend) for rank in range(self.workers)
-        ]
-        roll_call = RollCall(PrefixStore("roll call", store), -1, self.workers, self.deadline)
+        seats = [Seat(rank, self.workers, path, self.deadline, threads, self.backend) for rank in range(self.workers)]
+        store = PrefixStore("roll call", store_at(path, self.deadline))
         with started(seats, program) as members:
+            roll_call = RollCall(store, -1, self.workers, self.deadline)
             supervisor = Supervisor(members, roll_call, report, self.deadline)
             with on_interrupt(members[0].interrupt):
                 supervisor.watch()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
@@ -31,6 +31,7 @@ from dure.record.trace import Trace
 from dure.strategy import Place
 from dure.worlds import parcel
 from dure.worlds.backend import Backend, register_backend
+from dure.worlds.store import store_at
 
 
 def load_everything() -> None:
@@ -45,12 +46,12 @@ _LONGEST_MESSAGE = 60_000
 class Seat:
     """Where a rank sits in its job.
 
-    port: of the store on this machine. deadline: seconds until a silent peer is an error.
+    store: its path (`dure.worlds.store`). deadline: seconds until a silent peer is an error.
     """
 
     rank: int
     size: int
-    port: int
+    store: str
     deadline: float
     threads: int
     backend: Backend = "dure"
@@ -128,11 +129,12 @@ def inherit(folder: str, path: list[str], environment: dict[str, str], dtype: to
 
 
 def join(seat: Seat) -> RollCall:
-    """Joins torch.distributed over loopback; the store lives in the parent and outlives every rank."""
+    """Joins torch.distributed over loopback; the store is the parent's and outlives every rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    limit = timedelta(seconds=transfer_seconds(seat.deadline))
+    seconds = transfer_seconds(seat.deadline)
+    limit = timedelta(seconds=seconds)
     register_backend(seat.backend)
-    store = TCPStore("127.0.0.1", seat.port, None, False, timeout=limit)
+    store = store_at(seat.store, seconds)
     dist.init_process_group(
         seat.backend, store=PrefixStore(seat.backend, store), rank=seat.rank, world_size=seat.size, timeout=limit
     )
