@@ -229,6 +229,11 @@ def shortened(text: str) -> str:
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """What `rank` brings: the same wherever it is asked for."""
+    return _drawn(rank, shape, dtype, seed).clone()
+
+
+@functools.lru_cache(maxsize=32)
+def _drawn(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(1_000 * seed + rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()

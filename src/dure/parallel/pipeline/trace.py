@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -175,10 +176,9 @@ def leaves_of(inputs: Any) -> list[Any]:
 
 def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     """The graph, and what its opaque operations stand for."""
-    before, fast = generators_state(), torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # layers of torch stay operations between which one can cut
+    before = generators_state()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _settings():
             warnings.simplefilter("ignore")
             with hidden(model) as layers, unseen(model) as beside:
                 module = torch.export.export(model, (inputs,), strict=False).module()
@@ -189,7 +189,6 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
             f"{reason}); make its control flow independent of the data"
         ) from error
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         restore_generators(before)
     if beside:
         raise ValueError(f"a {type(model).__name__} cannot be cut, for {beside[0]}")
@@ -197,6 +196,19 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
         if node.op == "call_module":  # checks that inputs have the shapes of the trace, which nobody else gives
             module.graph.erase_node(node)
     return module, layers
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Those of torch while it traces, and then what they were."""
+    fast, without_stacks = torch.backends.mha.get_fastpath_enabled(), fx.config.do_not_emit_stack_traces
+    torch.backends.mha.set_fastpath_enabled(False)  # layers of torch stay operations between which one can cut
+    fx.config.do_not_emit_stack_traces = True  # where in a file each operation is: nobody asks, and it takes long
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        fx.config.do_not_emit_stack_traces = without_stacks
 
 
 def names_of(model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Mapping[fx.Node, str]:
