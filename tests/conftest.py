@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # the tensors here are tiny: a second thread only wait
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sequences", type=int, default=60, help="random schedules of collectives for each backend")
+    parser.addoption("--sequences", type=int, default=40, help="random schedules of collectives for each backend")
     parser.addoption("--first-sequence", type=int, default=0, help="the seed of the first of them")
 
 

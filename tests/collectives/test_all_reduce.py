@@ -109,7 +109,7 @@ def check(case: Case, ranks: int, result: Tensor) -> None:
         assert bits(result) == bits(exact.to(case.dtype)), case
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=7, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ranks=st.integers(1, 8), cases=st.lists(CASES, min_size=6, max_size=16))
 def test_the_result_on_every_rank_with_the_bytes_and_messages_of_the_formula(ranks: int, cases: list[Case]) -> None:
     per_rank = on_ranks(ranks, reduce_many(cases))

@@ -34,7 +34,8 @@ LONG_TO_IMPORT = (
     "torch._dynamo.functional_export",
     "transformers.modeling_utils",
 )
-"""Modules that take seconds to import: once the parent has needed one, its ranks will, and find it loaded."""
+"""Modules that take seconds to import: once the parent has needed one, its ranks will, and find it loaded. The models of
+transformers are such too."""
 
 
 class ForkServer:
@@ -84,7 +85,8 @@ class ForkServer:
 
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
-        for name in LONG_TO_IMPORT:
+        models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+        for name in (*LONG_TO_IMPORT, *models):
             if name in sys.modules and name not in self._loaded:
                 self._ask(f"load {name}".encode())
                 self._loaded.add(name)
@@ -154,7 +156,7 @@ def serve(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     children: set[int] = set()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
+        message, descriptors, _, _ = socket.recv_fds(connection, 256, 4)
         if not message:
             break
         if message == b"fork":
