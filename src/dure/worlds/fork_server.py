@@ -34,8 +34,8 @@ LONG_TO_IMPORT = (
     "torch._dynamo.functional_export",
     "transformers.modeling_utils",
 )
-"""Modules that take seconds to import: once the parent has needed one, its ranks will, and find it loaded. The models of
-transformers are such too."""
+"""Modules that take seconds to import: once the parent has needed one, its ranks will, and find it loaded. So are the
+models of transformers."""
 
 
 class ForkServer:
