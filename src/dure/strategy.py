@@ -156,7 +156,7 @@ class Strategy(Protocol):
     """How the learning is divided: a frozen dataclass, made by the user.
 
     It lives in worlds of its `kind`. One that lives in others as well has a class variable `also`, of the kind to its
-    label there (`dwellings`), and may have a method `check_in(kind)` that raises ValueError where a field makes no
+    label there (`dwellings`), and may have a method `check_in(world)` that raises ValueError where a field makes no
     sense in such a world; one of clients a method `check_under(task, conditions)` that does so where the conditions do
     not fit. One whose runs do not repeat themselves to the last bit has `deterministic = False`.
     """
@@ -189,11 +189,11 @@ def label_in(strategy: Strategy, kind: Kind) -> str:
     return str(getattr(strategy, "also", {}).get(kind, strategy.label))
 
 
-def check_in(strategy: Strategy, kind: Kind) -> None:
-    """Raises ValueError if the strategy's fields do not fit a world of `kind`."""
+def check_in(strategy: Strategy, world: World) -> None:
+    """Raises ValueError if the strategy and its fields do not fit the world."""
     check = getattr(strategy, "check_in", None)
     if check is not None:
-        check(kind)
+        check(world)
 
 
 def check_under(strategy: Strategy, task: Task, conditions: Conditions) -> None:

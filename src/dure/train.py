@@ -188,7 +188,7 @@ def prepare(
         if every is not None and every < 1:
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
     strategy.check(task, world.workers)
-    check_in(strategy, world.kind)
+    check_in(strategy, world)
     if isinstance(world, Conditions):
         check_under(strategy, task, world)
     stop.check(strategy.unit)

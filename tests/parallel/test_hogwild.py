@@ -133,6 +133,13 @@ def test_ctrl_c_ends_a_round_after_the_steps_at_hand(tmp_path: Path) -> None:
     assert 20 <= steps < 10_000
 
 
+def test_several_devices_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="compute on one device: name only one"):
+        train(small_task(), dure.Threads(2, devices=("cuda:0", "cuda:1")), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_period_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="period is 0"):
         dure.train(small_task(), dure.Hogwild(8, 0), dure.Threads(2))

@@ -41,7 +41,7 @@ from dure.parallel.replicas import ReplicasLearner
 from dure.parallel.single import SingleLearner, check_gradient
 from dure.parallel.speaker import Buffers
 from dure.randomness import derive
-from dure.strategy import Kind, Learner, Place, Progress
+from dure.strategy import Kind, Learner, Place, Progress, World
 from dure.task import Task
 
 Precision = Literal["full", "bf16"]
@@ -95,11 +95,11 @@ class DataParallel:
         if self.precision not in ("full", "bf16"):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
 
-    def check_in(self, kind: Kind) -> None:
+    def check_in(self, world: World) -> None:
         """Raises ValueError for fields that say something about messages, where there are none."""
         default = DataParallel()
         for name in ("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"):
-            if kind == "threads" and getattr(self, name) != getattr(default, name):
+            if world.kind == "threads" and getattr(self, name) != getattr(default, name):
                 raise ValueError(
                     f"in threads DataParallel has no use for {name}, for nothing is sent: choose Processes"
                 )

@@ -41,7 +41,7 @@ from dure.parallel.single import SingleLearner
 from dure.parallel.team import Team, team_at
 from dure.randomness import seed_generators
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers, seeded_model
+from dure.strategy import Kind, Learner, Place, Progress, World, load_passing_buffers, passing_buffers, seeded_model
 from dure.task import Task
 from dure.threads import flops_per_step
 
@@ -79,9 +79,12 @@ class Hogwild:
     def division(self, task: Task, seed: int) -> Description | None:
         return None
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        if len(set(place.devices)) > 1:
+    def check_in(self, world: World) -> None:
+        """Raises ValueError for several devices."""
+        if len(set(getattr(world, "devices", None) or ())) > 1:
             raise ValueError("Hogwild's workers share the weights, so they compute on one device: name only one")
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return HogwildLearner(task, place, seed, self)
 
 
