@@ -268,7 +268,10 @@ def running_script(tmp_path: Path) -> Any:
     """A user's script without a main guard, in the middle of training on two ranks."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     yield process
@@ -277,15 +280,17 @@ def running_script(tmp_path: Path) -> Any:
     process.stdout.close()
 
 
-def test_killing_the_parent_leaves_no_process(running_script: subprocess.Popen[str]) -> None:
+def test_killing_the_parent_leaves_no_process(running_script: subprocess.Popen[str], tmp_path: Path) -> None:
     family = descendants(running_script.pid)
     assert len(family) == 3, "a fork server and two ranks"
+    assert len(list((tmp_path / "temporary").glob("dure-*/store"))) == 1
     running_script.kill()
     running_script.wait()
     until = time.monotonic() + 10
     while time.monotonic() < until and any(alive(pid) for pid in family):
         time.sleep(0.05)
     assert not [pid for pid in family if alive(pid)]
+    assert not list((tmp_path / "temporary").glob("dure-*"))
 
 
 def test_ctrl_c_ends_the_run_and_keeps_what_was_done(running_script: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ the ranks it has forked, and ends; the kernel kills the ranks should the server 
 
 Messages over a Unix socket: `fork` with four descriptors (the rank's control socket, its parcel, stdout, stderr)
 answers the pid; `ready` answers 0 once torch is loaded; `load <module>` imports it, for all ranks to come; `wait <pid>`
-waits for that child and answers its exit status, negative for a signal.
+waits for that child and answers its exit status, negative for a signal; `remove <folder>` has it removed at the end, if
+it is there still.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from typing import NoReturn
 
 _START = "from dure.worlds.fork_server import serve; import sys; serve(int(sys.argv[1]))"
 _PR_SET_PDEATHSIG = 1
+_LONGEST_MESSAGE = 8_192
 
 
 LONG_TO_IMPORT = (
@@ -95,6 +98,10 @@ class ForkServer:
             raise RuntimeError(f"the fork server answered {pid} for a process")
         return pid
 
+    def removes(self, folder: str) -> None:
+        """Has the server remove a folder that this process may not live to remove."""
+        self._ask(b"remove " + os.fsencode(folder))
+
     def wait(self, pid: int) -> int:
         """Waits for the child to end; its exit status, negative for the signal that killed it."""
         return self._ask(f"wait {pid}".encode())
@@ -155,8 +162,9 @@ def serve(descriptor: int) -> None:
     load_everything()
     connection = socket.socket(fileno=descriptor)
     children: set[int] = set()
+    folders: set[str] = set()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, 256, 4)
+        message, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_MESSAGE, 4)
         if not message:
             break
         if message == b"fork":
@@ -174,6 +182,9 @@ def serve(descriptor: int) -> None:
             with contextlib.suppress(Exception):  # a rank that needs it says better what is wrong
                 importlib.import_module(message.decode().split()[1])
             answer = 0
+        elif message.startswith(b"remove "):
+            folders.add(os.fsdecode(message.removeprefix(b"remove ")))
+            answer = 0
         else:
             answer = _wait(int(message.split()[1]), children)
         with contextlib.suppress(OSError):
@@ -181,6 +192,8 @@ def serve(descriptor: int) -> None:
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(pid: int, children: set[int]) -> int:

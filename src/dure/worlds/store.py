@@ -14,6 +14,8 @@ from pathlib import Path
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from dure.worlds.fork_server import server
+
 _NOBODY_COUNTS = -1
 
 
@@ -24,6 +26,7 @@ def meeting_file() -> Iterator[str]:
     A store may outlive its file, but a file of the same name would have it write there: each has a name of its own.
     """
     with tempfile.TemporaryDirectory(prefix="dure-") as folder:
+        server.removes(folder)
         yield str(Path(folder) / "store")
 
 
