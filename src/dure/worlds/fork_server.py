@@ -88,7 +88,8 @@ class ForkServer:
 
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
-        models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+        here = list(sys.modules)  # another thread may be importing
+        models = [name for name in here if name.startswith("transformers.models.") and ".modeling_" in name]
         for name in (*LONG_TO_IMPORT, *models):
             if name in sys.modules and name not in self._loaded:
                 self._ask(f"load {name}".encode())

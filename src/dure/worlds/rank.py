@@ -129,7 +129,7 @@ def inherit(folder: str, path: list[str], environment: dict[str, str], dtype: to
 
 
 def join(seat: Seat) -> RollCall:
-    """Joins torch.distributed over loopback; the store is the parent's and outlives every rank."""
+    """Joins torch.distributed; the store is the parent's and outlives every rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     seconds = transfer_seconds(seat.deadline)
     limit = timedelta(seconds=seconds)
