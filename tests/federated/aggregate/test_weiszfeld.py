@@ -75,6 +75,14 @@ def test_on_a_line_it_is_the_median(m, d, seed):
     assert ordered[(m - 1) // 2] - 1e-7 <= place <= ordered[m // 2] + 1e-7
 
 
+def test_an_update_at_which_the_others_pull_just_as_much_as_it_withstands():
+    values = torch.tensor([[0, 2], [2, 0], [1, 1], [0, -2]], dtype=torch.float64)
+    assert abs(excess(values, values[2])) < 1e-12
+    close(combine(GeometricMedian(), values), values[2], 1e-12)
+    with_outlier = torch.cat([values, torch.tensor([[1e30, 0], [-1e30, 0]], dtype=torch.float64)])
+    close(combine(GeometricMedian(), with_outlier), values[2], 1e-12)
+
+
 def test_it_ends_at_an_update_only_where_that_is_the_median():
     corners = torch.tensor([[0, 0], [4, 0], [0, 4]], dtype=torch.float64)
     inside = torch.cat([corners, torch.tensor([[1.0, 1.0]], dtype=torch.float64)])

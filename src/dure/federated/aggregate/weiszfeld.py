@@ -79,13 +79,18 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
 
 def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
     """Coefficients, shape (m,), of the points, shape (m, k), whose combination minimises the sum of distances."""
-    if smoothing == 0:
-        for point in points:
-            found = step(points, weights, point)
-            if found.slope <= -1e-9 * float(weights.sum()):  # a minimum that is the only one, whatever the rounding
-                return found.coefficients
+    unsure, total = [], float(weights.sum())
+    for point in points if smoothing == 0 else ():
+        found = step(points, weights, point)
+        if found.slope <= -1e-9 * total:  # a minimum that is the only one, whatever the rounding
+            return found.coefficients
+        if found.slope <= 1e-9 * total:
+            unsure.append(found)
     *_, last = descent(points, weights, np.zeros_like(points[0]), smoothing)
-    return last
+    if not unsure:
+        return last
+    reached = step(points, weights, last @ points).slope  # it only creeps to a point that is barely a minimum
+    return min([*unsure, Step(last, reached)], key=lambda end: end.slope).coefficients
 
 
 def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0) -> Iterator[Array]:

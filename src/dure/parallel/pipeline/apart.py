@@ -1,6 +1,7 @@
 """Input and weight gradients apart, as zero-bubble schedules want them.
 
     y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w = ∂yᵀ x  for later: nobody waits for it
+                (of complex numbers: the conjugates of w and x)
 
 The operations that hold nearly all of a model's weight gradients have such a form here: linear layers, products with a
 weight, convolutions. All other gradients are computed at once. What is left keeps x and ∂y alive until it is done.
@@ -30,6 +31,8 @@ def apart(operation: Any, remaining: Remaining) -> tuple[int, Callable[..., Any]
     None for operations that have no such form."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if weight.dim() != 2:
+            return operation(x, weight, bias)
         return _Product.apply(x, weight, bias, True, remaining)  # type: ignore[no-untyped-call]
 
     def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
@@ -46,7 +49,7 @@ def apart(operation: Any, remaining: Remaining) -> tuple[int, Callable[..., Any]
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        if isinstance(padding, str) or x.dim() != weight.dim():
+        if isinstance(padding, str) or x.dim() != weight.dim() or weight.is_complex():
             return operation(x, weight, bias, stride, padding, dilation, groups)
         settings = (*(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)), groups)
         return _Convolution.apply(x, weight, bias, settings, remaining)  # type: ignore[no-untyped-call]
@@ -86,11 +89,11 @@ class _Product(torch.autograd.Function):
         outs = g.reshape(-1, g.shape[-1])
 
         def later() -> None:
-            rows = x.reshape(-1, x.shape[-1])
+            rows = x.reshape(-1, x.shape[-1]).conj()
             _add(weight, outs.T @ rows if ctx.across else rows.T @ outs)
 
         ctx.remaining.append(later)
-        back = (g @ weight if ctx.across else g @ weight.T) if ctx.needs_input_grad[0] else None
+        back = g @ (weight if ctx.across else weight.T).conj() if ctx.needs_input_grad[0] else None
         return back, None, outs.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 

@@ -1,0 +1,76 @@
+"""Operations whose weight gradient is left for later find the gradients of autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dure.parallel.pipeline.apart import Remaining, apart
+
+aten = torch.ops.aten
+
+
+def gradients(operation: Any, arguments: list[Any], remaining: Remaining) -> list[Tensor | None]:
+    """Of all tensors among the arguments, twice added, as for two micro-batches."""
+    leaves = [argument.detach().clone().requires_grad_() for argument in arguments if isinstance(argument, Tensor)]
+    given = iter(leaves)
+    for _ in range(2):
+        again = [next(given) if isinstance(argument, Tensor) else argument for argument in arguments]
+        (operation(*again).abs() ** 2).sum().backward()
+        given = iter(leaves)
+    for compute in remaining:
+        with torch.no_grad():
+            compute()
+    return [leaf.grad for leaf in leaves]
+
+
+def agree(operation: Any, arguments: list[Any]) -> None:
+    remaining: Remaining = []
+    place, deferred = apart(operation, remaining)
+    assert deferred is not None
+    assert isinstance(arguments[place], Tensor)
+    found, expected = gradients(deferred, arguments, remaining), gradients(operation, arguments, [])
+    assert len(remaining) in (0, 2)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+DTYPES = st.sampled_from([torch.float64, torch.complex128])
+
+
+@given(st.lists(st.integers(1, 4), max_size=3), st.integers(1, 5), st.integers(1, 5), st.booleans(), DTYPES)
+def test_a_linear_layer(leading: list[int], ins: int, outs: int, biased: bool, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(*leading, ins, dtype=dtype), torch.randn(outs, ins, dtype=dtype)
+    agree(aten.linear.default, [x, weight, *([torch.randn(outs, dtype=dtype)] if biased else [])])
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), DTYPES)
+def test_a_product_with_a_weight(rows: int, ins: int, outs: int, dtype: torch.dtype) -> None:
+    shapes = [(outs,), (rows, ins), (ins, outs)]
+    agree(aten.addmm.default, [torch.randn(*shape, dtype=dtype) for shape in shapes])
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize(("stride", "padding", "dilation", "groups"), [(1, 0, 1, 1), (2, 1, 1, 2), (1, 2, 2, 1)])
+def test_a_convolution(dimensions: int, stride: int, padding: int, dilation: int, groups: int) -> None:
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1](4, 6, 3, groups=groups, dtype=torch.float64)
+    operation = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[dimensions - 1]
+    assert layer.bias is not None
+    x = torch.randn(2, 4, *(7 for _ in range(dimensions)), dtype=torch.float64)
+    settings = [[stride], [padding] * dimensions, [dilation], groups]
+    agree(operation, [x, layer.weight.detach(), layer.bias.detach(), *settings])
+
+
+def test_what_has_no_such_form_stays_with_autograd() -> None:
+    agree(aten.linear.default, [torch.randn(3, 4), torch.randn(4)])
+    complex_numbers = [torch.randn(*shape, dtype=torch.complex128) for shape in [(2, 4, 7), (6, 4, 3), (6,)]]
+    agree(aten.conv1d.default, [*complex_numbers, [1], [0], [1], 1])
+
+
+def test_other_operations_have_no_such_form() -> None:
+    assert apart(aten.relu.default, [])[1] is None
