@@ -20,6 +20,7 @@ settings.register_profile("dure", deadline=None, max_examples=50)
 settings.load_profile("dure")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so does a shell start what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+server.preload("pytest", "hypothesis")  # which ranks import that play a function of a test module
 torch.set_num_threads(1)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
 
 

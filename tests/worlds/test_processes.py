@@ -184,6 +184,26 @@ def test_the_fork_server_is_started_anew_when_it_was_killed() -> None:
     assert run(2, lambda place: place.group.size) == 2
 
 
+def test_ranks_find_imported_what_their_parent_has_imported() -> None:
+    import dure.averaging.local_sgd
+    import dure.cli  # noqa: F401
+
+    def at_its_start(place: Place) -> list[str]:
+        import sys
+
+        wanted = ["dure.averaging.local_sgd", "pytest", "dure.cli", "this"]
+        return [name for name in wanted if name in sys.modules]
+
+    server.preload("pytest", "this")  # the parent has not imported `this`
+    assert run(2, at_its_start) == ["dure.averaging.local_sgd", "pytest"]
+
+
+def test_the_fork_server_lives_on_when_it_cannot_import_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nowhere_to_be_found", sys)
+    server.preload("nowhere_to_be_found")
+    assert run(2, lambda place: place.group.size) == 2
+
+
 def test_what_a_script_sets_for_the_whole_process_holds_on_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_AFTER_THE_SERVER_STARTED", "yes")
     run(2, lambda place: None)

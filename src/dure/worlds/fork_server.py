@@ -6,9 +6,9 @@ It lives as long as its parent: when the parent is gone, by whatever death, the 
 the ranks it has forked, and ends; the kernel kills the ranks should the server itself die (PR_SET_PDEATHSIG).
 
 Messages over a Unix socket: `fork` with four descriptors (the rank's control socket, its parcel, stdout, stderr)
-answers the pid; `ready` answers 0 once torch is loaded; `load <module>` imports it, for all ranks to come; `wait <pid>`
-waits for that child and answers its exit status, negative for a signal; `remove <folder>` has it removed at the end, if
-it is there still.
+answers the pid; `ready` answers 0 once torch is loaded; `load <modules>` imports them, for all ranks to come; `wait
+<pid>` waits for that child and answers its exit status, negative for a signal; `remove <folder>` has it removed at the
+end, if it is there still.
 """
 
 from __future__ import annotations
@@ -29,16 +29,27 @@ from typing import NoReturn
 _START = "from dure.worlds.fork_server import serve; import sys; serve(int(sys.argv[1]))"
 _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 8_192
-
+_NAMES = 40
+"""Modules in a message."""
 
 LONG_TO_IMPORT = (
     "torch.export._trace",
     "torch._export.non_strict_utils",
     "torch._dynamo.functional_export",
+    "torch.distributed.tensor",
     "transformers.modeling_utils",
 )
 """Modules that take seconds to import: once the parent has needed one, its ranks will, and find it loaded. So are the
-models of transformers."""
+models of transformers, and dure's own modules but those that no rank needs."""
+
+NOT_FOR_RANKS = ("dure.cli", "dure.compare", "dure.report", "dure.bench")
+
+
+def for_ranks(name: str) -> bool:
+    """Whether a module that the parent has imported is imported once for all ranks."""
+    if name.startswith("dure."):
+        return not name.startswith(NOT_FOR_RANKS)
+    return name in LONG_TO_IMPORT or (name.startswith("transformers.models.") and ".modeling_" in name)
 
 
 class ForkServer:
@@ -50,6 +61,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = -1
         self._loaded: set[str] = set()
+        self._preloaded: set[str] = set()
 
     @property
     def pid(self) -> int | None:
@@ -86,14 +98,25 @@ class ForkServer:
         """Starts the server if need be and waits until it has torch loaded."""
         self._ask(b"ready")
 
+    def preload(self, *modules: str) -> None:
+        """Ranks to come find these modules imported, once this process has imported them.
+
+        The server imports them: they must not start threads.
+        """
+        self._preloaded.update(modules)
+
+    def _load(self) -> None:
+        """Has the server import what this process has imported by now and ranks will need."""
+        here = list(sys.modules)  # another thread may be importing
+        names = [name for name in here if name in self._preloaded or for_ranks(name)]
+        new = [name for name in names if name not in self._loaded]
+        for start in range(0, len(new), _NAMES):
+            self._ask(f"load {' '.join(new[start : start + _NAMES])}".encode())
+        self._loaded.update(new)
+
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
-        here = list(sys.modules)  # another thread may be importing
-        models = [name for name in here if name.startswith("transformers.models.") and ".modeling_" in name]
-        for name in (*LONG_TO_IMPORT, *models):
-            if name in sys.modules and name not in self._loaded:
-                self._ask(f"load {name}".encode())
-                self._loaded.add(name)
+        self._load()
         pid = self._ask(b"fork", [control, parcel, _descriptor(1), _descriptor(2)])
         if pid <= 0:
             raise RuntimeError(f"the fork server answered {pid} for a process")
@@ -180,8 +203,9 @@ def serve(descriptor: int) -> None:
         elif message == b"ready":
             answer = 0
         elif message.startswith(b"load "):
-            with contextlib.suppress(Exception):  # a rank that needs it says better what is wrong
-                importlib.import_module(message.decode().split()[1])
+            for name in message.decode().split()[1:]:
+                with contextlib.suppress(Exception):  # a rank that needs it says better what is wrong
+                    importlib.import_module(name)
             answer = 0
         elif message.startswith(b"remove "):
             folders.add(os.fsdecode(message.removeprefix(b"remove ")))

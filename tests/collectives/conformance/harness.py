@@ -23,6 +23,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # which comparing tensors imports: here, so that the fork server does it for all ranks
 from torch import Tensor
 
 import dure
