@@ -23,10 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --jobs=2
 
 # Tests run two at a time: threads that wait have to give their core back.
-test: export OMP_WAIT_POLICY ?= PASSIVE
+pytest: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-test browser iproute2 lint types docs format clean
+.PHONY: help run test pytest install install-test browser iproute2 lint types docs format clean
 
 help:
 	@echo "make run     install dure into .venv and compare all systems on the built-in digits"
@@ -41,7 +41,10 @@ run: install
 	@out="runs/compare-digits-$$(date +%Y%m%d-%H%M%S)"; \
 	$(BIN)/dure compare digits --out "$$out" && echo "open it in a browser: file://$$PWD/$$out/report.html"
 
-test: lint types browser iproute2
+# Types are looked at while the first tests run.
+test: lint types pytest
+
+pytest: | lint browser iproute2
 	@echo "documentation and tests"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
@@ -81,18 +84,22 @@ $(BIN)/python:
 
 CORE := $(wildcard src/dure/collectives/shared_memory/core/*.*) $(wildcard src/dure/collectives/shared_memory/core/*/*)
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
+$(VENV)/.torch: constraints.txt | $(BIN)/python
 	@echo "installing torch (about 200 MB, more where the index has only the CUDA build)"
 	@$(INSTALL) torch==2.13.0
-	@echo "installing dure and what else it needs"
 	@$(INSTALL) setuptools
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(CORE) $(VENV)/.torch
+	@echo "installing dure and what else it needs"
 	@$(INSTALL) --no-build-isolation --editable '.[report]'
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@echo "installing what the tests need"
+# It is dure with all that `run` needs, and more: what was compiled here need not be compiled again.
+$(VENV)/.installed-test: pyproject.toml $(CORE) $(VENV)/.torch
+	@echo "installing dure and what the tests need"
 	@$(INSTALL) --no-build-isolation --editable '.[test]'
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 # The tests of the report look at it in a browser. Without one they are skipped.
 browser:
