@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Of the ten thousand files that torch and the rest bring, those few that are imported are compiled when they are.
-INSTALL := $(PIP) install --no-compile --constraint constraints.txt $(PIP_ARGS)
+INSTALL := PYTHONWARNINGS=ignore $(PIP) install --no-compile --constraint constraints.txt $(PIP_ARGS)
 
 # An environment around this one, or settings that send packages elsewhere, must not reach ours; and what one of the
 # many processes of the tests has compiled, the next one finds.
@@ -84,10 +84,11 @@ $(BIN)/python:
 
 CORE := $(wildcard src/dure/collectives/shared_memory/core/*.*) $(wildcard src/dure/collectives/shared_memory/core/*/*)
 
+# The pip of a new environment is as old as its Python: a newer one needs half the time for what follows.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
+	@$(INSTALL) --upgrade pip || echo "pip stays as it is"
 	@echo "installing torch (about 200 MB, more where the index has only the CUDA build)"
-	@$(INSTALL) torch==2.13.0
-	@$(INSTALL) setuptools
+	@$(INSTALL) torch==2.13.0 setuptools
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(CORE) $(VENV)/.torch
