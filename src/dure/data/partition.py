@@ -41,6 +41,9 @@ EVEN = 1e100
 MOST_HISTOGRAMS = 10_000
 """Clients up to which descriptions have a label histogram of each."""
 
+MOST_NUMBERS = 10_000_000
+"""And numbers up to which they have them."""
+
 
 class Parts(Sequence[Tensor]):
     """The examples of each client, as one tensor and where each client's begin: a million clients are two tensors.
@@ -328,6 +331,8 @@ def describe(
     if labels is None or len(counts) > MOST_HISTOGRAMS:
         return Description(partition.description, counts, None)
     number = max(int(labels.max()) + 1, len(classes or ()))
+    if int(labels.min()) < 0 or number * len(counts) > MOST_NUMBERS:  # no classes 0, 1, …
+        return Description(partition.description, counts, None)
     together = torch.bincount(divided.owners * number + labels, minlength=number * len(counts))
     histograms: list[list[int]] = together.view(-1, number).tolist()
     names = list(classes) if classes is not None and len(classes) == number else list(map(str, range(number)))

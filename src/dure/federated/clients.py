@@ -95,7 +95,7 @@ class Clients:
         steps = self.local.steps_of(examples)
         if most is not None:
             batch = min(self.local.batch_size or examples, examples)
-            steps = max(1, min(steps, int(most // (passes * batch))))
+            steps = max(1, min(steps, int(most // (passes * batch)))) if most > 0 else 1
         return Work(steps, passes * self.local.examples_in(steps, examples), assignment.nbytes)
 
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:

@@ -180,6 +180,9 @@ class Federated:
         if self.clients is not None and self.clients > examples:
             raise ValueError(f"{self.clients} clients are more than the {examples} training examples")
         self.optimizer()
+        for name, parameter in seeded_model(task, 0).named_parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise ValueError(f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer")
         self.check_task(task)
         clients = self._count(task)
         if clients is not None:  # without keys it is the partition that refuses

@@ -3,8 +3,9 @@
     Δ <- aggregate of s_k·Δ_k over the updates, weighted        x <- server optimizer's step along Δ
 
 Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, by the same rule and weight, and
-take their mean change whole; elements that did not change add nothing, so that a mask of -inf stays one. Integer ones
-(counters) take the largest value, complex ones stay as they are.
+take their mean change whole; elements that did not change add nothing, so that a mask of -inf stays one, and one that
+was not finite takes the mean of the finite ones that it became. Integer ones (counters) take the largest value, complex
+ones stay as they are. Of weights, a complex number is two real ones.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class GlobalModel:
         delta = list(update.delta)
         if start is not None:
             delta = [d + s - w for d, s, w in zip(delta, start, self.weights, strict=True)]
+        delta = [torch.view_as_real(d) if d.is_complex() else d for d in delta]
         parts = [*delta, *changes(update.buffers, self.buffers)]
         if scale != 1:
             parts = [part * scale for part in parts]
@@ -112,10 +114,13 @@ class GlobalModel:
             count = len(self.weights)
             if self.moments is None:
                 self.moments = self.optimizer.start(self.weights)
-            self.weights, self.moments = self.optimizer.step(self.weights, combined[:count], self.moments)
+            pairs = zip(combined[:count], self.weights, strict=True)
+            delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
+            self.weights, self.moments = self.optimizer.step(self.weights, delta, self.moments)
             moved, counters = iter(combined[count:]), iter(self._counters)
             self.buffers = [
-                b + next(moved) if b.is_floating_point() else next(counters) if _counts(b) else b for b in self.buffers
+                _moved(b, next(moved)) if b.is_floating_point() else next(counters) if _counts(b) else b
+                for b in self.buffers
             ]
             extra = Mean().finish(self._extra) if self._extra is not None else []
         self.skip()
@@ -154,12 +159,17 @@ class GlobalModel:
 
 
 def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
-    """How the floating-point buffers changed: new - old, and 0 where they are alike, infinite and NaN ones too."""
+    """How the floating-point buffers changed: new - old, and 0 where they are alike, infinite and NaN ones too; where
+    the old one is not finite, the new one."""
     return [
-        (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)
+        (one - other.masked_fill(~other.isfinite(), 0)).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)
         for one, other in zip(new, old, strict=True)
         if other.is_floating_point()
     ]
+
+
+def _moved(buffer: Tensor, change: Tensor) -> Tensor:
+    return buffer.masked_fill(~buffer.isfinite() & (change != 0), 0) + change
 
 
 def _counts(buffer: Tensor) -> bool:

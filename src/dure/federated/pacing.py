@@ -43,7 +43,7 @@ class Rounds:
             )
 
     def _over(self, needed: int, clients: int) -> int:
-        return min(math.ceil(min(needed * self.selection.over, clients)), clients)
+        return min(math.ceil(min(needed * self.selection.over - 1e-9, clients)), clients)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ Every client counts alike. With more than a thousand clients a fixed sample of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from dure.record.history import lower_is_better
 from dure.task import Task
 
 MOST = 1_000
+TOGETHER = 50
+"""Clients whose models are tuned at once."""
 
 
 class Personal:
@@ -53,16 +56,20 @@ class Personal:
         if not self.clients:
             return {}
         whole = Own(algorithm.whole(model.weights, clients.memories), model.buffers)
-        self.latest = {f"client_{name}": values for name, values in self._over(lambda client: whole).items()}
-        kept = {client: algorithm.own(model.weights, clients.memories.get(client)) for client in self.clients}
-        own = {
-            client: whole if one is None else one if one.buffers is not None else one._replace(buffers=model.buffers)
-            for client, one in kept.items()
-        }
+        self.latest = {f"client_{name}": values for name, values in self._over(repeat(whole)).items()}
+
+        def own(client: int) -> Own:
+            """What the algorithm keeps for a client; the global model where that is nothing."""
+            kept = algorithm.own(model.weights, clients.memories.get(client))
+            return whole if kept is None else kept if kept.buffers is not None else kept._replace(buffers=model.buffers)
+
+        personal: Iterator[Own] | None = None
         if self.fine_tune:
-            own = self._tuned(own, model.number, clients, now)
-        if self.fine_tune or any(one is not None for one in kept.values()):
-            self.latest |= {f"personal_{name}": values for name, values in self._over(own.__getitem__).items()}
+            personal = self._tuned(own, model.number, clients, now)
+        elif any(own(client) is not whole for client in self.clients):
+            personal = map(own, self.clients)
+        if personal is not None:
+            self.latest |= {f"personal_{name}": values for name, values in self._over(personal).items()}
         return {
             key: value for name, values in self.latest.items() for key, value in _over_clients(name, values).items()
         }
@@ -71,14 +78,13 @@ class Personal:
         """The newest measurement of each client."""
         return {"measured_clients": self.clients, "by_client": self.latest} if self.latest else {}
 
-    def _over(self, model_of: Callable[[int], Own]) -> dict[str, list[float]]:
-        """Every metric, for each of the clients."""
+    def _over(self, models: Iterable[Own]) -> dict[str, list[float]]:
+        """Every metric, for each of the clients, of its model; one is kept at a time."""
         results: dict[str, list[float]] = {name: [] for name in ("loss", *self.task.measures)}
-        self.model.eval()
-        with torch.no_grad():
-            loaded: Own | None = None
-            for client in self.clients:
-                own = model_of(client)
+        loaded: Own | None = None
+        for client, own in zip(self.clients, models, strict=False):
+            self.model.eval()
+            with torch.no_grad():
                 if own is not loaded:
                     self._load(own)
                     loaded = own
@@ -104,20 +110,18 @@ class Personal:
                 totals[name][1] += count
         return {name: ratio(total, count) for name, (total, count) in totals.items()}
 
-    def _tuned(self, own: dict[int, Own], number: int, clients: Clients, now: float) -> dict[int, Own]:
+    def _tuned(self, own: Callable[[int], Own], number: int, clients: Clients, now: float) -> Iterator[Own]:
         """Every client's model after `fine_tune` epochs on the data that it has now."""
-        jobs = []
-        for client in self.clients:
-            indices, start = clients.indices(client, now), own[client]
-            steps = self.fine_tune * clients.local.per_epoch(len(indices))
-            assert start.buffers is not None
-            jobs.append(Job(client, number, indices, start.weights, start.buffers, number * steps, steps))
-        engine = clients.engine(jobs)
-        trained = getattr(engine, "tune", engine.train)(jobs)
-        return {
-            job.client: Own([w + d for w, d in zip(job.weights, result.delta, strict=True)], result.buffers)
-            for job, result in zip(jobs, trained, strict=True)
-        }
+        for start in range(0, len(self.clients), TOGETHER):
+            jobs = []
+            for client in self.clients[start : start + TOGETHER]:
+                indices, before = clients.indices(client, now), own(client)
+                steps = self.fine_tune * clients.local.per_epoch(len(indices))
+                assert before.buffers is not None
+                jobs.append(Job(client, number, indices, before.weights, before.buffers, number * steps, steps))
+            engine = clients.engine(jobs)
+            for job, result in zip(jobs, getattr(engine, "tune", engine.train)(jobs), strict=True):
+                yield Own([w + d for w, d in zip(job.weights, result.delta, strict=True)], result.buffers)
 
 
 def _over_clients(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -6,6 +6,9 @@
     yogi                                         v <- v - (1 - β2)·Δ²·sign(v - Δ²)
                x <- x + η·m / (√v + τ)           v begins at τ²; no bias correction, as in algorithm 2
 
+A complex number is two real ones. Moments of weights in half precision are in single precision, where squares of small
+updates are not zero.
+
 State in, state out: `step` returns new tensors. Its cost is a few passes over d elements on the server; nothing more
 travels.
 
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dure.catalog import suggestion
+from dure.federated.aggregate.mean import wide
 
 Rule = Literal["sgd", "adagrad", "adam", "yogi"]
 
@@ -54,25 +58,28 @@ class ServerOptimizer:
 
     def start(self, weights: Sequence[Tensor]) -> State:
         """The state before the first step."""
-        if self.rule == "sgd":
-            return [torch.zeros_like(w) for w in weights] if self.beta1 else []
-        return [*map(torch.zeros_like, weights), *(torch.full_like(w, self.tau**2) for w in weights)]
+        if self.rule == "sgd" and not self.beta1:
+            return []
+        first = [torch.zeros_like(_counted_in(w)) for w in weights]
+        return first if self.rule == "sgd" else [*first, *(torch.full_like(m, self.tau**2) for m in first)]
 
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor], delta: Sequence[Tensor], state: State) -> tuple[list[Tensor], State]:
         """(the new weights, the new state). weights, delta: as many tensors of the same shapes."""
         if self.rule == "sgd" and not self.beta1:
             return [w.add(d, alpha=self.lr) for w, d in zip(weights, delta, strict=True)], state
-        count = len(weights)
+        kinds, count = weights, len(weights)
+        weights, delta = list(map(_counted_in, weights)), list(map(_counted_in, delta))
         if self.rule == "sgd":
             moments = [m.mul(self.beta1).add_(d) for m, d in zip(state, delta, strict=True)]
-            return [w.add(m, alpha=self.lr) for w, m in zip(weights, moments, strict=True)], moments
+            moved = [w.add(m, alpha=self.lr) for w, m in zip(weights, moments, strict=True)]
+            return _as_before(moved, kinds), moments
         first = [m.mul(self.beta1).add_(d, alpha=1 - self.beta1) for m, d in zip(state[:count], delta, strict=True)]
         second = [self._second(v, d.square()) for v, d in zip(state[count:], delta, strict=True)]
         moved = [
             w.addcdiv(m, v.sqrt().add_(self.tau), value=self.lr) for w, m, v in zip(weights, first, second, strict=True)
         ]
-        return moved, [*first, *second]
+        return _as_before(moved, kinds), [*first, *second]
 
     def _second(self, v: Tensor, square: Tensor) -> Tensor:
         if self.rule == "adagrad":
@@ -80,3 +87,16 @@ class ServerOptimizer:
         if self.rule == "adam":
             return v.mul(self.beta2).add_(square, alpha=1 - self.beta2)
         return v - (1 - self.beta2) * square * torch.sign(v - square)
+
+
+def _counted_in(tensor: Tensor) -> Tensor:
+    """Its numbers, in the precision and as the real numbers with which is counted."""
+    tensor = tensor.to(wide(tensor.dtype))
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_before(counted: Sequence[Tensor], kinds: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        (torch.view_as_complex(one) if kind.is_complex() else one).to(kind.dtype)
+        for one, kind in zip(counted, kinds, strict=True)
+    ]

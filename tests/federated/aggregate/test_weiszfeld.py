@@ -83,6 +83,21 @@ def test_an_update_at_which_the_others_pull_just_as_much_as_it_withstands():
     close(combine(GeometricMedian(), with_outlier), values[2], 1e-12)
 
 
+@given(st.integers(1, 5), SEEDS)
+def test_of_all_minima_between_two_updates_it_is_the_same_in_any_order(half, seed):
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randn(2 * half, dtype=torch.float64, generator=generator).sort().values
+    line = places[:, None] * torch.tensor([[3.0, -4.0]], dtype=torch.float64)
+    found = combine(GeometricMedian(), line)
+    ordered = torch.randperm(2 * half, generator=generator)
+    close(combine(GeometricMedian(), line[ordered]), found, 1e-9)
+    close(combine(GeometricMedian(), -line), -found, 1e-9)
+    place = float(found[0]) / 3
+    assert places[half - 1] - 1e-9 <= place <= places[half] + 1e-9
+    if half == 1:
+        close(found, line.mean(0), 1e-9)
+
+
 def test_it_ends_at_an_update_only_where_that_is_the_median():
     corners = torch.tensor([[0, 0], [4, 0], [0, 4]], dtype=torch.float64)
     inside = torch.cat([corners, torch.tensor([[1.0, 1.0]], dtype=torch.float64)])

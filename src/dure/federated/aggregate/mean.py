@@ -27,7 +27,7 @@ class Folded:
 
 def zero(like: Sequence[Tensor]) -> Folded:
     """Nothing folded yet, for updates shaped like `like`."""
-    sums = tuple(torch.zeros_like(tensor, dtype=_wide(tensor.dtype)) for tensor in like)
+    sums = tuple(torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in like)
     return Folded(sums, 0.0, tuple(tensor.dtype for tensor in like))
 
 
@@ -71,6 +71,6 @@ class Mean(Folds):
         return finish(folded)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """n_k·Δ_k overflows in half precision: such updates are summed in float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -192,6 +192,7 @@ def _nine_digits(keys: Tensor) -> Tensor:
 def is_finite(update: Sequence[Tensor]) -> bool:
     """Whether all numbers of an update are finite, and its norm is at most 2^500."""
     for tensor in update:
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.numel():
             least, most = tensor.aminmax()
             # Both are NaN where any number is, and no comparison holds for NaN.

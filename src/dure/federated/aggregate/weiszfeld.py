@@ -90,6 +90,8 @@ def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
     if not unsure:
         return last
     reached = step(points, weights, last @ points).slope  # it only creeps to a point that is barely a minimum
+    if len(unsure) > 1 and reached <= 1e-9 * total:
+        return last  # all between these points are minima: not one of the ends, which their order would choose
     return min([*unsure, Step(last, reached)], key=lambda end: end.slope).coefficients
 
 

@@ -166,6 +166,8 @@ class _Updates:
                 if parameter.requires_grad:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
+                    elif parameter.grad.is_sparse:
+                        parameter.grad = parameter.grad.to_dense()
                     _add(parameter.grad, parameter, job.mu, *(None if view is None else view[at] for view in views))
             optimizer.step()
 

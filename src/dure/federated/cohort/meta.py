@@ -16,7 +16,7 @@ from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import failed, not_finite
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.flat import FlatParameters, by_dtype, views_of
-from dure.randomness import seed_generators
+from dure.randomness import generators_state, restore_generators, seed_generators
 from dure.task import Task
 
 NUDGE = 1e-3
@@ -123,8 +123,9 @@ class MetaEngine:
         if norm == 0:
             return gradient
         nudge = NUDGE / norm
-        sides = []
+        sides, before = [], generators_state()
         for sign in (1, -1):
+            restore_generators(before)  # the same function on both sides: dropout drops the same
             self.flat.load(at)
             self._move(gradient, sign * nudge)
             sides.append(self._gradient(batch)[1])
@@ -135,7 +136,8 @@ class MetaEngine:
         """(loss, gradient) of a batch at the weights as they are, flat; 0 for parameters that are not trained."""
         inputs, targets = self.examples.batch(indices)
         loss = self.task.loss(self.model(inputs), targets)
-        found = iter(torch.autograd.grad(loss, self.trained, materialize_grads=True))
+        gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
+        found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
         gradient = [
             torch.cat([(next(found) if each.requires_grad else torch.zeros_like(each)).reshape(-1) for each in group])
             for group in self.groups

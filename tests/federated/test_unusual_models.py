@@ -1,0 +1,205 @@
+"""Models with complex, half-precision, sparse or whole numbers, and buffers that begin infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dure
+from dure.data.partition import IID
+from dure.errors import TooFewClientsError
+from dure.federated.aggregate import parse
+from dure.federated.cohort.meta import MetaEngine
+from dure.federated.global_model import GlobalModel
+from dure.federated.messages import Update
+from dure.federated.server_optimizer import Rule, ServerOptimizer
+from small import CLASSES, FEATURES, largest_difference, small_task
+
+
+def train(task: dure.Task, strategy: Any, rounds: int = 3, **world: Any) -> dure.Run:
+    return dure.train(task, strategy, dure.Simulated(**{"engine": "loop", **world}), dure.Stop(rounds=rounds))
+
+
+def update(client: int, delta: Tensor, buffers: Sequence[Tensor] = ()) -> Update:
+    return Update(client, client, 0, 1, 1, 0.5, [delta], list(buffers), [])
+
+
+# Complex weights
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "yogi"])
+@pytest.mark.parametrize("aggregate", ["mean", "median", "krum:1", "geometric-median", "clipped:1/mean", "bulyan:1"])
+def test_a_complex_weight_is_two_real_ones(rule: Rule, aggregate: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    updates = torch.randn(7, 5, 2, dtype=torch.float64, generator=generator)
+    optimizer = ServerOptimizer(rule, 0.5, 0.5)
+    start = torch.randn(5, 2, dtype=torch.float64, generator=generator)
+    real = GlobalModel([start], [], parse(aggregate), optimizer)
+    complex_one = GlobalModel([torch.view_as_complex(start)], [], parse(aggregate), optimizer)
+    for _ in range(2):
+        for client, delta in enumerate(updates):
+            real.fold(update(client, delta), 1.0, 1.0)
+            complex_one.fold(update(client, torch.view_as_complex(delta)), 1.0, 1.0)
+        real.finish(0)
+        complex_one.finish(0)
+    torch.testing.assert_close(torch.view_as_real(complex_one.weights[0]), real.weights[0], rtol=1e-12, atol=1e-12)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES, dtype=torch.complex128)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs.to(torch.complex128)).abs()
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "median", "clipped:1/mean"])
+@pytest.mark.parametrize("system", [dure.FedAvg, dure.FedAdam, dure.FedYogi])
+def test_a_model_of_complex_numbers_learns(system: Any, aggregate: str) -> None:
+    run = train(small_task(model=Complex), system(clients=5, batch_size=4, aggregate=aggregate), 6)
+    _, losses = run.history.curve("test_loss")
+    assert losses[-1] < losses[0]
+
+
+# Half precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["adam", "yogi", "adagrad"])
+def test_moments_of_half_precision_are_in_single(rule: Rule, dtype: torch.dtype) -> None:
+    optimizer = ServerOptimizer(rule, 0.01, 0.9, 0.999, 1e-3)
+    halves, singles = [torch.zeros(1, dtype=dtype)], [torch.zeros(1)]
+    half, single = optimizer.start(halves), optimizer.start(singles)
+    for step in range(500):
+        delta = torch.tensor([0.3 if step == 0 else 1e-3], dtype=dtype)
+        _, half = optimizer.step(halves, [delta], half)
+        _, single = optimizer.step(singles, [delta.float()], single)
+    assert all(torch.equal(one, other) for one, other in zip(half, single, strict=True))
+
+
+# Whole numbers, sparse gradients
+
+
+def test_whole_numbers_are_refused_as_parameters() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES).double()
+            self.size = nn.Parameter(torch.tensor([16777217]), requires_grad=False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            scores: Tensor = self.layer(inputs)
+            return scores
+
+    for strategy in (dure.FedAvg(clients=5), dure.FedAsync(clients=5), dure.FedAvg(clients=5, aggregate="median")):
+        with pytest.raises(ValueError, match=r"parameter size is of torch\.int64, .* make it a buffer"):
+            train(small_task(model=Counting), strategy)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, CLASSES, sparse=sparse, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.words(inputs).sum(1)
+
+
+@pytest.mark.parametrize("strategy", [dure.FedProx, dure.Scaffold, dure.FedAsync, dure.Ditto, dure.PerFedAvg])
+def test_sparse_gradients_learn_as_dense_ones_do(strategy: Any) -> None:
+    inputs = torch.randint(0, 12, (40, 3), generator=torch.Generator().manual_seed(0))
+    runs = [
+        train(
+            small_task(model=partial(Words, sparse), train=(inputs, inputs[:, 0] % CLASSES), test=None),
+            strategy(clients=5, batch_size=4),
+        )
+        for sparse in (True, False)
+    ]
+    assert largest_difference(*runs) < 1e-12
+
+
+def test_targets_that_are_no_classes_have_no_histograms() -> None:
+    inputs = torch.randn(40, FEATURES)
+    for targets in (torch.tensor([-1, 1] * 20), torch.arange(40) * 10_000_000):
+        task = small_task(
+            train=(inputs, targets), test=None, loss=lambda out, y: (out.mean(1) - y.sign()).square().mean()
+        )
+        description = dure.FedAvg(clients=4).division(task, 0)
+        assert description is not None
+        assert description.label_histograms is None
+        assert "4 clients" in str(description)
+    assert IID().divide(4, 40, torch.tensor([-1, 1] * 20), None, 0)
+
+
+# Buffers
+
+
+def test_a_buffer_that_was_infinite_takes_the_mean_of_what_it_became() -> None:
+    infinite = torch.tensor([torch.inf, -torch.inf, 2.0, torch.nan], dtype=torch.float64)
+    became = [
+        torch.tensor([1.0, -torch.inf, 3.0, 4.0], dtype=torch.float64),
+        torch.tensor([3.0, -torch.inf, 5.0, 8.0], dtype=torch.float64),
+    ]
+    model = GlobalModel([torch.zeros(1)], [infinite])
+    for client, buffer in enumerate(became):
+        model.fold(update(client, torch.zeros(1), [buffer]), 1.0, 1.0)
+    model.finish(0)
+    assert model.buffers[0].tolist() == [2.0, -torch.inf, 4.0, 6.0]
+
+
+def test_a_model_that_observes_the_range_of_its_inputs_learns() -> None:
+    class Observing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES).double()
+            self.register_buffer("least", torch.tensor(torch.inf, dtype=torch.float64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.training:
+                self.least = torch.minimum(self.least, inputs.min())
+            scores: Tensor = self.layer(inputs)
+            return scores
+
+    run = train(small_task(model=Observing), dure.FedAvg(clients=5, batch_size=4))
+    _, losses = run.history.curve("test_loss")
+    assert losses[-1] < losses[0]
+    assert bool(run.model.get_buffer("least").isfinite())
+
+
+# Odd conditions
+
+
+def test_prox_on_devices_that_compute_in_no_time_and_still_come_too_late() -> None:
+    strategy = dure.FedProx(clients=5, selection="uniform:1:0.01")
+    with pytest.raises(TooFewClientsError, match="give it more time"):
+        train(dure.load_task("digits"), strategy, devices="equal:inf")
+
+
+def test_a_tenth_more_of_a_hundred_clients_is_ten_more() -> None:
+    pacing = dure.FedAvg(clients=200, fraction=0.5, selection="uniform:1.1").pacing(200)
+    assert pacing.asked(0, 0, 200) == 110
+
+
+def test_both_sides_of_a_hessian_free_step_drop_the_same() -> None:
+    def model(chance: float) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(FEATURES, 32), nn.Tanh(), nn.Dropout(chance), nn.Linear(32, CLASSES)]
+        return nn.Sequential(*layers).double()
+
+    found = {}
+    for chance in (0.0, 0.5):
+        task = small_task(model=partial(model, chance), loss=F.cross_entropy)
+        engine = MetaEngine(task, model(chance), task.train, None, 0, 0.1, True)
+        at, batch = engine.flat.copy(), torch.arange(40)
+        (gradient,) = engine._gradient(batch)[1]
+        engine.flat.load(at)
+        (less,) = engine._less_curvature([gradient.clone()], batch, at)
+        found[chance] = float((less - gradient).norm() / gradient.norm())
+    assert found[0.5] < 3 * found[0.0] + 0.1
