@@ -173,7 +173,7 @@ class ADMMLearner:
         weights = self.replica.flat.buffers
         for body, x, z, u in zip(self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True):
             torch.sub(x, z, out=body)
-            moved += float(body.square().sum())
+            moved += float(body.abs().square().sum())
             body.add_(u).div_(self.group.size)
         return moved
 
@@ -184,7 +184,7 @@ class ADMMLearner:
         weights = self.replica.flat.buffers
         for body, x, z, u in zip(self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True):
             z.add_(body)
-            went += float(body.square().sum())
+            went += float(body.abs().square().sum())
             if self.strategy.duals:
                 u.add_(x).sub_(z)
         copy_buffers(self.replica.model, self.consensus)

@@ -241,7 +241,9 @@ def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
 
 def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
     """Whether it is a number for each of the parameter's, as a momentum; the count of steps is not."""
-    return isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape and value.is_floating_point()
+    if not isinstance(value, Tensor) or name == "step" or value.shape != parameter.shape:
+        return False
+    return value.is_floating_point() or value.is_complex()
 
 
 def _compressors(compression: Compression | None, replica: Replica) -> list[tuple[Any, list[Tensor]]]:

@@ -118,7 +118,7 @@ class Replica:
 
     def _is_finite(self) -> bool:
         """Whether the weights are: the last step's loss does not tell."""
-        return all(math.isfinite(buffer.sum()) or bool(buffer.isfinite().all()) for buffer in self.flat.buffers)
+        return all(bool(buffer.sum().isfinite()) or bool(buffer.isfinite().all()) for buffer in self.flat.buffers)
 
 
 class Shard:

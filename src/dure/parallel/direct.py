@@ -69,7 +69,7 @@ class Direct:
                 self._prepare(node)
 
     def _prepare(self, node: Any) -> None:
-        for transposed, _ in node.next_functions:
+        for transposed, _ in node.next_functions[-1:]:
             if transposed is not None and transposed.name() == "TBackward0":
                 leaf = transposed.next_functions[0][0]
                 weight = self._weights.get(id(getattr(leaf, "variable", None)))
@@ -80,6 +80,8 @@ class Direct:
         entered: list[Into] = []
 
         def before(gradients: Any) -> None:
+            if gradients[0] is None or gradients[0].shape[0] == weight.shape[0]:
+                return  # the gradient of the layer's input may have the weight's shape, and comes first
             place = self._place_for(leaf, weight)
             if place is not None:
                 entered.append(Into(place).__enter__())  # type: ignore[no-untyped-call]

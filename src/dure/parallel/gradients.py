@@ -71,4 +71,4 @@ def as_dense(gradient: Tensor) -> Tensor:
             "backward(create_graph=True) asks for gradients of gradients, which an all-reduce does not have; take the "
             "inner derivative by torch.autograd.grad, and call backward once, without create_graph"
         )
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    return (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()

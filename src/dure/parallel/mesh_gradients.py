@@ -30,7 +30,7 @@ def sum_tied(learner: ParallelLearner) -> None:
     for name in learner.tied:
         parameter, ranks = learner.parameters[name], learner.keepers[name]
         found = gradient_of(parameter)
-        mine = found if found is not None else torch.zeros_like(parameter)
+        mine = found.resolve_conj().resolve_neg() if found is not None else torch.zeros_like(parameter)
         others = [rank for rank in ranks if rank != group.rank]
         arrived = {rank: torch.empty_like(mine) for rank in others}
         end = group.begin_transfer(
@@ -84,7 +84,7 @@ def clip(learner: ParallelLearner, largest: float) -> None:
     """
     divided = divisions(learner.model)
     squares = [
-        float(gradient.double().square().sum())
+        float(torch.linalg.vector_norm(gradient).double().square())
         for name, gradient in summed_gradients(learner)
         if learner.keepers[name][0] == learner.at.pipeline and (name in divided or learner.at.tensor == 0)
     ]

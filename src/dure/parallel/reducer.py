@@ -253,7 +253,7 @@ class Reducer:
         numbers: list[float] = messages.tail.tolist()
         used = numbers[len(numbers) - self._flags :] if self._flags else self._used
         for index, gradient in self.missing.items():
-            if used is None or used[index]:
+            if used is None or used[index] or (self.how.compresses and bool(gradient.any())):
                 self.parameters[index].grad = gradient
         return numbers[: len(numbers) - self._flags]
 

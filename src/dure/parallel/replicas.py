@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from dure.devices import to_device
 from dure.errors import LossNotFiniteError
 from dure.parallel import parts
+from dure.parallel.chain import copied
 from dure.parallel.draws import Draws
 from dure.parallel.single import SingleLearner
 from dure.parallel.team import TimeSheet, team_at
@@ -69,7 +70,7 @@ class Worker:
 
     def forward(self) -> None:
         """From `inputs` to `outputs`, and to `leaves`: their values, at which the master's graph begins."""
-        self.outputs = self.model(self.inputs)
+        self.outputs = self.model(copied(self.inputs))
         self.leaves = parts.detached(self.outputs)
 
     def backward(self) -> None:

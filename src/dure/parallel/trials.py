@@ -93,7 +93,8 @@ class Trials:
     def best(self, ready: Sequence[float], cost: Cost) -> int:
         """The index of the limit whose plan ends first; of those that end alike the one with the longest buckets."""
         messages = len(self.plans[1].buckets)
-        alone = [time - cost.gamma * messages * time / max(ready) for time in ready]  # as if nothing had been sent
+        last = max(ready) or 1.0  # a rank without examples has no times
+        alone = [time - cost.gamma * messages * time / last for time in ready]  # as if nothing had been sent
         ends = [
             end_of(filled(self.kinds, self.order, int(limit), self.long), self.kinds, alone, cost) for limit in LIMITS
         ]

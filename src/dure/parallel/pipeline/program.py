@@ -21,6 +21,7 @@ from dure.parallel.pipeline.apart import Remaining, apart
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.trace import Trace, Value, origin_of
+from dure.parallel.tensor.layers import has_hooks
 from dure.parallel.tensor.opaque import behind, is_opaque
 
 
@@ -190,6 +191,6 @@ class _Builder:
         weight = node.args[place]
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
             tensor = self.trace.tensor(weight)
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and not has_hooks(tensor):
                 return deferred
         return target

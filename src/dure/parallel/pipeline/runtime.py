@@ -117,7 +117,7 @@ class Engine:
     # Messages.
 
     def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
-        sends = [(tensor.contiguous(), to) for tensor in tensors]
+        sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
         self._sends.append(self.group.begin_transfer(_words(action), sends, []))
 
     def _receive(self, action: Action) -> list[Tensor]:

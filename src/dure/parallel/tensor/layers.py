@@ -80,7 +80,7 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _weight_gradient(rows: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
-    return torch.mm(rows.t(), gradient) if transposed else torch.mm(gradient.t(), rows)
+    return torch.mm(rows.conj().t(), gradient) if transposed else torch.mm(gradient.t(), rows.conj())
 
 
 class _Column(Function):
@@ -109,7 +109,7 @@ class _Column(Function):
 
 def _begin_input(how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
     """The gradient of a column-parallel layer's input sets off; what is returned waits for it."""
-    matrix, group = weight.t() if how.transposed else weight, how.group
+    matrix, group = (weight.t() if how.transposed else weight).conj(), how.group
     if not how.enters or group.size == 1:
         inputs = torch.mm(gradient, matrix)
         return lambda: inputs.view(shape)
@@ -162,7 +162,7 @@ class _Row(Function):
         gradient = gradient.reshape(-1, gradient.shape[-1])
         of_input = None
         if ctx.needs_input_grad[0]:
-            of_input = torch.mm(gradient, weight.t() if how.transposed else weight).view(ctx.shape)
+            of_input = torch.mm(gradient, (weight.t() if how.transposed else weight).conj()).view(ctx.shape)
         of_weight = _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None
@@ -184,7 +184,9 @@ class Divided(nn.Module):
             return
         group = self.group
         own = whole.detach().clone() if division is None else division.part(whole.detach(), group.rank, group.size)
-        self.register_parameter(name, nn.Parameter(own, whole.requires_grad))
+        made = nn.Parameter(own, whole.requires_grad)
+        made.__dict__.update(vars(whole))
+        self.register_parameter(name, made)
         if division is not None:
             self.divisions[name] = division
 
@@ -217,6 +219,11 @@ def is_transposed(linear: nn.Module) -> bool:
     return transposed
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody wants to see the parameter's gradient as autograd makes it."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
     """Raises ValueError if a module does more than one of `kind`, which a divided one would leave out."""
     more = None
@@ -226,6 +233,8 @@ def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
         more = "a parametrization, as of weight_norm"
     elif any(getattr(module, f"_{hooks}") for hooks in HOOKS):
         more = "hooks, as of pruning"
+    elif any(map(has_hooks, module.parameters(recurse=False))):
+        more = "hooks on its parameters"
     if more is not None:
         raise ValueError(f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not divided")
 

@@ -191,7 +191,7 @@ class Gathering:
             return tensor
         unit, share = found
         assert unit.whole is not None
-        if tensor.dtype != unit.whole[share].dtype:
+        if tensor.dtype != unit.whole[share].dtype or tensor.is_conj() or tensor.is_neg():
             return tensor.clone()
         return _Saved(self, unit, share, tensor)
 

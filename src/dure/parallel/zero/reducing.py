@@ -136,7 +136,8 @@ class Reducing:
             return None
         self._used[number].add(index)
         set_gradient(parameter, None)
-        return (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        return dense.detach().resolve_conj().resolve_neg().reshape(-1)
 
     def place_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Where the gradient of a parameter can be computed so that it leaves from there (`dure.parallel.direct`)."""
