@@ -11,7 +11,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [argument for argument in given if argument != DEBUG]
     # OpenMP's threads spin for milliseconds before they give their core back, and starve whoever else needs it.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    from dure.worlds.fork_server import open_streams
+
+    open_streams()
     try:
         return _dispatch(given)
     except BrokenPipeError:  # `dure --help | head`: nobody reads on
@@ -89,8 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as end:  # --help
-        return int(end.code or 0)
+    except SystemExit as end:  # --help, or a task of the user's
+        if isinstance(end.code, str):
+            print(f"dure: {end.code}", file=sys.stderr)
+        return 1 if isinstance(end.code, str) else int(end.code or 0)
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -179,14 +185,14 @@ def _train(given: list[str]) -> int:
     world = world_of(strategy, asked["world"])
     if how.out is None and getattr(world, "elastic", False):
         raise ValueError("torchrun may start this job again: say with --out which folder it goes on with")
-    out = how.out if how.out is not None else _new_folder(f"{_file_name(task)}-{system}")
-    return _show_run(
-        lambda on_progress: _call_train(task, strategy, world, asked["limits"].stop(), how, out, on_progress),
-        asked["limits"].stop(),
-        how.json or not world.leads,
-        how.json and world.leads,
-        out,
-    )
+    with _folder(how.out, f"{_file_name(task)}-{system}") as out:
+        return _show_run(
+            lambda on_progress: _call_train(task, strategy, world, asked["limits"].stop(), how, out, on_progress),
+            asked["limits"].stop(),
+            how.json or not world.leads,
+            how.json and world.leads,
+            out,
+        )
 
 
 def _call_train(
@@ -274,11 +280,10 @@ def _compare(given: list[str]) -> int:
     stop: Stop = asked["limits"].stop(epochs=20)
     task = load_task(reference, **given_options(asked["task"]))
     entries = [entry(system, how.workers) for system in systems]
-    out = how.out if how.out is not None else _new_folder(f"compare-{_file_name(task)}")
     from dure.compare import compare
     from dure.show import Display, error_console, table
 
-    with Display(stop, how.json) as display:
+    with _folder(how.out, f"compare-{_file_name(task)}") as out, Display(stop, how.json) as display:
         done = compare(
             task, entries, stop=stop, seed=how.seed, out=out, evaluate_every=how.evaluate_every, on_progress=display
         )
@@ -368,14 +373,34 @@ def _file_name(task: Task) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in task.name)
 
 
+@contextmanager
+def _folder(asked: Path | None, name: str) -> Iterator[Path]:
+    """The folder that was asked for, or a new one in runs/: made at once, so that nobody else takes it."""
+    if asked is not None:
+        yield asked
+        return
+    folder = _new_folder(name)
+    try:
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # something was written
+            folder.rmdir()
+        raise
+
+
 def _new_folder(name: str) -> Path:
-    """A folder in runs/ that is not there yet, named by time."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder, count = Path("runs") / f"{name}-{stamp}", 1
-    while folder.exists():
-        count += 1
-        folder = Path("runs") / f"{name}-{stamp}-{count}"
-    return folder
+    wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
+        return wanted
+    folder, count = wanted, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            count += 1
+            folder = wanted.with_name(f"{wanted.name}-{count}")
+        else:
+            return folder
 
 
 if __name__ == "__main__":

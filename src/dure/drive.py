@@ -155,7 +155,8 @@ class Driver:
             self._resume()
         if self.position.last_evaluation < 0:
             self._evaluate()
-        ended = self._limit(0)
+        limit = self.job.stop.seconds  # which a resumed run, on all ranks, may have used up
+        ended = self._limit(STOP if limit is not None and self.position.seconds >= limit else 0)
         while ended is None:
             ended = self._advance()
         makes_way = ended == "interrupt" and self.job.elastic  # at once: torchrun waits half a minute at most

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -71,12 +72,19 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.live.live.is_started:
-            self.live.stop()
+            with suppress(OSError):
+                self.live.stop()
 
     def __call__(self, label: str, event: dict[str, Any]) -> None:
-        """The run called `label` has come as far as `event` says."""
+        """The run called `label` has come as far as `event` says. It goes on where nobody can be told any more."""
         if self.quiet:
             return
+        try:
+            self._show(label, event)
+        except OSError:  # the terminal or the reader is gone
+            self.quiet = True
+
+    def _show(self, label: str, event: dict[str, Any]) -> None:
         done = fraction_done(self.stop, event)
         if not self.console.is_terminal:
             self._line(label, event, done)

@@ -40,6 +40,12 @@ class Progress:
             self.bar.stop()
 
     def __call__(self, event: dict[str, Any]) -> None:
+        try:
+            self._show(event)
+        except OSError:  # the terminal or the reader is gone; the benchmark goes on
+            self.live, self.quiet = False, True
+
+    def _show(self, event: dict[str, Any]) -> None:
         place = f"{event['ranks']} ranks, {size_text(event['bytes'])}"
         if self.live:
             done = self.plan.ranks.index(event["ranks"]) * len(self.plan.sizes) + event["step"] + event["share"]

@@ -16,7 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dure.errors import RunFolderError
-from dure.record.checkpoint import read_checkpoint, save_checkpoint, weights_to_bytes, write_atomically
+from dure.record.checkpoint import (
+    read_checkpoint,
+    save_checkpoint,
+    unpack_checkpoint,
+    weights_to_bytes,
+    write_atomically,
+)
 from dure.record.history import History, Record
 from dure.record.trace import Lane, write_trace
 
@@ -102,9 +108,14 @@ class RunFolder:
         _HELD.add(descriptor)
 
     def begin_again(self, config: Mapping[str, Any]) -> None:
-        """Before a run that was interrupted, or has ended, goes on. Raises RunFolderError while somebody holds it."""
+        """Before a run that was interrupted, or has ended, goes on.
+
+        Raises RunFolderError, and changes nothing, while somebody holds it or if its checkpoint or history is damaged.
+        """
         self.hold()
         try:
+            self.history()
+            self._check_checkpoint()
             self.write_json("config.json", config)
             (self.path / "summary.json").unlink(missing_ok=True)
         finally:
@@ -155,6 +166,17 @@ class RunFolder:
 
     def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
         return read_checkpoint(self.path / "checkpoint")
+
+    def _check_checkpoint(self) -> None:
+        parts = self.read_checkpoint()
+        try:
+            if parts is not None:
+                unpack_checkpoint(parts)
+        except (SafetensorError, ValueError, LookupError, TypeError) as error:
+            raise RunFolderError(
+                f"the newest checkpoint in {self.path / 'checkpoint'} is damaged ({type(error).__name__}: {error}): "
+                "put back a copy of it, or remove it to train from the start"
+            ) from error
 
     def finish(self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]) -> None:
         """Writes what an ended run leaves: weights, summary, timeline."""

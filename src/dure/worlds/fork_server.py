@@ -26,7 +26,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-_START = "from dure.worlds.fork_server import serve; import sys; serve(int(sys.argv[1]))"
+_START = """import sys
+sys.path[:] = [place for place in sys.path if place]  # `-c` looks into the current folder, where `dure` does not
+from dure.worlds.fork_server import serve
+serve(int(sys.argv[1]))"""
 _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 8_192
 _NAMES = 40
@@ -43,6 +46,15 @@ LONG_TO_IMPORT = (
 models of transformers, and dure's own modules but those that no rank needs."""
 
 NOT_FOR_RANKS = ("dure.cli", "dure.compare", "dure.report", "dure.bench")
+
+
+def open_streams() -> None:
+    """Descriptors 0, 1 and 2 that are closed become /dev/null, lest a file or a socket of ours be taken for one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
 
 
 def for_ranks(name: str) -> bool:
@@ -77,11 +89,12 @@ class ForkServer:
         alive = self._process is not None and self._owner == os.getpid() and self._process.poll() is None
         if self._socket is not None and alive:
             return self._socket
+        open_streams()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # sys.path as it is here; a rank must import what the user's process can
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
             "OPENBLAS_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
@@ -117,7 +130,8 @@ class ForkServer:
     def fork(self, control: int, parcel: int) -> int:
         """A new rank, which talks through the socket `control` and works on what `parcel` holds; its pid."""
         self._load()
-        pid = self._ask(b"fork", [control, parcel, _descriptor(1), _descriptor(2)])
+        open_streams()
+        pid = self._ask(b"fork", [control, parcel, 1, 2])
         if pid <= 0:
             raise RuntimeError(f"the fork server answered {pid} for a process")
         return pid
@@ -169,17 +183,9 @@ class ForkServer:
             self._socket = self._process = None
 
 
-def _descriptor(number: int) -> int:
-    """Standard output and error, or /dev/null where they are closed."""
-    try:
-        os.fstat(number)
-    except OSError:
-        return os.open(os.devnull, os.O_WRONLY)
-    return number
-
-
 def serve(descriptor: int) -> None:
     """The server's loop: ends when the parent's end of the socket is closed."""
+    open_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     from dure.worlds.rank import load_everything, rank_main  # brings torch in, once for all ranks
 
@@ -244,9 +250,12 @@ def _become_rank(descriptors: list[int], rank_main: Callable[[int, int], None]) 
         rank_main(control, parcel)
         status = 0
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+        finally:
+            os._exit(status)
 
 
 server = ForkServer()

@@ -1,0 +1,86 @@
+"""The command line where descriptors are closed, readers are gone, folders hold strange files or are wanted by many."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dure
+from dure.cli import main
+
+RANKS = ["train", "digits", "data-parallel", "--workers", "2", "--deadline", "30"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dure", *arguments]
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_ranks_train_where_streams_are_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    close = " ".join(f"{number}>&-" if number else "0<&-" for number in closed)
+    text = f'exec "$@" {close}'
+    given = command(*RANKS, "--steps", "3", "--out", str(tmp_path / "run"))
+    done = subprocess.run(["sh", "-c", text, "sh", *given], timeout=90, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_run_goes_on_when_nobody_reads_how_far_it_is(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    given = command(*RANKS, "--epochs", "2", "--out", str(tmp_path / "run"))
+    subprocess.run(given, stderr=theirs, stdout=subprocess.DEVNULL, timeout=90, check=False)
+    os.close(theirs)
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_folder_is_not_searched_for_modules(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text('raise RuntimeError("mine")')
+    arguments = [*RANKS, "--steps", "2", "--out", "run"]
+    as_dure_does = f"import sys; sys.path.pop(0); from dure.cli import main; sys.exit(main({arguments}))"
+    done = subprocess.run(
+        [sys.executable, "-c", as_dure_does], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    for _ in range(2):
+        assert main(["train", "digits", "single-worker", "--steps", "1"]) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "digits-single-worker-now",
+        "digits-single-worker-now-2",
+    ]
+    assert main(["train", "digits", "single-worker", "--steps", "1", "--batch-size", "0"]) == 2
+    assert len(list((tmp_path / "runs").iterdir())) == 2, "what was refused leaves no folder"
+
+
+def test_a_task_that_exits_says_its_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text('import sys\ndef task():\n    sys.exit("no data here")\n')
+    assert main(["train", f"{tmp_path / 'mine.py'}:task", "single-worker", "--steps", "1"]) == 1
+    assert capsys.readouterr().err.strip() == "dure: no data here"
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "state.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_told_and_nothing_is_changed(tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "run"
+    dure.train(dure.load_task("digits"), dure.SingleWorker(), stop=dure.Stop(steps=3), out=folder)
+    (damaged,) = (folder / "checkpoint").glob(f"*/{part}")
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(dure.errors.RunFolderError, match="is damaged"):
+        dure.resume(folder, stop=dure.Stop(steps=5))
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_run_whose_seconds_are_over_trains_no_more(tmp_path: Path) -> None:
+    run = dure.train(dure.load_task("digits"), dure.SingleWorker(), stop=dure.Stop(seconds=0.2), out=tmp_path / "run")
+    again = dure.resume(tmp_path / "run")
+    assert again.summary["steps"] == run.summary["steps"]
+    assert again.summary["ended"] == "seconds"
