@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import dure
 from dure.cli import main
+from dure.fleet.conditions import Conditions
+from dure.report.page import USUAL
+from dure.report.page import command as command_of
+from dure.report.read import read_run
 
 RANKS = ["train", "digits", "data-parallel", "--workers", "2", "--deadline", "30"]
 
@@ -19,7 +25,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "dure", *arguments]
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_ranks_train_where_streams_are_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
     close = " ".join(f"{number}>&-" if number else "0<&-" for number in closed)
     text = f'exec "$@" {close}'
@@ -84,3 +90,42 @@ def test_a_run_whose_seconds_are_over_trains_no_more(tmp_path: Path) -> None:
     again = dure.resume(tmp_path / "run")
     assert again.summary["steps"] == run.summary["steps"]
     assert again.summary["ended"] == "seconds"
+
+
+def test_a_task_s_parameter_with_the_name_of_a_flag_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def task(seed: int = 0):\n    raise AssertionError\n")
+    assert main(["train", f"{tmp_path / 'mine.py'}:task", "single-worker", "--steps", "1"]) == 2
+    assert "the task has a parameter 'seed'" in capsys.readouterr().err
+
+
+def test_the_report_knows_what_worlds_usually_are() -> None:
+    for world in (dure.Processes(2), dure.Simulated()):
+        assert USUAL[world.name] == {name: str(getattr(world, name)) for name in USUAL[world.name]}
+    assert set(USUAL["simulated"]) == {field.name for field in fields(Conditions)}
+
+
+def test_the_report_s_command_repeats_the_conditions(tmp_path: Path) -> None:
+    world = dure.Simulated(devices="stragglers:0.2:10", drop_out=0.3, attack="sign-flip", attackers=1)
+    for name, asked in {"plain": None, "hard": world}.items():
+        strategy = dure.FedAvg(clients=5)
+        dure.train(dure.load_task("digits"), strategy, asked, dure.Stop(rounds=1), out=tmp_path / name)
+    plain, hard = (command_of(read_run(tmp_path / name)) for name in ("plain", "hard"))
+    assert plain is not None
+    assert "--devices" not in plain
+    assert hard is not None
+    for text in ("--devices stragglers:0.2", "--drop-out 0.3", "--attack sign-flip:1.0", "--attackers 1"):
+        assert text in hard
+
+
+def test_a_comparison_without_plotly_is_refused_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name == "plotly" else found(name, *more)
+    )
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    given = ["compare", "digits", "single-worker", "--steps", "1", "--out", str(tmp_path / "out")]
+    assert main(given) == 2
+    assert "pip install" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

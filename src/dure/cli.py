@@ -336,12 +336,12 @@ def _bench(given: list[str]) -> int:
         from dure.bench.fit import calibrate
 
         calibrate(result, _cache_folder())
-    if not how.json:
+    if how.json:
+        print(json.dumps(result.as_json()), flush=True)
+    else:
         error_console().print(shown(result))
     if how.out is not None:
         print(f"benchmark: {write(result, how.out)}", file=sys.stderr)
-    if how.json:
-        print(json.dumps(result.as_json()))
     return 130 if result.interrupted else 0
 
 

@@ -70,6 +70,9 @@ def compare(
     leads = all(world.leads for _, world in pairs)
     asked = {"task": task.name, "seed": seed, "stop": msgspec.to_builtins(stop)}
     if folder is not None and leads:
+        from dure.report.document import check_plotly
+
+        check_plotly("the report")
         RunFolder.create(folder, asked)
         (folder / "config.json").rename(folder / "comparison.json")
     if any(world.name == "processes" and (world.workers or 1) > 1 for _, world in pairs):

@@ -47,13 +47,18 @@ def test_a_generator_that_the_user_gives_is_the_users() -> None:
 
 
 def test_a_pass_is_repeated_once_when_it_is_found_to_draw_and_leaves_no_trace() -> None:
-    buffer = torch.zeros(1)
-    draws = Draws([CPU], [buffer])
+    model = nn.Module()
+    model.register_buffer("written", torch.zeros(1))
+    model.register_buffer("replaced", torch.zeros(1))
+    model.register_buffer("none", None)
+    draws = Draws([CPU], [model])
     passes: list[float] = []
 
     def work(own: Callable[[int], object], random: bool) -> None:
-        buffer.add_(1)
-        passes.append(float(buffer))
+        model.written.add_(1)  # type: ignore[operator,union-attr]
+        model.replaced = model.replaced + 1  # type: ignore[operator]
+        assert torch.equal(model.get_buffer("written"), model.replaced)
+        passes.append(float(model.replaced))
         with own(3):  # type: ignore[attr-defined]
             if random:
                 torch.rand(1)

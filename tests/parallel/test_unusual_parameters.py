@@ -83,16 +83,16 @@ def complex_task() -> dure.Task:
     return small_task(model=complex_network, train=(inputs, inputs.argmax(1) % CLASSES), test=None, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "clip"),
     [
-        partial(dure.DataParallel, 8),
-        partial(dure.ZeRO, 2, 8),
-        partial(dure.ZeRO, 3, 8),
-        partial(dure.TensorParallel, 8),
-        partial(dure.Pipeline, 8, 2),
-        partial(dure.Pipeline, 8, 2, "zero-bubble"),
+        (partial(dure.DataParallel, 8), None),
+        (partial(dure.ZeRO, 2, 8), 0.01),
+        (partial(dure.ZeRO, 3, 8), None),
+        (partial(dure.TensorParallel, 8), None),
+        (partial(dure.TensorParallel, 8), 0.01),
+        (partial(dure.Pipeline, 8, 2), 0.01),
+        (partial(dure.Pipeline, 8, 2, "zero-bubble"), None),
     ],
 )
 def test_complex_weights_walk_the_path_of_one_worker(strategy: Any, clip: float | None) -> None:
@@ -123,8 +123,15 @@ class Conjugated(nn.Module):
         return scores
 
 
-@pytest.mark.parametrize("backend", ["dure", "gloo"])
-@pytest.mark.parametrize("strategy", [dure.DataParallel(8), dure.ZeRO(1, 8), dure.ZeRO(3, 8), dure.Pipeline(8, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [
+        (dure.DataParallel(8), "gloo"),
+        (dure.ZeRO(1, 8), "gloo"),
+        (dure.ZeRO(3, 8), "dure"),
+        (dure.Pipeline(8, 2), "dure"),
+    ],
+)
 def test_views_that_are_yet_to_be_conjugated(strategy: Any, backend: Any) -> None:
     def program(place: Place) -> dict[str, Tensor]:
         learner = strategy.learner(small_task(lr=0.01, model=Conjugated, test=None), place, 0)

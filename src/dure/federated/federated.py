@@ -377,6 +377,7 @@ class FederatedLearner:
             "clients": self.clients.state(),
             "log": self.log.state(),
             "loss": self._loss,
+            "measured": self.personal.latest,
             "engine": [self.clients.chosen, self.clients.why, self.clients.chunk],
             "buffers": passing_buffers(self.model),
         }
@@ -389,7 +390,7 @@ class FederatedLearner:
         self.clients.restore(state["clients"])
         self.clients.chosen, self.clients.why, self.clients.chunk = state["engine"]
         self.log.restore(state["log"])
-        self._loss = state["loss"]
+        self._loss, self.personal.latest = state["loss"], state["measured"]
 
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went, for the report."""

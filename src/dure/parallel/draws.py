@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Value = TypeVar("Value")
@@ -84,11 +84,11 @@ def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
 class Draws:
     """Finds out whether a model draws random numbers, and gives each worker its own if it does.
 
-    devices: where workers compute. buffers: those that a forward pass may change, put back if it is repeated.
+    devices: where workers compute. models: of the workers, whose buffers are put back if a forward pass is repeated.
     """
 
-    def __init__(self, devices: Sequence[torch.device], buffers: Sequence[Tensor]) -> None:
-        self.devices, self.buffers = devices, buffers
+    def __init__(self, devices: Sequence[torch.device], models: Sequence[nn.Module]) -> None:
+        self.devices, self.models = devices, models
         self.found = False
 
     def run(self, work: Callable[[Callable[[int], AbstractContextManager[Any]]], Value]) -> Value:
@@ -97,7 +97,9 @@ class Draws:
             return work(lambda seed: own_draws(seed, self.devices))
         common = global_generators(self.devices).values()
         before = [generator.get_state() for generator in common]
-        kept = [buffer.clone() for buffer in self.buffers]
+        modules = [module for model in self.models for module in model.modules()]
+        buffers = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+        kept = [buffer.clone() if buffer is not None else None for _, _, buffer in buffers]
         value = work(lambda seed: nullcontext())
         if all(torch.equal(a.get_state(), b) for a, b in zip(common, before, strict=True)):
             return value
@@ -105,7 +107,8 @@ class Draws:
         for generator, state in zip(common, before, strict=True):
             generator.set_state(state)
         with torch.no_grad():
-            for buffer, old in zip(self.buffers, kept, strict=True):
-                if not torch.equal(buffer, old):
+            for (module, name, buffer), old in zip(buffers, kept, strict=True):
+                module._buffers[name] = buffer  # forward may have put another in its place
+                if buffer is not None and old is not None and not torch.equal(buffer, old):
                     buffer.copy_(old)
         return self.run(work)

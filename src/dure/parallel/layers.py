@@ -184,7 +184,7 @@ class PipelineLearner(SingleLearner):
             TimeSheet(Meter(name_of(stage, numbers), place.trace), "the other stages")
             for stage, numbers in enumerate(self.division)
         ]
-        self.draws = Draws(place.devices, list(self.model.buffers()))
+        self.draws = Draws(place.devices, [self.model])
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.batches.batch_size)

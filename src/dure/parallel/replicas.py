@@ -104,8 +104,7 @@ class ReplicasLearner(SingleLearner):
             )
             for worker, device in enumerate(place.devices)
         ]
-        buffers = [buffer for worker in self.workers for buffer in worker.model.buffers()]
-        self.draws = Draws(place.devices, buffers)
+        self.draws = Draws(place.devices, [worker.model for worker in self.workers])
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.share)

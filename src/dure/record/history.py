@@ -63,9 +63,13 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     return {name: v if v is not None and math.isfinite(v) else None for name, v in metrics.items()}
 
 
+FALL = ("loss", "error", "rmse", "mse", "mae", "perplexity", "distance", "residual")
+"""How the names of metrics end that are better where they are lower."""
+
+
 def lower_is_better(metric: str) -> bool:
-    """Losses, errors and perplexities fall, and so do those of the worst tenth of clients; every other metric rises."""
-    return metric.removesuffix("_p10").endswith(("loss", "error", "perplexity"))
+    """Losses, errors and the like (`FALL`) fall, also those of the worst tenth of clients; every other metric rises."""
+    return metric.removesuffix("_p10").endswith(FALL)
 
 
 def reaches(metric: str, value: float, target: float) -> bool:

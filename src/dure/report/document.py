@@ -7,6 +7,7 @@ the document forbids every request.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -55,6 +56,12 @@ def plotly_source(what: str) -> str:
     except ImportError as error:
         raise ImportError(f"{what} draws with plotly: pip install 'dure[report]'") from error
     return str(get_plotlyjs())
+
+
+def check_plotly(what: str) -> None:
+    """Raises the same ImportError, before there is anything to draw."""
+    if importlib.util.find_spec("plotly") is None:
+        plotly_source(what)
 
 
 def source(package: str, name: str) -> str:

@@ -126,6 +126,7 @@ def command(run: Run) -> str | None:
         **stop,
         "workers": workers,
         **_of_threads(world),
+        **_conditions(world),
         **{key: run.config.get(key) for key in ("seed", "evaluate_every")},
     }
     asked["target"] = [f"{metric}={goal}" for metric, goal in _dict(stop.get("target")).items()] or None
@@ -138,6 +139,29 @@ def command(run: Run) -> str | None:
             return None
         words += [f"--{key.replace('_', '-')}", *(_plain(one) or "None" for one in values)]
     return shlex.join(words)
+
+
+USUAL = {
+    "processes": {"deadline": "60.0", "backend": "dure"},
+    "simulated": {
+        "devices": "equal:100.0",
+        "availability": "always",
+        "arrival": "still",
+        "drop_out": "0.0",
+        "attack": "none",
+        "attackers": "0.0",
+        "attackers_change": "False",
+        "engine": "auto",
+        "processes": "None",
+    },
+}
+"""What worlds are where nothing is said, as config.json has it; a report does without torch, and so without them."""
+
+
+def _conditions(world: dict[str, Any]) -> dict[str, Any]:
+    """What was set of a world of processes or a simulated one."""
+    usual = USUAL.get(str(world.get("name")), {})
+    return {name: world[name] for name, value in usual.items() if name in world and str(world[name]) != value}
 
 
 def _of_threads(world: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from dure.record.history import lower_is_better
+
 UNKNOWN = "–"
-_LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity", "distance", "residual")
 
 
 def escape(text: object) -> str:
@@ -75,7 +76,7 @@ def is_share(key: str) -> bool:
 
 def higher_is_better(key: str) -> bool:
     """Which way a metric improves, by its name: losses and errors fall, the rest rises."""
-    return not any(word in key for word in _LOWER_IS_BETTER)
+    return not lower_is_better(key)
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
