@@ -390,7 +390,7 @@ class FederatedLearner:
         self.clients.restore(state["clients"])
         self.clients.chosen, self.clients.why, self.clients.chunk = state["engine"]
         self.log.restore(state["log"])
-        self._loss, self.personal.latest = state["loss"], state["measured"]
+        self._loss, self.personal.latest = state["loss"], state.get("measured", {})
 
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went, for the report."""

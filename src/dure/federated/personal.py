@@ -82,7 +82,7 @@ class Personal:
         """Every metric, for each of the clients, of its model; one is kept at a time."""
         results: dict[str, list[float]] = {name: [] for name in ("loss", *self.task.measures)}
         loaded: Own | None = None
-        for client, own in zip(self.clients, models, strict=False):
+        for own, client in zip(models, self.clients, strict=False):  # models come to their end
             self.model.eval()
             with torch.no_grad():
                 if own is not loaded:
