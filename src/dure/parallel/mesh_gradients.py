@@ -84,7 +84,7 @@ def clip(learner: ParallelLearner, largest: float) -> None:
     """
     divided = divisions(learner.model)
     squares = [
-        float(torch.linalg.vector_norm(gradient).double().square())
+        float((gradient.abs() if gradient.is_complex() else gradient).double().square().sum())
         for name, gradient in summed_gradients(learner)
         if learner.keepers[name][0] == learner.at.pipeline and (name in divided or learner.at.tensor == 0)
     ]
