@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -129,3 +131,20 @@ def test_a_comparison_without_plotly_is_refused_before_it_trains(
     assert main(given) == 2
     assert "pip install" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_group_of_processes_that_is_ended_leaves_no_folder_behind(tmp_path: Path) -> None:
+    given = command(*RANKS, "--epochs", "100000", "--out", str(tmp_path / "run"))
+    surroundings = {**os.environ, "TMPDIR": str(tmp_path)}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(given, env=surroundings, start_new_session=True, **quiet)  # type: ignore[call-overload]
+    until = time.monotonic() + 60
+    while not (tmp_path / "run" / "history.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert list(tmp_path.glob("dure-*"))
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(30)
+    until = time.monotonic() + 10
+    while (left := list(tmp_path.glob("dure-*"))) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left

@@ -187,6 +187,7 @@ def serve(descriptor: int) -> None:
     """The server's loop: ends when the parent's end of the socket is closed."""
     open_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and what ends a group: this clears up behind it
     from dure.worlds.rank import load_everything, rank_main  # brings torch in, once for all ranks
 
     load_everything()
@@ -240,6 +241,7 @@ def _become_rank(descriptors: list[int], rank_main: Callable[[int, int], None]) 
     """In the child: runs the rank and leaves without the interpreter's teardown, in which gloo may abort."""
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         control, parcel, stdout, stderr = descriptors
