@@ -42,7 +42,8 @@ def small_task(lr: float = 0.3, n: int = EXAMPLES, **changes: Any) -> dure.Task:
 
 def weights_of(run: dure.Run) -> torch.Tensor:
     """All weights of a run's model in one vector."""
-    return torch.cat([value.double().reshape(-1) for value in run.model.state_dict().values()])
+    weights = [torch.view_as_real(v) if v.is_complex() else v for v in run.model.state_dict().values()]
+    return torch.cat([value.double().reshape(-1) for value in weights])
 
 
 def largest_difference(first: dure.Run, second: dure.Run) -> float:

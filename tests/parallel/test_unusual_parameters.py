@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,8 +63,12 @@ def test_as_many_examples_as_a_long_layer_has_outputs(rows: int) -> None:
 
 
 class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.dtype = dtype
+
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.to(torch.complex64)
+        return inputs.to(self.dtype)
 
 
 class Abs(nn.Module):
@@ -71,16 +76,21 @@ class Abs(nn.Module):
         return inputs.abs()
 
 
-def complex_network() -> nn.Module:
-    inner = [nn.Linear(FEATURES, 8, dtype=torch.complex64), nn.Tanh(), nn.Linear(8, 8, dtype=torch.complex64)]
-    return nn.Sequential(Cast(), *inner, Abs(), nn.Linear(8, CLASSES))
+def complex_network(dtype: torch.dtype = torch.complex64) -> nn.Module:
+    inner = [nn.Linear(FEATURES, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 8, dtype=dtype)]
+    return nn.Sequential(Cast(dtype), *inner, Abs(), nn.Linear(8, CLASSES, dtype=dtype.to_real()))
 
 
-def complex_task() -> dure.Task:
+def complex_task(dtype: torch.dtype = torch.complex64) -> dure.Task:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(32, FEATURES, generator=generator)
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return small_task(model=complex_network, train=(inputs, inputs.argmax(1) % CLASSES), test=None, optimizer=optimizer)
+    return small_task(
+        model=partial(complex_network, dtype),
+        train=(inputs, inputs.argmax(1) % CLASSES),
+        test=None,
+        optimizer=optimizer,
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,6 +117,17 @@ def test_complex_weights_walk_the_path_of_one_worker(strategy: Any, clip: float 
 def test_complex_weights_are_averaged(strategy: Any) -> None:
     run = dure.train(complex_task(), strategy, dure.Processes(2, deadline=120), dure.Stop(rounds=2))
     assert run.summary["ended"] == "rounds"
+
+
+@pytest.mark.parametrize("strategy", [dure.DataParallel(8), dure.TensorParallel(8), dure.Pipeline(8, 2)])
+def test_complex_numbers_of_double_precision_are_saved_and_loaded(strategy: Any, tmp_path: Path) -> None:
+    task = complex_task(torch.complex128)
+    arguments = task, strategy, dure.Processes(2, deadline=120)
+    whole = dure.train(*arguments, dure.Stop(steps=6), out=tmp_path / "whole")
+    dure.train(*arguments, dure.Stop(steps=3), out=tmp_path / "broken")
+    gone_on = dure.resume(tmp_path / "broken", task=task, stop=dure.Stop(steps=6))
+    assert largest_difference(gone_on, whole) == 0
+    assert largest_difference(dure.load_run(tmp_path / "broken", task.model), whole) == 0
 
 
 class Conjugated(nn.Module):

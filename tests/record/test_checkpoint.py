@@ -24,11 +24,12 @@ from dure.record.checkpoint import (
     read_checkpoint,
     save_checkpoint,
     unpack_checkpoint,
-    weights_to_bytes,
     write_atomically,
 )
+from dure.record.weights import weights_to_bytes
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+DTYPES = [*REAL, torch.complex64, torch.complex128]
 TENSORS = st.builds(
     lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
     st.lists(st.integers(0, 3), max_size=3),

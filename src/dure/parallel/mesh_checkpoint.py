@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
 from dure.collectives.group import Group
@@ -18,7 +17,8 @@ from dure.devices import to_cpu
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered
 from dure.parallel.tensor.state import divisions, whole_state_dict
-from dure.record.checkpoint import tree_from_bytes, tree_to_bytes, weights_to_bytes
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.record.weights import weights_from_bytes, weights_to_bytes
 from dure.strategy import load_passing_buffers, passing_buffers
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def weights_of(learner: ParallelLearner) -> dict[str, Tensor]:
     content = weights_to_bytes(to_cpu(mine)) if sends else b""
     for part in learner.group.gather_bytes(content):
         if part:
-            whole |= load(part)
+            whole |= weights_from_bytes(part)
     return {name: whole[name] for name in state} if learner.group.rank == 0 else {}
 
 

@@ -21,11 +21,10 @@ from typing import Any
 
 import msgspec
 import numpy
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from dure.errors import RunFolderError
+from dure.record.weights import weights_from_bytes, weights_to_bytes
 
 _PARTS = ("model.safetensors", "state.safetensors", "state.json")
 
@@ -76,20 +75,7 @@ def tree_to_bytes(tree: Any) -> bytes:
 def tree_from_bytes(content: bytes) -> Any:
     """The inverse of `tree_to_bytes`."""
     packed, tensors = msgspec.msgpack.decode(content, type=tuple[bytes, bytes])
-    return unpack_tree(json.loads(packed), load_tensors(tensors))
-
-
-def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
-    """A state_dict in safetensors. Tied tensors are written once for each of their names."""
-    seen: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        tensor = value.detach().cpu().contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
-        shares = pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes
-        plain[name] = tensor.clone() if shares else tensor
-        seen.add(pointer)
-    return save_tensors(plain)
+    return unpack_tree(json.loads(packed), weights_from_bytes(tensors))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -110,7 +96,7 @@ def pack_checkpoint(weights: Mapping[str, Tensor], state: Any) -> tuple[bytes, b
 
 def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tensor], Any]:
     """(weights, state): the inverse of `pack_checkpoint`."""
-    return load_tensors(parts[0]), unpack_tree(json.loads(parts[2]), load_tensors(parts[1]))
+    return weights_from_bytes(parts[0]), unpack_tree(json.loads(parts[2]), weights_from_bytes(parts[1]))
 
 
 def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) -> Path:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dure.errors import RunFolderError
@@ -20,11 +19,11 @@ from dure.record.checkpoint import (
     read_checkpoint,
     save_checkpoint,
     unpack_checkpoint,
-    weights_to_bytes,
     write_atomically,
 )
 from dure.record.history import History, Record
 from dure.record.trace import Lane, write_trace
+from dure.record.weights import weights_from_bytes, weights_to_bytes
 
 _MAY_CHANGE = ("world", "label", "versions")
 """What config.json may say otherwise when a run goes on: how many ranks there are follows from who is left."""
@@ -252,7 +251,7 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     network = model()
     weights = folder.path / "model.safetensors"
     try:
-        network.load_state_dict(load_file(str(weights)))
+        network.load_state_dict(weights_from_bytes(weights.read_bytes()))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)

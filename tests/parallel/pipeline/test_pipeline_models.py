@@ -126,6 +126,38 @@ class Recurrent(nn.Module):
         return scores
 
 
+class Rows(nn.Module):
+    """Puts dimensions back in their places, and sees each example as a row, which takes no copy."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values.permute(self.order).view(len(values), -1)
+
+
+class Permuted(nn.Module):
+    """What travels lies in memory in another order than it is indexed."""
+
+    def __init__(self, first: nn.Module, order: tuple[int, ...], back: tuple[int, ...], numbers: int) -> None:
+        super().__init__()
+        self.first, self.order, self.rows, self.out = first, order, Rows(*back), nn.Linear(numbers, 2)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.out(self.rows(torch.sin(self.first(inputs).permute(self.order))))
+        return scores
+
+
+def three_dimensions() -> nn.Module:
+    return Permuted(nn.Linear(4, 6), (0, 2, 1), (0, 2, 1), 30)
+
+
+def four_dimensions() -> nn.Module:
+    return Permuted(nn.Conv2d(1, 3, 3, padding=1), (0, 3, 1, 2), (0, 2, 3, 1), 192)
+
+
 def speaking(make: Callable[[], nn.Module]) -> dure.Task:
     """All batches are of one length: these models take seconds to trace."""
     return task_of(partial(Speaker, make), words(19, 16, 6), words(19, 16, 6), optimizer=ADAM)
@@ -182,3 +214,14 @@ def test_models_of_torch_and_of_ours(ranks: int) -> None:
         names, options = ["U-Net", "ResNet with batch norm", "LSTM"], [*options[:2], options[3]]
     found = walked(ranks, names, options)
     assert all(distance < CLOSE for distance in found.values()), found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_values_whose_memory_is_in_another_order(recompute: bool) -> None:
+    tasks = [task_of(three_dimensions, numbers(16, 5, 4), words(2, 16)), seeing(four_dimensions)]
+
+    def program(place: Place) -> list[float]:
+        options = pipeline(place, microbatches=2, cut=("rows",), recompute=recompute)
+        return [compare(place, task, options) for task in tasks]
+
+    assert max(on_ranks(2, program)[0]) < CLOSE

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dure.collectives.group import Group
 from dure.parallel.pipeline.draws import STATE_BYTES, Stream
+from dure.parallel.pipeline.program import Program
 from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
 from dure.parallel.pipeline.stage import Microbatch, Stage
 
@@ -72,11 +73,17 @@ class Engine:
         kind, number, microbatch = action
         place = (number, microbatch)
         if kind == "receive_input":
-            self._inputs[place] = self._receive(action)
+            received = self._program(number, microbatch).received
+            packed = self._receive(action)
+            values = [value.unpacked(tensor) for value, tensor in zip(received, packed, strict=False)]
+            self._inputs[place] = values + packed[len(received) :]
         elif kind == "receive_gradient":
             self._gradients[place] = self._receive(action)
         elif kind == "send_output":
-            self._send(action, self._results.pop(place), self.schedule.home[number + 1])
+            leaving = self._program(number, microbatch).leaving
+            values = self._results.pop(place)
+            packed = [value.packed(tensor) for value, tensor in zip(leaving, values, strict=False)]
+            self._send(action, packed + values[len(leaving) :], self.schedule.home[number + 1])
         elif kind == "send_gradient":
             self._send(action, self._results.pop(place), self.schedule.home[number - 1])
         else:
@@ -114,7 +121,10 @@ class Engine:
         else:
             self._results[place] = results
 
-    # Messages.
+    def _program(self, number: int, microbatch: int) -> Program:
+        return self.stages[number].program_for(self._batches[microbatch].examples)
+
+    # Messages: a generator's state may travel behind the values.
 
     def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
@@ -131,8 +141,7 @@ class Engine:
         return tensors
 
     def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:
-        number, examples = action.stage, self._batches[action.microbatch].examples
-        program = self.stages[number].program_for(examples)
+        number, program = action.stage, self._program(action.stage, action.microbatch)
         if action.kind == "receive_input":
             source = self.schedule.home[number - 1]
             tensors = [value.empty(self._device) for value in program.received]
@@ -140,7 +149,8 @@ class Engine:
                 tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
         else:
             source = self.schedule.home[number + 1]
-            tensors = [value.empty(self._device) for value in program.leaving if value.differentiable]
+            leaving = [value for value in program.leaving if value.differentiable]
+            tensors = [torch.empty(value.shape, dtype=value.dtype, device=self._device) for value in leaving]
         return tensors, self.group.begin_transfer(_words(action), [], [(tensor, source) for tensor in tensors])
 
 

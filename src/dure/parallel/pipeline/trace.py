@@ -37,18 +37,49 @@ from dure.randomness import generators_state, restore_generators
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor without its data. differentiable: whether a gradient may come back for it."""
+    """A tensor without its data. differentiable: whether a gradient may come back for it.
+
+    order: its dimensions as they lie in memory, the last the closest. A view of a permuted tensor is possible only
+    where memory is in the same order, so a value keeps it on its way.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, differentiable: bool) -> Value:
+        return cls(tuple(tensor.shape), tensor.dtype, differentiable, _order(tensor))
 
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        """Room for it, as it travels."""
+        return torch.empty([self.shape[d] for d in self.order], dtype=self.dtype, device=device)
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """What travels of it: without gaps, in the order of memory."""
+        return tensor.permute(self.order).contiguous()
+
+    def unpacked(self, packed: Tensor) -> Tensor:
+        """The inverse of `packed`, without a copy."""
+        return packed.permute([self.order.index(d) for d in range(len(self.order))])
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor without gaps as they lie in memory; any other travels as it is indexed."""
+    strides: tuple[int, ...] = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+    expected = 1
+    for dimension in reversed(order):
+        if tensor.shape[dimension] != 1:
+            if strides[dimension] != expected:
+                return tuple(range(tensor.dim()))
+            expected *= tensor.shape[dimension]
+    return tuple(order)
 
 
 class Trace:
@@ -145,8 +176,7 @@ class Trace:
 
     def value(self, node: fx.Node) -> Value:
         """What a node that gives one tensor gives."""
-        fake = node.meta["val"]
-        return Value(tuple(fake.shape), fake.dtype, node in self._differentiable)
+        return Value.of(node.meta["val"], node in self._differentiable)
 
     def attributes(self, node: fx.Node) -> list[fx.Node]:
         """The get_attr nodes that an operation reads, through constants too."""

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.errors import RunFolderError
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
-from dure.record.checkpoint import pack_tree, unpack_tree, weights_to_bytes, write_atomically
+from dure.record.checkpoint import pack_tree, unpack_tree, write_atomically
+from dure.record.weights import pairs_in, weights_from_bytes, weights_to_bytes
 
 _SETTINGS = "settings/"
 
@@ -63,8 +62,7 @@ def _part(shares: Sequence[Share], division: Division) -> bytes:
                     tensors[f"state/{key}/{name}"] = value
                 else:
                     numbers.setdefault(name, {})[key] = value
-    own = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    return save_tensors(own, {"runs": json.dumps(runs), "numbers": json.dumps(numbers)})
+    return weights_to_bytes(tensors, {"runs": json.dumps(runs), "numbers": json.dumps(numbers)})
 
 
 def _write_index(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, ranks: int) -> None:
@@ -92,7 +90,7 @@ class Checkpoint:
         with ExitStack() as stack:
             try:
                 index = json.loads((folder / "index.json").read_bytes())
-                rest = load_tensors((folder / "rest.safetensors").read_bytes())
+                rest = weights_from_bytes((folder / "rest.safetensors").read_bytes())
                 names = [str(folder / file_of(rank, index["ranks"])) for rank in range(index["ranks"])]
                 self._files = [stack.enter_context(safe_open(name, framework="pt")) for name in names]
             except (OSError, ValueError) as error:
@@ -106,6 +104,7 @@ class Checkpoint:
         self.groups: list[dict[str, Any]] = unpack_tree(index["settings"], tensors)
         self._has = [set(file.keys()) for file in self._files]
         self._runs = [json.loads(file.metadata()["runs"]) for file in self._files]
+        self._pairs = {key for file in self._files for key in pairs_in(file.metadata())}
         self._numbers: dict[str, dict[str, Any]] = {}
         self._keys: dict[str, set[str]] = {}
         for file, has in zip(self._files, self._has, strict=True):
@@ -133,7 +132,10 @@ class Checkpoint:
                     return file.get_tensor(f"{key}/{name}")  # type: ignore[no-any-return]
                 if low < high:
                     parts.append(own[low - first : high - first])
-        return torch.cat(parts) if parts else None
+        if not parts:
+            return None
+        whole = torch.cat(parts)
+        return torch.view_as_complex(whole) if f"{key}/{name}" in self._pairs else whole
 
     def weights(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of a parameter."""
