@@ -13,7 +13,7 @@ import dure
 SOURCE = Path(dure.__file__).parent
 
 FLOORS = [
-    {"errors", "randomness", "flat", "catalog", "compiler", "written", "registration", "__init__"},
+    {"errors", "randomness", "flat", "buffers", "catalog", "compiler", "written", "registration", "__init__"},
     {"record", "stop", "task", "data", "models", "convolution", "threads", "devices"},
     {"collectives", "strategy", "tasks", "evaluation", "fleet"},
     {"worlds", "parallel", "averaging", "federated"},

@@ -218,17 +218,3 @@ def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | Non
     """(train, test) with floating-point tensors in the dtype of the model's parameters."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     return task.train.to(dtype), None if task.test is None else task.test.to(dtype)
-
-
-def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict leaves out (`persistent=False`), by name."""
-    kept = model.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
-
-
-@torch.no_grad()
-def load_passing_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """The inverse of `passing_buffers`."""
-    for name, buffer in passing_buffers(model).items():
-        if name in values and not torch.equal(buffer, values[name]):
-            buffer.copy_(values[name])

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from dure import __version__
+from dure.buffers import load_passing_buffers
 from dure.drive import Job, drive
 from dure.errors import RunFolderError
 from dure.fleet.conditions import Conditions
@@ -27,7 +28,6 @@ from dure.strategy import (
     check_under,
     dwellings,
     label_in,
-    load_passing_buffers,
     seeded_model,
 )
 from dure.task import Task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,36 @@ def test_a_first_layer_that_writes_into_its_inputs(first: nn.Module) -> None:
 
     run = train(small_task(model=model, loss=F.cross_entropy), dure.DataParallel(8), dure.Threads(2))
     assert run.summary["steps"] == 4
+
+
+# Sparse gradients
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(19, 8, sparse=True).double(), nn.Linear(8, 3).double()
+
+    def forward(self, indices: Tensor) -> Tensor:
+        scores: Tensor = self.out(torch.tanh(self.words(indices).mean(1)))
+        return scores
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        (dure.DataParallel(8), dure.Threads(2)),
+        (dure.DataParallel(8), dure.Processes(2, deadline=120)),
+        (dure.ZeRO(2, 8), dure.Processes(2, deadline=120)),
+        (dure.Pipeline(8, 2), dure.Processes(2, deadline=120)),
+        (dure.Parallel(dure.Mesh(data=2, pipeline=2), batch_size=8, microbatches=2), dure.Processes(4, deadline=120)),
+        (dure.Parallel(dure.Mesh(data=2), batch_size=8, zero=1), dure.Processes(2, deadline=120)),
+    ],
+    ids=lambda value: getattr(value, "label", type(value).__name__),
+)
+def test_sparse_gradients_walk_the_path_of_one_worker(strategy: Any, world: Any, clip: float | None) -> None:
+    indices = torch.randint(0, 19, (32, 5), generator=torch.Generator().manual_seed(0))
+    task = small_task(model=Bag, train=(indices, indices.sum(1) % 3), test=None)
+    single = train(task, dure.DataParallel(8, clip_norm=clip), dure.Processes(1))
+    assert largest_difference(train(task, replace(strategy, clip_norm=clip), world), single) < 1e-12

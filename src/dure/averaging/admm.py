@@ -37,14 +37,15 @@ import torch
 from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
-from dure.averaging.replica import Replica, check_partition, copy_buffers, copy_model, shards_of
+from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
+from dure.buffers import copy_buffers, load_passing_buffers, passing_buffers
 from dure.collectives.all_reduce import Algorithm
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
 from dure.evaluation import evaluate
 from dure.flat import FlatParameters
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers, seeded_model
+from dure.strategy import Kind, Learner, Place, Progress, seeded_model
 from dure.task import Task
 
 BALANCE, FACTOR = 10.0, 2.0

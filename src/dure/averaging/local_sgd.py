@@ -25,13 +25,14 @@ from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica
+from dure.buffers import load_passing_buffers, passing_buffers
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.partition import Description
 from dure.evaluation import evaluate
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers
+from dure.strategy import Kind, Learner, Place, Progress
 from dure.task import Task
 
 

@@ -25,7 +25,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dure.averaging.replica import Replica, write
+from dure.averaging.replica import Replica
+from dure.buffers import write
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm, all_reduce
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.group import Group
@@ -82,9 +83,6 @@ class Meeting:
         numbers: int = 0,
     ) -> None:
         self.replica, self.group, self.algorithm, self.momentum = replica, place.group, algorithm, momentum
-        buffers = list(replica.model.buffers())
-        self.means = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self.others = [buffer for buffer in buffers if not buffer.is_floating_point()]
         self._note_buffers()
         self.numbers = numbers
         self._fresh = copy.deepcopy(replica.optimizer.state_dict()["state"])
@@ -92,6 +90,16 @@ class Meeting:
         self._pack([])
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
+
+    @property
+    def means(self) -> list[Tensor]:
+        """The floating-point buffers, of which the mean is taken."""
+        return [buffer for buffer in self.replica.buffers.of(self.replica.model) if buffer.is_floating_point()]
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The other buffers, which are rank 0's."""
+        return [buffer for buffer in self.replica.buffers.of(self.replica.model) if not buffer.is_floating_point()]
 
     def _note_buffers(self) -> None:
         """Remembers the buffers, now that they are the same on all ranks."""

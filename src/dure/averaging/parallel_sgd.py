@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from dure.averaging.meeting import check_exchange, difference, packed
-from dure.averaging.replica import Replica, check_partition, copy_model, shards_of, write
+from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
+from dure.buffers import Buffers, load_passing_buffers, passing_buffers, write
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
@@ -41,7 +42,7 @@ from dure.errors import LossNotFiniteError
 from dure.evaluation import BATCH, evaluate
 from dure.flat import FlatParameters
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers, seeded_model
+from dure.strategy import Kind, Learner, Place, Progress, seeded_model
 from dure.task import Task
 
 Combination = Literal["average", "best"]
@@ -100,7 +101,8 @@ class ParallelSGDLearner:
         self.combined = seeded_model(task, seed)
         self.flat = FlatParameters(self.combined, only_trained=True)
         copy_model(self.replica.model, self.combined)
-        self.first = [buffer.clone() for buffer in self.combined.buffers() if buffer.is_floating_point()]
+        self.buffers = Buffers(self.combined)
+        self.first = [buffer.clone() for buffer in self.buffers.of(self.combined) if buffer.is_floating_point()]
         self.clock_offset = place.clock_offset
         self.where = f"rank {self.group.rank}"
         self.round = self.combined_at = 0
@@ -142,7 +144,7 @@ class ParallelSGDLearner:
 
     def _average(self, group: Group) -> None:
         """The weighted mean of weights and floating-point buffers; other buffers are rank 0's."""
-        buffers = list(self.combined.buffers())
+        buffers = self.buffers.of(self.combined)
         means = [buffer for buffer in buffers if buffer.is_floating_point()]
         changes = [difference(now, first) for now, first in zip(means, self.first, strict=True)]
         message, views, _ = packed([*self.flat.buffers, *changes], 0, group)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dure.buffers import Buffers, copy_buffers
 from dure.data.batches import Batches
 from dure.data.partition import Partition
 from dure.flat import FlatParameters, by_dtype, views_of
@@ -38,11 +39,12 @@ class Replica:
         self.task, self.group, self.seed = task, place.group, seed
         self.model = seeded_model(task, seed).train()
         self.flat = FlatParameters(self.model, only_trained=True)
+        self.buffers = Buffers(self.model)
         groups = by_dtype(parameter for parameter in self.model.parameters() if parameter.requires_grad).values()
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         # for models whose first weights do not follow from the seed alone, such as those read from a file
-        self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
+        self.group.broadcast_values([*self.model.parameters(), *self.buffers.of(self.model)], counted=False)
         self.train_examples, self.test_examples = examples_for(self.model, task)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -103,7 +105,7 @@ class Replica:
         """Its weights, buffers and optimizer, where they are not those of all ranks."""
         return {
             "weights": self.flat.buffers,
-            "buffers": list(self.model.buffers()),
+            "buffers": self.buffers.of(self.model),
             "optimizer": self.optimizer.state_dict(),
         }
 
@@ -112,8 +114,7 @@ class Replica:
         """Goes on from `state`. common: a state_dict with the parameters that are not trained."""
         self.model.load_state_dict(common)
         self.flat.load(state["weights"])
-        for buffer, value in zip(self.model.buffers(), state["buffers"], strict=True):
-            write(buffer, value)
+        self.buffers.load(self.model, state["buffers"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
 
     def _is_finite(self) -> bool:
@@ -157,22 +158,9 @@ def check_partition(partition: Partition, task: Task, workers: int | None) -> No
         partition.divide(workers, len(task.train), task.train.labels(), task.train.keys)
 
 
-def write(target: Tensor, value: Tensor) -> None:
-    """The value into the target, where it differs: an expanded tensor cannot be written, and never changes."""
-    if not torch.equal(target, value):
-        target.copy_(value)
-
-
 @torch.no_grad()
 def copy_model(source: nn.Module, target: nn.Module) -> None:
     """The source's parameters and buffers into the target's."""
     for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
         mine.copy_(theirs)
     copy_buffers(source, target)
-
-
-@torch.no_grad()
-def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """The source's buffers into the target's."""
-    for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
-        write(mine, theirs)

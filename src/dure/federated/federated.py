@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.buffers import Buffers, load_passing_buffers, passing_buffers
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
@@ -51,8 +52,6 @@ from dure.strategy import (
     Place,
     Progress,
     examples_for,
-    load_passing_buffers,
-    passing_buffers,
     seeded_model,
 )
 from dure.task import Task
@@ -234,7 +233,7 @@ class FederatedLearner:
         self.task, self.place, self.seed, self.strategy = task, place, seed, strategy
         conditions: Conditions = place.conditions
         self.model = seeded_model(task, seed)
-        self.flat = FlatParameters(self.model)
+        self.flat, self.buffers = FlatParameters(self.model), Buffers(self.model)
         examples, self.test_examples = examples_for(self.model, task)
         own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
         attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
@@ -264,7 +263,7 @@ class FederatedLearner:
             strategy.sends_partial_work,
         )
         self.carrier = place.carrier(self.clients, seed)
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        buffers = [buffer.clone() for buffer in self.buffers.of(self.model)]
         shared = self.algorithm.shared(weights)
         model = GlobalModel(shared, buffers, strategy.rule(), strategy.optimizer())
         self.coordinator = Coordinator(model, pacing, self.algorithm, self.clients.sizes, seed)
@@ -338,9 +337,7 @@ class FederatedLearner:
     def _load_global(self) -> None:
         coordinator = self.coordinator
         self.flat.load(self.algorithm.whole(coordinator.model.weights, self.clients.memories))
-        with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), coordinator.model.buffers, strict=True):
-                buffer.copy_(value)
+        self.buffers.load(self.model, coordinator.model.buffers)
 
     def evaluate(self) -> dict[str, float]:
         self._load_global()

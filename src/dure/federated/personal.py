@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.buffers import Buffers
 from dure.data.examples import Examples
 from dure.evaluation import BATCH, ratio, sum_and_count
 from dure.federated.algorithm import Algorithm, Own
@@ -46,7 +47,7 @@ class Personal:
     ) -> None:
         self.task, self.model, self.examples, self.held_out = task, model, examples, held_out
         self.fine_tune = fine_tune
-        self.flat = FlatParameters(model)
+        self.flat, self.buffers = FlatParameters(model), Buffers(model)
         chosen = Permutation(len(held_out), derive(seed, "measured clients")).first(MOST) if held_out else []
         self.clients = sorted(client for client in chosen if len(held_out[client]))
         self.latest: dict[str, list[float]] = {}
@@ -95,8 +96,7 @@ class Personal:
     def _load(self, own: Own) -> None:
         self.flat.load(own.weights)
         assert own.buffers is not None
-        for buffer, value in zip(self.model.buffers(), own.buffers, strict=True):
-            buffer.copy_(value)
+        self.buffers.load(self.model, own.buffers)
 
     def _of(self, indices: Tensor) -> dict[str, float]:
         totals = {name: [0.0, 0.0] for name in ("loss", *self.task.measures)}

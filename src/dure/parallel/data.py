@@ -39,7 +39,7 @@ from dure.parallel.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.reducer import Reducer
 from dure.parallel.replicas import ReplicasLearner
 from dure.parallel.single import SingleLearner, check_gradient
-from dure.parallel.speaker import Buffers
+from dure.parallel.speaker import Speaker
 from dure.randomness import derive
 from dure.strategy import Kind, Learner, Place, Progress, World
 from dure.task import Task
@@ -129,7 +129,7 @@ class DataParallelLearner(SingleLearner):
         self.strategy = strategy
         # for models whose first weights do not follow from the seed alone, such as those read from a file
         self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
-        self.speaking = Buffers(self.model)
+        self.speaking = Speaker(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
         if how.compresses:

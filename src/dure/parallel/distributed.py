@@ -32,7 +32,7 @@ from dure.collectives.group import Group
 from dure.collectives.roll_call import watched
 from dure.parallel.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.reducer import Reducer, check_alike
-from dure.parallel.speaker import Buffers
+from dure.parallel.speaker import Speaker
 
 
 class DistributedDataParallel(nn.Module):
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module):
         everything = [*module.parameters(), *module.buffers()]
         check_alike(everything, self.group)
         self.group.broadcast_values(everything, counted=False)
-        self._speaking = Buffers(module if broadcast_buffers else nn.Module())
+        self._speaking = Speaker(module if broadcast_buffers else nn.Module())
         self._changed: list[bool] | None = None  # with a static graph: the buffers that the first step has changed
         self._steps = 0
         self._joining, self._here, self._divides_by_those_here = False, True, False

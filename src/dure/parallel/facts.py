@@ -40,8 +40,14 @@ def facts_of(learner: ParallelLearner) -> dict[str, Any]:
 
 def bytes_in_memory(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory in which these lie; what several share counts once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    dense = (part for tensor in tensors for part in _parts(tensor))
+    storages = (tensor.untyped_storage() for tensor in dense)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a sparse tensor consists of; any other is one."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def _held(learner: ParallelLearner) -> dict[str, int]:

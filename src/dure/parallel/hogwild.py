@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.buffers import Buffers, load_passing_buffers, passing_buffers
 from dure.collectives.group import Group
 from dure.data.batches import Batches, check_batch_size
 from dure.data.partition import Description
@@ -41,7 +42,7 @@ from dure.parallel.single import SingleLearner
 from dure.parallel.team import Team, team_at
 from dure.randomness import seed_generators
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, World, load_passing_buffers, passing_buffers, seeded_model
+from dure.strategy import Kind, Learner, Place, Progress, World, seeded_model
 from dure.task import Task
 from dure.threads import flops_per_step
 
@@ -150,6 +151,7 @@ class HogwildLearner(SingleLearner):
         else:
             self.size = self.group.size
             self.stop = share_weights(self.model, self.group)
+        self.buffers = Buffers(self.model)
         self.hogs = [Hog(self.group.rank, self, self.model, self.group.meter)]
         for number in range(1, len(self.team or ())):
             own = replica(self.model, seeded_model(task, seed), self.device)
@@ -207,7 +209,7 @@ class HogwildLearner(SingleLearner):
         arrival = max(row[3] for row in rows) - self.place.clock_offset
         self.group.meter.compute("training", started, ended, self.round + 1)
         self.group.meter.communication("meeting", ended, time.perf_counter(), self.round + 1, arrival)
-        self.group.broadcast_values(list(self.model.buffers()))
+        self.group.broadcast_values(self.buffers.of(self.model))
         return [(row[0], int(row[1])) for row in rows], int(rows[0][2])
 
     def evaluate(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dure.buffers import load_passing_buffers, passing_buffers
 from dure.collectives.group import Group
 from dure.devices import to_cpu
 from dure.parallel.tensor.division import Division
@@ -19,7 +20,6 @@ from dure.parallel.tensor.functions import gathered
 from dure.parallel.tensor.state import divisions, whole_state_dict
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.weights import weights_from_bytes, weights_to_bytes
-from dure.strategy import load_passing_buffers, passing_buffers
 
 if TYPE_CHECKING:
     from dure.parallel.combined import ParallelLearner

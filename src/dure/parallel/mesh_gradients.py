@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.all_reduce import all_reduce
+from dure.parallel.gradients import as_dense
 from dure.parallel.tensor.state import divisions
 from dure.parallel.zero.away import gradient_of, set_gradient
 
@@ -30,7 +31,7 @@ def sum_tied(learner: ParallelLearner) -> None:
     for name in learner.tied:
         parameter, ranks = learner.parameters[name], learner.keepers[name]
         found = gradient_of(parameter)
-        mine = found.resolve_conj().resolve_neg() if found is not None else torch.zeros_like(parameter)
+        mine = as_dense(found) if found is not None else torch.zeros_like(parameter)
         others = [rank for rank in ranks if rank != group.rank]
         arrived = {rank: torch.empty_like(mine) for rank in others}
         end = group.begin_transfer(
@@ -59,7 +60,7 @@ def sum_over_replicas(learner: ParallelLearner) -> None:
     summed = [parameter for parameter, count in zip(parameters, alike, strict=True) if count]
     for alike_type in dict.fromkeys((parameter.dtype, parameter.device) for parameter in summed):
         same = [parameter for parameter in summed if (parameter.dtype, parameter.device) == alike_type]
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in same]
+        gradients = [as_dense(p.grad) if p.grad is not None else torch.zeros_like(p) for p in same]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         all_reduce(flat, algorithm="native", group=group)
         for parameter, piece in zip(same, torch.split(flat, [p.numel() for p in same]), strict=True):
@@ -83,8 +84,11 @@ def clip(learner: ParallelLearner, largest: float) -> None:
     What several stages or tensor neighbours hold alike counts once.
     """
     divided = divisions(learner.model)
+    for parameter in learner.parameters.values() if learner.zero is None else ():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # an element that is there several times is one
     squares = [
-        float((gradient.abs() if gradient.is_complex() else gradient).double().square().sum())
+        _square(gradient.values() if gradient.is_sparse else gradient)
         for name, gradient in summed_gradients(learner)
         if learner.keepers[name][0] == learner.at.pipeline and (name in divided or learner.at.tensor == 0)
     ]
@@ -95,6 +99,10 @@ def clip(learner: ParallelLearner, largest: float) -> None:
     for _, gradient in summed_gradients(learner):
         if scale < 1:
             gradient *= scale
+
+
+def _square(gradient: Tensor) -> float:
+    return float((gradient.abs() if gradient.is_complex() else gradient).double().square().sum())
 
 
 def summed_gradients(learner: ParallelLearner) -> Iterator[tuple[str, Tensor]]:

@@ -35,11 +35,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dure.buffers import common
 from dure.devices import to_device
 from dure.errors import LossNotFiniteError
 from dure.parallel import parts
 from dure.parallel.chain import copied
 from dure.parallel.draws import Draws
+from dure.parallel.gradients import as_dense
 from dure.parallel.single import SingleLearner
 from dure.parallel.team import TimeSheet, team_at
 from dure.randomness import derive
@@ -189,6 +191,9 @@ class ReplicasLearner(SingleLearner):
         self._moved("reduce", started)
         if self.clip_norm is not None:
             started = time.perf_counter()
+            for weight in self.model.parameters():
+                if weight.grad is not None and weight.grad.is_sparse:
+                    weight.grad = as_dense(weight.grad)  # torch takes no norms of sparse ones
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
 
@@ -232,7 +237,7 @@ def refresh(replica: nn.Module, model: nn.Module) -> int:
             given += weight.nbytes
         elif mine.data_ptr() != weight.data_ptr():
             mine.data = weight.data
-    for own, buffer in zip(replica.buffers(), model.buffers(), strict=True):
+    for own, buffer in common(replica, model):
         if own is buffer:
             continue
         given += buffer.nbytes

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dure.buffers import load_passing_buffers, passing_buffers
 from dure.data.batches import Batches, check_batch_size
 from dure.data.partition import Description
 from dure.data.prefetch import Prefetch, prefetch
@@ -33,8 +34,6 @@ from dure.strategy import (
     Place,
     Progress,
     examples_for,
-    load_passing_buffers,
-    passing_buffers,
     seeded_model,
 )
 from dure.task import Task

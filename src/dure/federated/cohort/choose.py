@@ -82,9 +82,10 @@ def engine_for(
     """
     _check_name(wanted)
     workers = processes if processes is not None else len(os.sched_getaffinity(0))
+    loop = LoopEngine(task, model, examples, batch_size, seed)  # first, as the other one tries the model
     asked_for_loop = wanted.startswith("loop")
     batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together, sums)
-    made = _Made(LoopEngine(task, model, examples, batch_size, seed), batched, model, jobs, workers, processes, chunk)
+    made = _Made(loop, batched, model, jobs, workers, processes, chunk)
     return _auto(made) if wanted == "auto" else made.wanted(wanted)
 
 

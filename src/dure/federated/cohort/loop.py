@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.buffers import Buffers
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
@@ -59,7 +60,7 @@ class LoopEngine:
     def __init__(self, task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int) -> None:
         self.task, self.model, self.examples, self.batch_size, self.seed = task, model, examples, batch_size, seed
         self.why = ""
-        self.flat = FlatParameters(model)
+        self.flat, self.buffers = FlatParameters(model), Buffers(model)
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(task, self.parameters)
@@ -94,13 +95,11 @@ class LoopEngine:
             raise not_finite(job)
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
         loss = sum(value * size for value, size in zip(values, sizes, strict=True)) / len(order)
-        return Trained(delta, [buffer.clone() for buffer in self.model.buffers()], len(order), loss)
+        return Trained(delta, [buffer.clone() for buffer in self.buffers.of(self.model)], len(order), loss)
 
     def _load(self, job: Job) -> None:
         self.flat.load(job.weights)
-        with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), job.buffers, strict=True):
-                buffer.copy_(value)
+        self.buffers.load(self.model, job.buffers)
 
     def _steps(self, job: Job, order: Tensor, sizes: Sequence[int], losses: list[Tensor]) -> None:
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)

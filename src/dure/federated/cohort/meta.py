@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.buffers import Buffers
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
@@ -42,7 +43,7 @@ class MetaEngine:
     ) -> None:
         self.task, self.model, self.examples, self.batch_size, self.seed = task, model, examples, batch_size, seed
         self.alpha, self.hessian_free = alpha, hessian_free
-        self.flat = FlatParameters(model)
+        self.flat, self.buffers = FlatParameters(model), Buffers(model)
         self.groups = list(by_dtype(model.parameters()).values())
         self.trained = [parameter for group in self.groups for parameter in group if parameter.requires_grad]
 
@@ -71,16 +72,14 @@ class MetaEngine:
 
     def _trained(self, job: Job, steps: Any) -> Trained:
         self.flat.load(job.weights)
-        with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), job.buffers, strict=True):
-                buffer.copy_(value)
+        self.buffers.load(self.model, job.buffers)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         loss, samples = steps(job, Batches(len(job.indices), self.batch_size, self.seed, job.client))
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
             raise not_finite(job)
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
-        return Trained(delta, [buffer.clone() for buffer in self.model.buffers()], samples, loss / samples)
+        return Trained(delta, [buffer.clone() for buffer in self.buffers.of(self.model)], samples, loss / samples)
 
     def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from dure.buffers import load_passing_buffers, passing_buffers
 from dure.collectives.arguments import check_algorithm
 from dure.data.batches import check_joint_batch
 from dure.data.partition import Description
@@ -23,13 +24,13 @@ from dure.devices import to_cpu
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
 from dure.parallel.single import SingleLearner, check_gradient
-from dure.parallel.speaker import Buffers
+from dure.parallel.speaker import Speaker
 from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Tail
 from dure.parallel.zero.redundancy import ZeroRedundancy, check_settings
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
-from dure.strategy import Kind, Learner, Place, Progress, load_passing_buffers, passing_buffers
+from dure.strategy import Kind, Learner, Place, Progress
 from dure.task import Task
 
 
@@ -100,7 +101,7 @@ class ZeROLearner(SingleLearner):
             algorithm=strategy.algorithm,
             tail=Tail(1 + 3 * self.group.size + len(list(self.model.buffers())), self._say),
         )
-        self.buffers = Buffers(self.model)
+        self.buffers = Speaker(self.model)
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
         self._wish, self._loss = 0, 0.0
@@ -201,5 +202,5 @@ class ZeROLearner(SingleLearner):
         load_passing_buffers(self.model, state["buffers"])
         self.zero.load_optimizer_state_dict(state["optimizer"])
         self.zero.passes.restore_order(state["order"])
-        self.buffers = Buffers(self.model)
+        self.buffers = Speaker(self.model)
         self.step = state["step"]
