@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -107,3 +109,35 @@ def test_nothing_is_measured_without_test_data_and_the_timeline_shows_what_was()
     ((span,),) = [lane.spans for lane in trace.lanes.values()]
     assert (span.name, span.category, span.step) == ("evaluation", "evaluation", 3)
     assert group.meter.counters.compute_seconds == 0
+
+
+def ignoring(targets: torch.Tensor) -> torch.Tensor:
+    """Most are ignored in the first half, and all of the last few."""
+    targets = targets.clone()
+    targets[: len(targets) // 2][torch.arange(len(targets) // 2) % 5 > 0] = -100
+    targets[-7:] = -100
+    return targets
+
+
+WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+LOSSES = [
+    F.cross_entropy,
+    nn.CrossEntropyLoss(weight=WEIGHT),
+    partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1),
+    partial(F.cross_entropy, ignore_index=2),
+]
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("loss", LOSSES, ids=["plain", "module", "weighted", "other"])
+def test_a_loss_that_ignores_targets_is_their_mean_whatever_the_batches(loss):
+    given = examples(40)
+    targets = ignoring(given.targets) if getattr(loss, "keywords", {}).get("ignore_index") is None else given.targets
+    task, model = small_task(loss=loss, test=(given.inputs, targets)), network()
+    expected = float(loss(model(given.inputs), targets).detach())
+    for size in (1, 3):
+        parts = [Share(rank, size) for rank in range(size)]
+        for part in parts:
+            evaluate(task, model, task.test, part, 0)
+        total, _, count, _ = (sum(column) for column in zip(*(part.sums for part in parts), strict=True))
+        assert total / count == pytest.approx(expected, abs=1e-12)

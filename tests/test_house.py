@@ -13,7 +13,18 @@ import dure
 SOURCE = Path(dure.__file__).parent
 
 FLOORS = [
-    {"errors", "randomness", "flat", "buffers", "catalog", "compiler", "written", "registration", "__init__"},
+    {
+        "errors",
+        "randomness",
+        "flat",
+        "buffers",
+        "counted",
+        "catalog",
+        "compiler",
+        "written",
+        "registration",
+        "__init__",
+    },
     {"record", "stop", "task", "data", "models", "convolution", "threads", "devices"},
     {"collectives", "strategy", "tasks", "evaluation", "fleet"},
     {"worlds", "parallel", "averaging", "federated"},

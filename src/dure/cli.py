@@ -218,13 +218,14 @@ def _resume(flags: list[str]) -> int:
     asked = parse_flags("dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run.")
     folder: Path = asked["how"].resume
     from dure.train import asked_of, resume
+    from dure.worlds.here import leads_here
 
     stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return _show_run(
         lambda on_progress: resume(folder, stop=stop, on_progress=on_progress),
         stop,
-        asked["how"].json,
-        asked["how"].json,
+        asked["how"].json or not leads_here(),
+        asked["how"].json and leads_here(),
         folder,
     )
 
@@ -282,16 +283,19 @@ def _compare(given: list[str]) -> int:
     entries = [entry(system, how.workers) for system in systems]
     from dure.compare import compare
     from dure.show import Display, error_console, table
+    from dure.worlds.here import leads_here
 
-    with _folder(how.out, f"compare-{_file_name(task)}") as out, Display(stop, how.json) as display:
+    with _folder(how.out, f"compare-{_file_name(task)}") as out, Display(stop, how.json or not leads_here()) as display:
         done = compare(
             task, entries, stop=stop, seed=how.seed, out=out, evaluate_every=how.evaluate_every, on_progress=display
         )
+    if not leads_here():
+        return max((error.exit_code for error in done.failed.values()), default=0)
     summaries = [run.summary for run in done.runs]
     if how.json:
         failed = {label: str(error) for label, error in done.failed.items()}
         print(json.dumps({"runs": summaries, "failed": failed, "report": str(done.report)}))
-    else:
+    elif summaries:
         error_console().print(table(summaries))
     for label, error in done.failed.items():
         print(f"dure: {label}: {error}", file=sys.stderr)

@@ -7,12 +7,14 @@ the same numbers and nobody waits for rank 0.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.counted import loss_and_count
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.task import Task
@@ -49,12 +51,7 @@ def evaluate(
             continue
         inputs, targets = to_device(examples.batch(indices), device)
         outputs = model(inputs)
-        values = [
-            task.loss(outputs, targets),
-            *(metric(outputs, targets) for metric in task.measures.values()),
-        ]
-        for position, value in enumerate(values):
-            total, count = sum_and_count(value, len(indices))
+        for position, (total, count) in enumerate(measured(task, outputs, targets, len(indices))):
             totals[position] += total
             counts[position] += count
     for _ in range(-(-len(shares[0]) // BATCH) - -(-len(share) // BATCH)):
@@ -66,7 +63,14 @@ def evaluate(
     return {f"test_{name}": ratio(sums[position], sums[len(names) + position]) for position, name in enumerate(names)}
 
 
-def sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
+def measured(task: Task, outputs: Any, targets: Any, examples: int) -> Iterator[tuple[float, float]]:
+    """(sum, count) of the loss over a batch, then of each metric."""
+    yield loss_and_count(task.loss, outputs, targets, examples)
+    for metric in task.measures.values():
+        yield _sum_and_count(metric(outputs, targets), examples)
+
+
+def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
     """A metric gives the batch's mean, or a pair (sum, count)."""
     if isinstance(value, tuple):
         return float(value[0]), float(value[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -84,3 +85,23 @@ def test_the_other_ranks_name_a_lost_one(how: signal.Signals, tmp_path: Path) ->
 def test_outside_torchrun_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match="not started by torchrun"):
         dure.Torchrun()
+
+
+def test_a_comparison_goes_on_behind_a_system_that_fails(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "-m", "dure", "compare", "digits", "data-parallel", "local-sgd", "zero", "--lr", "1e30"]
+    command += ["--epochs", "1", "--json", "--out", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    found = json.loads(done.stdout)
+    assert found["runs"] == []
+    assert len(found["failed"]) == 3
+    assert all("lower the learning rate" in error for error in found["failed"].values())
+
+
+def test_rank_0_alone_tells_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [*TORCHRUN, "-m", "dure", "train"]
+    first = [*command, "digits", "data-parallel", "--steps", "5", "--out", str(out)]
+    assert subprocess.run(first, capture_output=True, timeout=120).returncode == 0
+    again = [*command, "--resume", str(out), "--steps", "9", "--json"]
+    done = subprocess.run(again, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert json.loads(done.stdout)["steps"] == 9, done.stdout

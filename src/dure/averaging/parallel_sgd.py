@@ -36,10 +36,11 @@ from dure.buffers import Buffers, load_passing_buffers, passing_buffers, write
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
+from dure.counted import loss_and_count
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
 from dure.errors import LossNotFiniteError
-from dure.evaluation import BATCH, evaluate
+from dure.evaluation import BATCH, evaluate, ratio
 from dure.flat import FlatParameters
 from dure.record.meter import Meter
 from dure.strategy import Kind, Learner, Place, Progress, seeded_model
@@ -166,13 +167,14 @@ class ParallelSGDLearner:
 
     def _loss(self) -> float:
         """This rank's model on all training data."""
-        total, examples = 0.0, self.replica.train_examples
+        total, counted, examples = 0.0, 0.0, self.replica.train_examples
         self.combined.eval()
         for indices in torch.split(torch.arange(len(examples)), BATCH):
             inputs, targets = examples.batch(indices)
-            total += float(self.task.loss(self.combined(inputs), targets)) * len(indices)
+            loss, count = loss_and_count(self.task.loss, self.combined(inputs), targets, len(indices))
+            total, counted = total + loss, counted + count
         self.combined.train()
-        return total / len(examples)
+        return ratio(total, counted)
 
     def evaluate(self) -> dict[str, float]:
         return evaluate(self.task, self.combine(), self.replica.test_examples, self.group, self.round)

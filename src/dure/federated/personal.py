@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dure.buffers import Buffers
 from dure.data.examples import Examples
-from dure.evaluation import BATCH, ratio, sum_and_count
+from dure.evaluation import BATCH, measured, ratio
 from dure.federated.algorithm import Algorithm, Own
 from dure.federated.clients import Clients
 from dure.federated.cohort.job import Job
@@ -99,13 +99,12 @@ class Personal:
         self.buffers.load(self.model, own.buffers)
 
     def _of(self, indices: Tensor) -> dict[str, float]:
-        totals = {name: [0.0, 0.0] for name in ("loss", *self.task.measures)}
+        names = ["loss", *self.task.measures]
+        totals = {name: [0.0, 0.0] for name in names}
         for part in torch.split(indices, BATCH):
             inputs, targets = self.examples.batch(part)
             outputs = self.model(inputs)
-            measures = {"loss": self.task.loss, **self.task.measures}
-            for name, measure in measures.items():
-                total, count = sum_and_count(measure(outputs, targets), len(part))
+            for name, (total, count) in zip(names, measured(self.task, outputs, targets, len(part)), strict=True):
                 totals[name][0] += total
                 totals[name][1] += count
         return {name: ratio(total, count) for name, (total, count) in totals.items()}

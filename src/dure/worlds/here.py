@@ -22,6 +22,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def leads_here() -> bool:
+    """Whether this process is the one that talks to the user: of those of torchrun, rank 0."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
 def refuse_under_torchrun(world: str) -> None:
     """Raises ValueError where N processes would each do the same work and write the same files."""
     if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:

@@ -29,12 +29,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
+from dure.errors import DureError
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Kind, Place
 from dure.worlds.backend import Backend, check_backend, register_backend
 from dure.worlds.cores import threads_per_rank
-from dure.worlds.here import under_torchrun
+from dure.worlds.here import leads_here, under_torchrun
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.session import session
 
@@ -77,7 +78,7 @@ class Torchrun:
 
     @property
     def leads(self) -> bool:
-        return int(os.environ["RANK"]) == 0
+        return leads_here()
 
     @property
     def workers(self) -> int:
@@ -110,6 +111,8 @@ class Torchrun:
                 value = program(place)
             except BaseException as error:
                 roll_call.answer(Answer(failed=str(error)))
+                if isinstance(error, DureError):  # of another run there may be one more group
+                    dist.destroy_process_group()
                 raise
             dist.barrier()
             if self.elastic:

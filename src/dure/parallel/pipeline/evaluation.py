@@ -13,7 +13,7 @@ from torch import Tensor
 from dure.collectives.group import Group
 from dure.data.examples import Examples
 from dure.devices import to_device
-from dure.evaluation import BATCH, sum_and_count
+from dure.evaluation import BATCH, measured
 from dure.parallel.pipeline.cut import CutModel, UncutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
@@ -33,12 +33,10 @@ def totals_of(
 
     They are zeros but on the rank of the last stage. home: the rank of each stage. The transfers are not counted.
     """
-    measures = [task.loss, *task.measures.values()]
-    sums, counts = [0.0] * len(measures), [0.0] * len(measures)
+    sums, counts = [0.0] * (1 + len(task.measures)), [0.0] * (1 + len(task.measures))
 
     def measure(length: int, outputs: Any, targets: Any) -> Tensor:
-        for position, measured in enumerate(measures):
-            total, count = sum_and_count(measured(outputs, targets), length)
+        for position, (total, count) in enumerate(measured(task, outputs, targets, length)):
             sums[position] += total
             counts[position] += count
         return torch.zeros(())
