@@ -109,6 +109,14 @@ def test_a_small_alpha_is_skewed_and_a_large_one_is_even():
     assert dominance(1000.0) < 0.15
 
 
+@pytest.mark.parametrize(("classes", "clients"), [(250, 20), (1000, 10), (10, 100)])
+def test_what_is_left_of_small_classes_goes_to_everybody(classes, clients):
+    sizes = Dirichlet(1e6).divide(clients, 1000, torch.arange(1000) % classes).sizes
+    mean = 1000 / clients
+    assert sizes.max() < mean + 5 * mean**0.5
+    assert sizes.min() > mean - 5 * mean**0.5
+
+
 @pytest.mark.parametrize("kind", [Dirichlet, QuantitySkew])
 @pytest.mark.parametrize("alpha", [1e100, 1e307, 1e308, 1.7e308])
 def test_the_largest_alpha_is_even_too(kind, alpha):

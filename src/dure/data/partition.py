@@ -194,11 +194,13 @@ class Dirichlet(Partition):
     def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
         labels = _needed(labels, n, self)
         random = np.random.default_rng(derive(seed, "partition"))
+        rounding = np.random.default_rng(derive(seed, "rounding of shares"))
         parts: list[list[Tensor]] = [[] for _ in range(clients)]
         for label in torch.unique(labels):
             members = (labels == label).nonzero().flatten()
             shuffled = members[torch.from_numpy(random.permutation(len(members)))]
-            for part, share in zip(parts, _cut(shuffled, _shares(random, self.alpha, clients)), strict=True):
+            counts = _counts(_shares(random, self.alpha, clients), len(members), rounding)
+            for part, share in zip(parts, shuffled.split(counts), strict=True):
                 part.append(share)
         return Parts.of(_filled([torch.cat(part) for part in parts], self.minimum, random))
 
@@ -383,6 +385,20 @@ def _cut(indices: Tensor, shares: np.ndarray) -> list[Tensor]:
     """`indices` cut into consecutive parts of these shares of its length."""
     ends = np.rint(shares.cumsum()[:-1] * len(indices)).astype(int)
     return list(indices.tensor_split(ends.tolist()))
+
+
+def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int]:
+    """n whole things by these shares, each rounded up or down so that on average it is exact (systematic sampling).
+
+    Which are rounded up is drawn anew in each call: else the same clients would have what is left of every class.
+    """
+    order = random.permutation(len(shares))
+    ends = np.floor(shares[order].cumsum() / shares.sum() * n + random.random())
+    ends[-1] = n
+    counts = np.empty(len(shares), dtype=int)
+    counts[order] = np.diff(np.minimum(ends, n), prepend=0)
+    found: list[int] = counts.tolist()
+    return found
 
 
 def _filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:

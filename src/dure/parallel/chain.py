@@ -54,10 +54,10 @@ def check_chain(task: Task, stages: int) -> None:
     before = generators_state()
     try:
         torch.manual_seed(0)
-        expected = whole.train()(inputs)
+        expected = whole.train()(copied(inputs))
         torch.manual_seed(0)
         chain.train()
-        found = run(layers, inputs)
+        found = run(layers, copied(inputs))
         same = all(
             torch.equal(a, b) if isinstance(a, Tensor) else a == b
             for a, b in zip(tree_leaves(expected), tree_leaves(found), strict=True)
@@ -108,6 +108,22 @@ def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float
         elements = sum(leaf.numel() for leaf in tree_leaves(hidden) if isinstance(leaf, Tensor))
         costs.append(float(counter.get_total_flops()) + WORK_OF_AN_ELEMENT * elements)
     return costs
+
+
+@torch.no_grad()
+def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
+    """Which layers write into what they are given, in evaluation or as they say of themselves."""
+    hidden = copied(examples.batch(torch.tensor([0]))[0])
+    found = []
+    for layer in layers:
+        training = layer.training
+        layer.eval()
+        before = [(tensor, tensor._version) for tensor in _tensors(hidden)]
+        hidden = layer(hidden)
+        layer.train(training)
+        wrote = any(tensor._version != version for tensor, version in before)
+        found.append(wrote or any(getattr(module, "inplace", False) for module in layer.modules()))
+    return found
 
 
 def measured_costs(layers: Sequence[nn.Module], examples: Examples, size: int, repeats: int = 3) -> list[float]:

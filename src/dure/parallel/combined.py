@@ -31,6 +31,7 @@ from dure.devices import to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import ratio
 from dure.parallel import mesh_checkpoint, mesh_gradients
+from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.facts import facts_of
 from dure.parallel.mesh import Mesh, groups_on
 from dure.parallel.pipeline import validate
@@ -48,7 +49,6 @@ from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.plan import Plan, check_plan
 from dure.parallel.tensor.ready import plan_for
-from dure.parallel.zero.optimizer import check_element_wise
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
@@ -141,6 +141,8 @@ class Parallel:
             raise ValueError(f"zero is {self.zero}, but on a mesh it is 0, or 1: the optimizer's state is divided")
         if self.mesh.tensor > 1 or self.zero:
             check_element_wise(task.optimizer(list(model.parameters())))
+        elif self.mesh.pipeline > 1:
+            check_parameter_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1:
             check_plan(model, plan_of(model, self.sequence), self.mesh.tensor)
             if self.sequence and self.mesh.pipeline > 1:
@@ -150,6 +152,9 @@ class Parallel:
         tests = partial(sample, test) if test is not None and len(test) else None
         cut = CutModel(model, partial(sample, train), schedule.stages, self.examples(len(train)), tests)
         cut.decide(cut.choose(self.cut, "estimated"))
+        if cut.changed and (self.mesh.data > 1 or self.recompute):
+            what = "replicas would go apart" if self.mesh.data > 1 else "recomputation would change it again"
+            raise ValueError(f"{cut.changed[0]} changes in a forward pass (as by max_norm), and {what}")
         if tests is not None:
             try:
                 cut.homes(2, False)
@@ -196,12 +201,17 @@ class ParallelLearner:
         """The optimizer of what this rank holds; its state is divided over the data group, if that is asked for."""
         self.zero: ZeroRedundancy | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        if self.parameters and self.strategy.zero and self.groups.data.size > 1:
+        if not self.cut.learned & self.parameters.keys():
+            return
+        self.optimizer = self.task.optimizer(list(self.model.parameters()))  # of all: its groups may go by place
+        held = {id(parameter) for parameter in self.parameters.values()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in held]
+        for parameter in [parameter for parameter in self.optimizer.state if id(parameter) not in held]:
+            del self.optimizer.state[parameter]
+        if self.strategy.zero and self.groups.data.size > 1:
             holder = nn.ParameterList(self.parameters.values())
-            self.zero = ZeroRedundancy(holder, self.task.optimizer, 1, self.groups.data, reduce="sum", prefetch=0)
-            self.optimizer = self.zero.optimizer
-        elif self.parameters:
-            self.optimizer = self.task.optimizer(list(self.parameters.values()))
+            self.zero = ZeroRedundancy(holder, self.optimizer, 1, self.groups.data, reduce="sum", prefetch=0)
 
     def _share(self) -> int:
         """Examples of a step in this pipeline."""

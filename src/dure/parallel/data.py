@@ -39,7 +39,7 @@ from dure.parallel.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.reducer import Reducer
 from dure.parallel.replicas import ReplicasLearner
 from dure.parallel.single import SingleLearner, check_gradient
-from dure.parallel.speaker import Speaker
+from dure.parallel.speaker import Speaker, check_weights_stay
 from dure.randomness import derive
 from dure.strategy import Kind, Learner, Place, Progress, World
 from dure.task import Task
@@ -127,6 +127,7 @@ class DataParallelLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.strategy = strategy
+        check_weights_stay(self.model, self.group)
         # for models whose first weights do not follow from the seed alone, such as those read from a file
         self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
         self.speaking = Speaker(self.model)

@@ -32,7 +32,7 @@ from dure.collectives.group import Group
 from dure.collectives.roll_call import watched
 from dure.parallel.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.reducer import Reducer, check_alike
-from dure.parallel.speaker import Speaker
+from dure.parallel.speaker import Speaker, check_weights_stay
 
 
 class DistributedDataParallel(nn.Module):
@@ -80,6 +80,7 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         everything = [*module.parameters(), *module.buffers()]
         check_alike(everything, self.group)
+        check_weights_stay(module, self.group)
         self.group.broadcast_values(everything, counted=False)
         self._speaking = Speaker(module if broadcast_buffers else nn.Module())
         self._changed: list[bool] | None = None  # with a static graph: the buffers that the first step has changed

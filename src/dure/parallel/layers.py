@@ -12,8 +12,9 @@ are idle while the pipeline fills and empties: of S stages that take equally lon
 Larger M makes that less, and every micro-batch smaller, which operators like less.
 
 Layers are divided so that the most expensive stage is as cheap as can be (`divided_layers`): by counted operations, or
-by measured time; either way the numbers that are computed are the same. Batch norm sees a micro-batch. Dropout is drawn
-from (seed, step, stage, micro-batch).
+by measured time; either way the numbers that are computed are the same, but for dropout, which is drawn from (seed,
+step, stage, micro-batch): where a stopwatch decides which layer is in which stage, runs need not repeat themselves to
+the bit. Batch norm sees a micro-batch.
 
 What is handed over is counted as if memory were not shared: a stage hands its outputs on and the gradients of its
 inputs back, each once for every example (`handed_over`).
@@ -27,7 +28,7 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -41,7 +42,16 @@ from dure.devices import to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
 from dure.parallel import parts
-from dure.parallel.chain import check_chain, copied, counted_costs, divided_layers, layers_of, measured_costs, run
+from dure.parallel.chain import (
+    check_chain,
+    copied,
+    counted_costs,
+    divided_layers,
+    layers_of,
+    measured_costs,
+    run,
+    writers,
+)
 from dure.parallel.draws import Draws
 from dure.parallel.single import SingleLearner
 from dure.parallel.team import AbandonedError, TimeSheet, team_at
@@ -141,10 +151,16 @@ class Belt:
 
 
 class Chain(nn.Module):
-    """The stages one behind the other, each on its device: the whole model, as it is evaluated."""
+    """The stages one behind the other, each on its device: the whole model, as it is evaluated.
 
-    def __init__(self, stages: Sequence[Sequence[nn.Module]], devices: Sequence[torch.device]) -> None:
+    writing: the stages that begin by writing into what they are given.
+    """
+
+    def __init__(
+        self, stages: Sequence[Sequence[nn.Module]], devices: Sequence[torch.device], writing: Collection[int] = ()
+    ) -> None:
         super().__init__()
+        self.writing = writing
         self.stages = nn.ModuleList(
             nn.ModuleList(stage).to(device) for stage, device in zip(stages, devices, strict=True)
         )
@@ -158,9 +174,7 @@ class Chain(nn.Module):
     def stage(self, number: int, inputs: Any) -> Any:
         """What the layers of one stage make of `inputs`, which are on its device."""
         layers: Any = self.stages[number]
-        if number and any(getattr(module, "inplace", False) for module in layers[0].modules()):
-            inputs = copied(inputs)
-        return run(layers, inputs)
+        return run(layers, copied(inputs) if number in self.writing else inputs)
 
 
 class PipelineLearner(SingleLearner):
@@ -178,7 +192,10 @@ class PipelineLearner(SingleLearner):
             else measured_costs(layers, self.train_examples, self.size)
         )
         self.division = divided_layers(costs, stages)
-        self.chain = Chain([[layers[number] for number in numbers] for numbers in self.division], place.devices)
+        writes = writers(layers, self.train_examples)
+        writing = {stage for stage, numbers in enumerate(self.division) if writes[numbers[0]]}
+        stages_of = [[layers[number] for number in numbers] for numbers in self.division]
+        self.chain = Chain(stages_of, place.devices, writing)
         self.team = team_at(place, self.flops_per_step() / stages, "stage")
         self.sheets = [
             TimeSheet(Meter(name_of(stage, numbers), place.trace), "the other stages")

@@ -39,8 +39,8 @@ def weights_of(learner: ParallelLearner) -> dict[str, Tensor]:
 
 
 def _keeper(learner: ParallelLearner, name: str) -> int:
-    """The stage's rank from which an entry of the state_dict is taken."""
-    return learner.keepers[learner.first_name[name]][0]
+    """The stage's rank from which an entry of the state_dict is taken: for what a module adds to it, the first."""
+    return learner.keepers.get(learner.first_name[name], [0])[0]
 
 
 def state_of(learner: ParallelLearner) -> dict[str, Any]:
@@ -120,7 +120,9 @@ def restore(learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapp
     own, held, divided = learner.model.state_dict(keep_vars=True), set(learner.held), divisions(learner.model)
     with torch.no_grad():
         for name, value in weights.items():
-            if learner.first_name[name] in held:
+            if name.endswith("_extra_state"):
+                learner.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            elif learner.first_name[name] in held:
                 if name in divided:
                     division, group = divided[name]
                     value = division.part(value, group.rank, group.size)

@@ -177,6 +177,13 @@ class CutModel:
         return self.reference.learned
 
     @property
+    def changed(self) -> list[str]:
+        """The parameters that a forward pass changes."""
+        trace = self.reference
+        changed = [value for value in trace.names if value in trace.changed]
+        return sorted(trace.names[value] for value in changed if isinstance(trace.tensor(value), nn.Parameter))
+
+    @property
     def draws(self) -> bool:
         """Whether the model draws random numbers in training."""
         return bool(self.reference.numbers_of_draws())
@@ -206,8 +213,6 @@ class UncutModel:
     """A model in one stage, computed as it is: nothing is traced. It has the face of a `CutModel`."""
 
     draws = False
-    learned: frozenset[str] = frozenset()
-    """No stages share a parameter."""
 
     def __init__(
         self,
@@ -220,6 +225,7 @@ class UncutModel:
         self.model, self.stages, self.examples = model, stages, examples
         names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
         self.holders: dict[str, list[int]] = {name: [0] for name in names}
+        self.learned = frozenset(name for name, _ in model.named_parameters())
         inputs = tree_flatten(((sample(1),), {}))[1]
         self._flat = _Flat(model, inputs)
         written = tuple(name for name, _ in model.named_buffers())

@@ -71,19 +71,19 @@ def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) ->
 
 
 def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
-    """Raises ValueError if a buffer is changed in one stage and used in another."""
+    """Raises ValueError if a buffer, or a parameter, is changed in one stage and used in another."""
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for node in trace.moving:
         for source in [*trace.attributes(node), *(trace.root[value] for value in node.all_input_nodes)]:
-            if source in trace.names and not isinstance(trace.tensor(source), nn.Parameter):
+            if source in trace.names:
                 users.setdefault(trace.names[source], set()).add(stage_of[node])
                 if source in trace.changed:
                     changed.add(trace.names[source])
     for name in sorted(changed):
         if len(users[name]) > 1:
             stages = " and ".join(map(str, sorted(users[name])))
-            raise ValueError(f"buffer {name} changes, and stages {stages} use it: cut the model elsewhere")
+            raise ValueError(f"{name} changes in a forward pass, and stages {stages} use it: cut the model elsewhere")
 
 
 def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[fx.Node]]:
@@ -163,7 +163,8 @@ class _Builder:
         graph.output(tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given))
         module = fx.GraphModule(self.attributes, graph)
         values = [tuple(trace.value(node) for node in nodes) for nodes in (received, leaving)]
-        written = tuple(trace.names[value] for value in changed if value in trace.names)
+        own_names = [value for value in changed if value in trace.names]
+        written = tuple(trace.names[v] for v in own_names if not isinstance(trace.tensor(v), nn.Parameter))
         shapes = tuple(getattr(trace.placeholders[index].meta["val"], "shape", None) for index in inputs)
         return Program(module, tuple(inputs), values[0], values[1], changes, written, shapes)
 

@@ -28,6 +28,7 @@ from dure.record.checkpoint import pack_tree, unpack_tree, write_atomically
 from dure.record.weights import pairs_in, weights_from_bytes, weights_to_bytes
 
 _SETTINGS = "settings/"
+_REST = "rest.safetensors"
 
 
 def file_of(rank: int, ranks: int) -> str:
@@ -35,13 +36,21 @@ def file_of(rank: int, ranks: int) -> str:
 
 
 def save(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group) -> None:
-    """Writes this rank's part; all ranks call it, on a folder that all of them see."""
+    """Writes this rank's part; all ranks call it, on a folder that all of them see.
+
+    A checkpoint that is there already stays whole until all parts of the new one are written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / file_of(group.rank, group.size), _part(shares, division))
+    write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
     group.all_gather_values([0.0], "waiting for all parts of a checkpoint")
     if group.rank == 0:
         _write_index(folder, model, shares, division, group.size)
     group.all_gather_values([0.0], "waiting for the index of a checkpoint")
+
+
+def _new(folder: Path, name: str) -> Path:
+    """Where a part waits for the others."""
+    return folder / f"{name}.new"
 
 
 def _part(shares: Sequence[Share], division: Division) -> bytes:
@@ -79,7 +88,10 @@ def _write_index(folder: Path, model: nn.Module, shares: Sequence[Share], divisi
         "order": [divided.get(id(parameter)) for parameter in division.parameters],
         "settings": settings,
     }
-    write_atomically(folder / "rest.safetensors", weights_to_bytes(rest))
+    write_atomically(_new(folder, _REST), weights_to_bytes(rest))
+    (folder / "index.json").unlink(missing_ok=True)  # until the new one: parts of two are no checkpoint
+    for name in (_REST, *(file_of(rank, ranks) for rank in range(ranks))):
+        _new(folder, name).rename(folder / name)
     write_atomically(folder / "index.json", json.dumps(index).encode())
 
 
@@ -90,7 +102,7 @@ class Checkpoint:
         with ExitStack() as stack:
             try:
                 index = json.loads((folder / "index.json").read_bytes())
-                rest = weights_from_bytes((folder / "rest.safetensors").read_bytes())
+                rest = weights_from_bytes((folder / _REST).read_bytes())
                 names = [str(folder / file_of(rank, index["ranks"])) for rank in range(index["ranks"])]
                 self._files = [stack.enter_context(safe_open(name, framework="pt")) for name in names]
             except (OSError, ValueError) as error:

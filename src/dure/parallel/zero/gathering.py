@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dure.collectives.handle import Handle
 from dure.parallel.zero.away import bring_back, send_away
@@ -54,6 +54,15 @@ class Unit:
     def frozen(self) -> bool:
         """Whether it has parameters without gradients, which nothing tells the end of backward of."""
         return any(not share.block.trained for share in self.shares)
+
+
+def tensors_in(outputs: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in what a module gives back: in containers, and in objects of classes that torch does not know."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
+            yield from tensors_in(list(vars(leaf).values()), depth - 1)
 
 
 class _Saved:
@@ -158,8 +167,8 @@ class Gathering:
     def called(self, unit: Unit, outputs: Any) -> None:
         """A module of the unit has returned, in a forward pass."""
         unit.calls += 1
-        for output in tree_flatten(outputs)[0]:
-            if isinstance(output, Tensor) and (found := self.lies_in(output)) is not None:
+        for output in tensors_in(outputs):
+            if (found := self.lies_in(output)) is not None:
                 found[0].stays = True
         if unit.calls >= len(unit.modules) and not (unit.stays or unit.always_stays):
             self.free(unit)
@@ -200,7 +209,8 @@ class Gathering:
             return kept
         self.need(kept.unit)
         assert kept.unit.whole is not None
-        return kept.unit.whole[kept.number].as_strided(kept.size, kept.stride, kept.offset)
+        view = kept.unit.whole[kept.number].as_strided(kept.size, kept.stride, kept.offset)
+        return view.clone() if torch.is_grad_enabled() else view  # a graph of gradients keeps it beyond this pass
 
     def begin_backward(self) -> None:
         self.in_backward = True

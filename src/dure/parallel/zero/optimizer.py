@@ -2,8 +2,7 @@
 
 An optimizer is divided by giving its parameter groups the pieces instead of the parameters, so all its settings and
 whoever holds it (a scheduler of learning rates) stay as they are. That is right for optimizers that treat every element
-for itself. Those that look at a whole tensor (a norm, a factored moment, an orthogonal update) would see pieces: they
-are refused. Which of torch's are element-wise is known; others are tried out on a small matrix, whole and in halves.
+for itself; others are refused (`dure.parallel.divisible`).
 
 The whole state has the form of `Optimizer.state_dict()` over the undivided parameters, and so loads into the same
 optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
@@ -21,56 +20,6 @@ from torch.optim import Optimizer
 from dure.collectives.group import Group
 from dure.parallel.zero.shares import Held, Share
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
-
-_ELEMENT_WISE = {
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-}
-
-
-def check_element_wise(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that does not treat every element of a tensor for itself."""
-    kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENT_WISE:
-        return
-    problem = _tried_out(optimizer)
-    if problem is not None:
-        raise ValueError(
-            f"{kind.__name__} cannot be divided element by element: {problem}; use an optimizer that treats every "
-            "element for itself, as SGD or AdamW, or data parallel, where every rank has whole tensors"
-        )
-
-
-def _tried_out(optimizer: Optimizer) -> str | None:
-    """What is wrong with the optimizer, if pieces of a matrix are not updated as the whole is."""
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(4, 6, 4, generator=generator, dtype=torch.float64)
-    settings = {key: value for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)}
-    whole = nn.Parameter(start.clone())
-    halves = [nn.Parameter(half.clone()) for half in start.reshape(-1).split([7, 17])]
-    try:
-        for parameters, given in (
-            ([whole], lambda gradient: [gradient]),
-            (halves, lambda gradient: gradient.reshape(-1).split([7, 17])),
-        ):
-            probe: Any = type(optimizer)(parameters, **settings)
-            for gradient in gradients:
-                for parameter, part in zip(parameters, given(gradient), strict=True):
-                    parameter.grad = part.clone()
-                probe.step()
-    except Exception as error:
-        return f"trying it out failed ({type(error).__name__}: {error})"
-    same = torch.equal(whole.detach().reshape(-1), torch.cat([half.detach() for half in halves]))
-    return None if same else "it updates the pieces of a matrix otherwise than the whole"
 
 
 class Division:

@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
 from dure.parallel.direct import WORTH_IT, Direct
+from dure.parallel.divisible import check_element_wise
+from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero import checkpoint
 from dure.parallel.zero.away import watch_gradient
 from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
 from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
 from dure.parallel.zero.gathering import Gathering, Unit
-from dure.parallel.zero.optimizer import Division, check_element_wise
+from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.passes import Orders, Passes
 from dure.parallel.zero.reducing import Reducing, Tail
 from dure.parallel.zero.shares import Pool
@@ -89,6 +91,7 @@ class ZeroRedundancy:
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         self.device = check_model(model, self.optimizer)
         check_element_wise(self.optimizer)
+        check_weights_stay(model, self.group)
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
         self.wire = Wire(self.group, algorithm, beside=prefetch > 0, mean=reduce == "mean")
         for tensor in (*model.parameters(), *model.buffers()):
@@ -203,6 +206,11 @@ class ZeroRedundancy:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients; `optimizer.zero_grad` and `model.zero_grad` are this."""
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+        for part in self.parts():  # also what the optimizer was not given
+            if set_to_none:
+                part.grad = None
+            elif part.grad is not None:
+                part.grad.zero_()
         self.reducing.drop()
         self._reduced = False
 
