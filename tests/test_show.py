@@ -145,3 +145,24 @@ def test_on_a_terminal_each_run_has_a_line_of_its_own():
     assert "[one]" in text
     assert "50%" in text
     assert "test_accuracy 0.953" in text
+
+
+PERSONAL = {f"{who}_{what}": 0.6724 for who in ("client", "personal") for what in ("accuracy", "accuracy_p10", "loss")}
+
+
+@given(st.integers(70, 220), st.sampled_from(["FedAvg", "FedAvg iid, devices stragglers:0.2, drop out 0.3"]))
+def test_a_table_never_cuts_a_number_and_says_what_it_leaves_out(width, label):
+    runs = [summary(label, best={"test_loss": 0.4, **PERSONAL}, **PERSONAL), summary("pipeline gpipe, 4 micro-batches")]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table(runs, console))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in console.file.getvalue()
+    words = console.file.getvalue().split()
+    assert "0.5000" in words
+    assert ("1.23" in words) == ("room" not in words or "sent" not in words[words.index("room") :])
+
+
+def test_the_conditions_of_clients_are_told_once():
+    world = "simulated clients, devices stragglers:0.2"
+    assert cells(summary("FedAvg iid, devices stragglers:0.2", world=world))[1][1] == "simulated clients"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure import catalog
+from dure import Mesh, Parallel, Pipeline, catalog
 from dure.data.partition import IID, Dirichlet, LabelShards, NaturalKey, QuantitySkew
 from dure.federated.fed_avg import FedAvg
 from dure.parallel.data import DataParallel
@@ -104,6 +104,9 @@ def test_every_world_of_the_catalog_is_there(name):
         ("fed-avg,clients=20,fraction=0.5", FedAvg(clients=20, fraction=0.5)),
         ("fed-avg,partition=dirichlet:0.3:2,server_lr=2", FedAvg(partition=Dirichlet(0.3, 2), server_lr=2.0)),
         ("zero,stage=3,algorithm=ring", ZeRO(3, algorithm="ring")),
+        ("pipeline,schedule=gpipe,microbatches=2", Pipeline(schedule="gpipe", microbatches=2)),
+        ("single-worker,device=cuda", SingleWorker(device="cuda")),
+        ("parallel,data=2,tensor=2,zero=1", Parallel(Mesh(data=2, tensor=2), zero=1)),
         ("fed-avg,clients=null,partition=natural-key", FedAvg(clients=None, partition=NaturalKey())),
     ],
 )

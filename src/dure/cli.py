@@ -244,7 +244,8 @@ def _show_run(run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool,
     if as_json:
         print(json.dumps(done.summary))
     elif not quiet:
-        error_console().print(table([done.summary]))
+        console = error_console()
+        console.print(table([done.summary], console))
         if "facts" in done.summary:
             _say_facts(folder)
         print(f"run folder: {folder}", file=sys.stderr)
@@ -296,7 +297,8 @@ def _compare(given: list[str]) -> int:
         failed = {label: str(error) for label, error in done.failed.items()}
         print(json.dumps({"runs": summaries, "failed": failed, "report": str(done.report)}))
     elif summaries:
-        error_console().print(table(summaries))
+        console = error_console()
+        console.print(table(summaries, console))
     for label, error in done.failed.items():
         print(f"dure: {label}: {error}", file=sys.stderr)
     print(f"report: {done.report}", file=sys.stderr)

@@ -138,7 +138,6 @@ class Driver:
         self.leads = place.group.rank == 0
         self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
         self.examples = len(job.task.train)
-        self.evaluate_every = job.evaluate_every or learner.units_per_epoch
         self.all_threads = torch.get_num_threads()
         self.position = Position()
         self.history = History()
@@ -203,6 +202,11 @@ class Driver:
                 due = late and (self.job.elastic or following % self.evaluate_every == 0)
             wish |= CHECKPOINT if due else 0
         return wish
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps or rounds between evaluations, as it is now: rounds may grow."""
+        return self.job.evaluate_every or self.learner.units_per_epoch
 
     def _limit(self, wish: int) -> str | None:
         """The limit that was reached. Seconds and interrupts are rank 0's to see: it wished for the stop."""

@@ -21,6 +21,8 @@ from dure.record.history import lower_is_better
 from dure.stop import Stop
 
 PLAIN_SECONDS = 2.0
+NAMES_WIDTH = 40
+"""What the names of systems and worlds get at least, where columns are many."""
 
 
 def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
@@ -143,14 +145,58 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     return result
 
 
-def table(summaries: Sequence[dict[str, Any]]) -> Table:
-    """The runs, a row each; with more than one run the best value of every column in bold."""
+def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -> Table:
+    """The runs, a row each; with more than one run the best value of every column in bold.
+
+    console: where it has to fit in. Columns for which there is no room are left out, and named below.
+    """
+    shown, left_out = columns(summaries), list[str]()
+    result = _table(summaries, shown)
+    if (
+        console is None
+        or console.measure(result, options=console.options.update(width=10_000)).maximum <= console.width
+    ):
+        return result
+    while (room := console.width - sum(_width(column, summaries) + 2 for column in shown)) < NAMES_WIDTH:
+        if len(shown) < 2:
+            break
+        left_out.append(shown.pop(_least(shown))[0])
+    result = _table(summaries, shown, room)
+    if left_out:
+        result.caption = f"no room for {', '.join(reversed(left_out))}: see summary.json, or the report"
+        result.caption_justify = "left"
+    return result
+
+
+def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
+    """What a column of numbers needs."""
+    heading, value, text, _ = column
+    return max(map(len, [*heading.split(), *(text(number) for number in map(value, summaries) if number is not None)]))
+
+
+def _least(shown: Sequence[Column]) -> int:
+    """The place of the column to leave out first: memory, bytes, the last metric of clients, the last of the model."""
+    names = [heading for heading, *_ in shown]
+    for name in ("peak memory", "sent a worker"):
+        if name in names:
+            return names.index(name)
+    metrics = [place for place, name in enumerate(names) if name not in ("epochs", "time") and name[:5] != "until"]
+    of_clients = [place for place in metrics if not names[place].startswith("test ")]
+    return (of_clients or metrics[1:] or [len(names) - 1])[-1]
+
+
+def _table(summaries: Sequence[dict[str, Any]], shown: Sequence[Column], room: int | None = None) -> Table:
+    """room: for the names of systems and worlds, where numbers take as little as they can."""
     result = Table(box=None, pad_edge=False, header_style="dim")
-    result.add_column("system", no_wrap=True)
-    result.add_column("in", style="dim")
-    shown = columns(summaries)
-    for heading, *_ in shown:
-        result.add_column(heading, justify="right")
+    places = list(map(_place, summaries))
+    where = (
+        None if room is None else min(max(map(len, places)), max(room // 3, max(map(len, " ".join(places).split()))))
+    )
+    name = None if where is None or room is None else min(max(len(s["label"]) for s in summaries), room - where - 2)
+    result.add_column("system", width=name, no_wrap=room is None)
+    result.add_column("in", style="dim", width=where)
+    for column in shown:
+        result.add_column(column[0], justify="right", width=None if room is None else _width(column, summaries))
     best: list[float | None] = []
     for _, value, _, lower in shown:
         present = [v for v in map(value, summaries) if v is not None]
@@ -161,5 +207,11 @@ def table(summaries: Sequence[dict[str, Any]]) -> Table:
             found = value(summary)
             written = "–" if found is None else text(found)
             cells.append(f"[bold]{written}[/bold]" if found is not None and found == top else written)
-        result.add_row(escape(summary["label"]), escape(summary["world"]), *cells)
+        result.add_row(escape(summary["label"]), escape(_place(summary)), *cells)
     return result
+
+
+def _place(summary: dict[str, Any]) -> str:
+    """Where it was trained; the conditions of clients are in the label."""
+    world = str(summary["world"])
+    return world.partition(",")[0] if world.startswith("simulated") else world

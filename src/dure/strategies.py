@@ -28,6 +28,7 @@ from dure.fleet.arrival import Arrival, parse_arrival
 from dure.fleet.attacks import Attack, parse_attack
 from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
+from dure.parallel.mesh import AXES
 from dure.strategy import Strategy, World, dwellings
 
 TEXTS: dict[type[Any], Callable[[str], Any]] = {
@@ -128,7 +129,8 @@ def _typed(value: Any, hint: Any) -> Any:
 def parse_strategy(text: str) -> Strategy:
     """A strategy from "name" or "name,field=value,…", as `dure compare` takes it: "fed-avg,clients=20".
 
-    Values are read as JSON where the field is no text; null and None are None. Raises ValueError for what does not fit.
+    Values are read as JSON where the field is no text; null and None are None. A mesh is written by its degrees:
+    "parallel,data=2,pipeline=2". Raises ValueError for what does not fit.
     """
     name = text.partition(",")[0]
     return decode_strategy(_read(strategy_class(name), text))
@@ -149,12 +151,22 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
         field, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
-        _check_fields(kind, [field])
-        hint = hints.get(field)
-        words = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-        is_text = hint in TEXTS or any(isinstance(word, str) for word in words)
+        of_mesh = field in AXES and "mesh" in hints
+        if not of_mesh:
+            _check_fields(kind, [field])
         try:
-            written[field] = value if is_text else None if value == "None" else msgspec.json.decode(value.encode())
+            is_text = _is_text(hints.get(field))
+            read = None if value == "None" else value if is_text else msgspec.json.decode(value.encode())
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
+        if of_mesh:
+            written.setdefault("mesh", {})[field] = read
+        else:
+            written[field] = read
     return written
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether a field of this type is text, or words, and not JSON."""
+    inner = typing.get_args(hint)
+    return hint is str or hint in TEXTS or any(word is str or isinstance(word, str) for word in inner)

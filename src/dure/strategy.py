@@ -57,8 +57,11 @@ class Learner(Protocol):
 
     unit: str
     """What it counts: "step" or "round"."""
-    units_per_epoch: int
-    """Steps in a pass over the training data; 1 for rounds. The default interval between evaluations."""
+
+    @property
+    def units_per_epoch(self) -> int:
+        """Steps, or rounds as they are now, in a pass over the training data: the default interval of evaluations."""
+
     where: str
     """Who this is, for errors: "rank 1" or "server"."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import platform
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ def prepare(
                 )
     name = label_in(strategy, world.kind)
     conditions = world.told() if isinstance(world, Conditions) else []
-    label = label or ", ".join([f"{name} ×{world.workers}" if (world.workers or 1) > 1 else name, *conditions])
+    own = ", ".join([f"{name} ×{world.workers}" if (world.workers or 1) > 1 else name, *conditions])
+    label = label or re.sub(r"(?<=\d)\.0(?!\d)", "", own)
     model = seeded_model(task, seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -100,9 +100,12 @@ class LocalSGDLearner:
         self.batches = Batches(len(self.replica.train_examples), strategy.batch_size, seed)
         self.meeting = Meeting(self.replica, place, strategy.all_reduce, strategy.momentum, strategy.compression)
         self.common = self.replica.flat.copy()
-        self.units_per_epoch = max(1, self.batches.steps_per_epoch // strategy.period)
         self.where = f"rank {self.group.rank}"
         self.step = self.round = 0
+
+    @property
+    def units_per_epoch(self) -> int:
+        return max(1, self.batches.steps_per_epoch // self.strategy.steps_of_round_at(self.step))
 
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(-(-self.batches.batch_size // self.group.size))

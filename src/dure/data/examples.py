@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from dure.errors import DataError
+
 
 class Examples:
     """Examples held in tensors.
@@ -98,7 +100,7 @@ class DatasetExamples(Examples):
         self.draws = True
         self.keys = list(keys) if keys is not None else None
         classes = getattr(dataset, "classes", None)
-        self.classes = list(map(str, classes)) if classes is not None else None
+        self.classes = list(map(str, classes)) if isinstance(classes, (list, tuple)) else None
         self._convert: Callable[[Tensor], Tensor] = lambda leaf: leaf
 
     def __len__(self) -> int:
@@ -117,12 +119,18 @@ class DatasetExamples(Examples):
         if targets is None:
             if not self._is_number(self.dataset[0][1]):
                 return None
-            targets = [self.dataset[i][1] for i in range(len(self))]
+            targets = list(map(self._target, range(len(self))))
         try:
             labels = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError):  # names, structures, tensors of many elements
             return None
         return labels.long() if labels.ndim == 1 and not labels.is_floating_point() else None
+
+    def _target(self, index: int) -> Any:
+        try:
+            return self.dataset[index][1]
+        except Exception as error:
+            raise DataError(f"the dataset cannot give example {index}: {type(error).__name__}: {error}") from error
 
     @staticmethod
     def _is_number(target: Any) -> bool:

@@ -94,7 +94,7 @@ def _table(file: Path) -> np.ndarray:
 def _patient(file: Path, number: int, line: str) -> list[float]:
     values = line.split(",")
     try:
-        numbers = [float("nan") if value.strip() == "?" else float(value) for value in values]
+        numbers = [float("nan") if value.strip() == "?" else _number(value) for value in values]
     except ValueError as error:
         raise DataError(f"{file}, line {number}: a value is neither a number nor '?': {line!r}") from error
     if len(numbers) != len(_COLUMNS) or not numbers[-1] >= 0:
@@ -103,6 +103,14 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
             f"({', '.join(_COLUMNS)}), the last one known: {line!r}"
         )
     return numbers
+
+
+def _number(text: str) -> float:
+    """Raises ValueError for what is none, or none that anybody has measured."""
+    number = float(text)
+    if not abs(number) < 1e6:
+        raise ValueError(text)
+    return number
 
 
 def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:

@@ -87,5 +87,8 @@ def _elements(path: Path, content: bytes, dtype: np.dtype[np.generic], rank: int
             f"{path} has {len(content) - start} bytes of elements, expected {expected} for shape "
             f"{tuple(shape)}; {_TRY_AGAIN}"
         )
-    elements = np.frombuffer(content, dtype, offset=start).reshape(shape)
+    try:
+        elements = np.frombuffer(content, dtype, offset=start).reshape(shape)
+    except ValueError as error:
+        raise DataError(f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}") from error
     return elements.astype(dtype.newbyteorder("="))

@@ -77,7 +77,12 @@ class ThreadLoaders:
         self.ahead = AHEAD * loaders
         self._pool = ThreadPoolExecutor(loaders, "dure loader", set_own_threads, (1,))
         mine, together = torch.get_num_threads(), threading.Barrier(loaders)
-        wait([self._pool.submit(together.wait) for _ in range(loaders)])
+        try:
+            wait([self._pool.submit(together.wait) for _ in range(loaders)])
+        except RuntimeError as error:  # those that wait for one another would wait forever
+            together.abort()
+            self._pool.shutdown(cancel_futures=True)
+            raise WorkerFailedError("a loader", "the start", f"{loaders} loaders are too many ({error})") from error
         torch.set_num_threads(mine)  # and for threads that are yet to come
         self._free = list(range(loaders))
         self._coming: dict[int, Future[tuple[Loaded, torch.cuda.Event | None]]] = {}
