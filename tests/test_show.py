@@ -159,7 +159,7 @@ def test_a_table_never_cuts_a_number_and_says_what_it_leaves_out(width, label):
     assert max(map(len, lines)) <= width
     assert "…" not in console.file.getvalue()
     words = console.file.getvalue().split()
-    assert "0.5000" in words
+    assert "0.9000" in words
     assert ("1.23" in words) == ("room" not in words or "sent" not in words[words.index("room") :])
 
 
