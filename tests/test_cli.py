@@ -267,6 +267,15 @@ def test_the_help_names_every_task_and_system(dure, line):
     assert all(name in out for name in [*catalog.TASKS, *catalog.SYSTEMS])
 
 
+@pytest.mark.parametrize(
+    "command", ["compare", "report", "bench", "compare digits", "bench all-reduce", "train --resume"]
+)
+def test_every_command_lists_its_options(dure, command):
+    status, out, err = dure(f"{command} --help")
+    assert (status, err) == (0, "")
+    assert ("--json" if "train" in command else "--out") in out
+
+
 def test_the_version_is_told(dure):
     assert dure("--version")[1].startswith("dure 0.")
 

@@ -128,13 +128,24 @@ def _dispatch(given: list[str]) -> int:
     if given[0] == "--version":
         print(f"dure {__version__}")
         return 0
-    if given[0] in commands and given[1:] in (["--help"], ["-h"]):
+    asks = given[1:] in (["--help"], ["-h"])
+    if given[0] == "train" and asks:
         print(usage(), end="")
         return 0
+    if given[0] in _NAMELESS and asks:
+        what, parts, description = _NAMELESS[given[0]]
+        parse_flags(f"dure {given[0]} {what}", parts, ["--help"], description)
     if given[0] not in commands:
         raise ValueError(f"there is no command {given[0]!r}{catalog.suggestion(given[0], commands)}")
     return commands[given[0]](given[1:])
 
+
+_NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "compare": ("TASK [SYSTEM ...]", {"limits": Limits, "how": CompareOptions}, "Many systems on one task."),
+    "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
+    "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
+}
+"""What commands take whatever is named."""
 
 COMPARED = (
     "single-worker",
@@ -157,7 +168,7 @@ def _names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
 def _train(given: list[str]) -> int:
     names, flags = _names_before_flags(given)
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
-        return _resume(flags)
+        return _resume(["--help"] if flags == ["--resume", "--help"] else flags)
     if len(names) != 2:
         raise ValueError("dure train TASK SYSTEM [options]: name a task and a system (dure --help lists them)")
     reference, system = names

@@ -81,11 +81,16 @@ def _of_workers(
     if world is None:
         world = "threads" if default_world(strategy).kind == "threads" else "processes"
     if world == "threads":
+        if backend != WorldOptions().backend:
+            raise ValueError(f"--backend {backend} carries bytes between ranks, which threads are not: leave it out")
         return Threads(workers, devices or None)
     if devices:
         raise ValueError("--devices says where threads compute: add --world threads")
     if under_torchrun():
-        return Torchrun(deadline, backend)
+        job = Torchrun(deadline, backend)
+        if workers not in (None, job.workers):
+            raise ValueError(f"--workers is {workers}, but torchrun has started {job.workers}: leave it out")
+        return job
     if strategy.name == "single-worker":
         if workers not in (None, 1):
             raise ValueError(f"single-worker is one worker: leave out --workers {workers}, or take data-parallel")
