@@ -341,3 +341,27 @@ def test_the_backend_of_the_ranks_is_the_one_asked_for() -> None:
     assert processes.run(lambda place: torch.distributed.get_backend(), lambda event: None) == "gloo"
     with pytest.raises(ValueError, match="there is no backend 'nccl': it is gloo or dure"):
         dure.Processes(2, backend="nccl")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05, 0.2])
+def test_ctrl_c_while_the_fork_server_starts_is_the_parents_alone(pause: float) -> None:
+    script = """
+        import sys
+        from dure.worlds.fork_server import server
+        try:
+            server.start()
+            print("started", flush=True)
+            server.ready()
+            sys.stdin.read()
+        except KeyboardInterrupt:
+            sys.exit(130)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"started\n"
+        time.sleep(pause)
+        os.killpg(parent.pid, signal.SIGINT)
+        _, said = parent.communicate(timeout=60)
+    assert (parent.returncode, said) == (130, b"")

@@ -30,6 +30,7 @@ _START = """import sys
 sys.path[:] = [place for place in sys.path if place]  # `-c` looks into the current folder, where `dure` does not
 from dure.worlds.fork_server import serve
 serve(int(sys.argv[1]))"""
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 8_192
 _NAMES = 40
@@ -97,12 +98,16 @@ class ForkServer:
             "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
             "OPENBLAS_NUM_THREADS": "1",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # it begins with these blocked, until it ignores them
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._socket, self._owner, self._loaded = ours, os.getpid(), set()
         return ours
@@ -186,8 +191,9 @@ class ForkServer:
 def serve(descriptor: int) -> None:
     """The server's loop: ends when the parent's end of the socket is closed."""
     open_streams()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and what ends a group: this clears up behind it
+    for end in _ENDS:  # Ctrl-C is the parent's to handle, and what ends a group: this clears up behind it
+        signal.signal(end, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     from dure.worlds.rank import load_everything, rank_main  # brings torch in, once for all ranks
 
     load_everything()
