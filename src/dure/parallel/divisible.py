@@ -5,7 +5,8 @@
     element-wise     and so is each of its elements: not by what looks at a whole tensor, as a norm, a factored moment
                      or an orthogonal update does
 
-Which of torch's optimizers are is known; others are tried out on two small matrices, whole, apart, and in halves.
+Which of torch's optimizers are is known; others are tried out on a small matrix, whole and in halves, or on two. One
+that cannot be tried out is not divided inside of parameters.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ def _problem(
         _steps(optimizer, [whole], [cut(gradient) if together else [gradient] for gradient in gradients])
         _steps(optimizer, [[piece] for piece in pieces], [cut(gradient) for gradient in gradients])
     except Exception as error:
+        needs_closure = isinstance(error, TypeError) and "closure" in str(error)
+        if together and not needs_closure:
+            return None  # that of a user, who knows better: most treat each parameter for itself
         return f"trying it out failed ({type(error).__name__}: {error})"
     one, many = (torch.cat([part.detach().reshape(-1) for part in parts]) for parts in (whole, pieces))
     return None if torch.equal(one, many) else f"it updates {what} otherwise than together"
