@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from dure import evaluation
 from dure.collectives.group import Group
+from dure.counted import loss_and_count
 from dure.evaluation import evaluate
 from dure.record.meter import Meter
 from dure.record.trace import Trace
@@ -117,6 +118,17 @@ def ignoring(targets: torch.Tensor) -> torch.Tensor:
     targets[: len(targets) // 2][torch.arange(len(targets) // 2) % 5 > 0] = -100
     targets[-7:] = -100
     return targets
+
+
+def test_targets_in_few_bits_are_counted_as_they_are():
+    targets = torch.tensor([0, 1, 2, 156, 156], dtype=torch.uint8)
+    weight = torch.rand(157, generator=torch.Generator().manual_seed(0))
+    scores = torch.randn(5, 157, generator=torch.Generator().manual_seed(1))
+    for loss in (nn.CrossEntropyLoss(weight=weight), F.cross_entropy):
+        total, count = loss_and_count(loss, scores, targets, 5)
+        assert total / count == pytest.approx(float(loss(scores, targets.long())))
+        assert count == pytest.approx(float(weight[targets.long()].sum()) if loss is not F.cross_entropy else 5.0)
+    assert loss_and_count(partial(F.cross_entropy, size_average=False), scores, targets, 5)[1] == 5
 
 
 WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)

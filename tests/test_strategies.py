@@ -122,6 +122,7 @@ def test_a_text_says_a_strategy(text, strategy):
         ("fed-avg,clints=20", "FedAvg has no field 'clints', did you mean 'clients'?"),
         ("data-parallel,all_reduc=ring", "DataParallel has no field 'all_reduc', did you mean 'all_reduce'?"),
         ("data-parallel,all_reduce=rng", "Invalid enum value 'rng'"),
+        ("parallel,mesh=null,data=2", "a mesh is given by its degrees, or by mesh="),
         ("fed-avg,clients", "a setting is field=value, not 'clients'"),
         ("fed-avg,clients=many", "clients cannot be 'many'"),
         ("fed-avg,clients=2.5", "FedAvg: Expected `int | null`, got `float`"),

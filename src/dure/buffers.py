@@ -22,14 +22,32 @@ class Buffers:
         return len(self.names)
 
     def of(self, model: nn.Module) -> list[Tensor]:
-        """Those of `model`, which is that model or another like it. Raises AttributeError if it lacks one."""
-        return [model.get_buffer(name) for name in self.names]
+        """Those of `model`, which is that model or another like it. Raises ValueError if it lacks one."""
+        found = dict(model.named_buffers(remove_duplicate=False)) if self.names else {}
+        missing = next((name for name in self.names if name not in found), None)
+        if missing is not None:
+            raise ValueError(
+                f"the buffer {missing} was there at the start and is gone: put zeros in its place, not None"
+            )
+        return [found[name] for name in self.names]
 
     @torch.no_grad()
     def load(self, model: nn.Module, values: Sequence[Tensor]) -> None:
         """The values into those of `model`."""
         for buffer, value in zip(self.of(model), values, strict=True):
             write(buffer, value)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """As `load_state_dict`, where forward passes may have made buffers that are None here."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    modules = dict(model.named_modules())
+    for name, value in weights.items():
+        place, _, own = name.rpartition(".")
+        buffers = modules[place]._buffers if place in modules else {}
+        if own in buffers and buffers[own] is None:
+            buffers[own] = value.to(device, copy=True)
+    model.load_state_dict(weights)
 
 
 def write(target: Tensor, value: Tensor) -> None:

@@ -32,6 +32,7 @@ def _counted(loss: Loss, targets: Any) -> float | None:
     settings = _settings(loss)
     if settings is None or not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
+    targets = targets.long()
     counted = targets[targets != settings.get("ignore_index", -100)]
     weight = settings.get("weight")
     return float(len(counted)) if weight is None else float(weight.to(counted.device)[counted].sum())
@@ -47,4 +48,5 @@ def _settings(loss: Loss) -> dict[str, Any] | None:
         found = dict(loss.keywords)
     else:
         return None
-    return found if found.get("reduction", "mean") == "mean" else None
+    older = found.get("size_average") is not None or found.get("reduce") is not None
+    return found if found.get("reduction", "mean") == "mean" and not older else None

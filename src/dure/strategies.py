@@ -152,15 +152,17 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
         of_mesh = field in AXES and "mesh" in hints
+        if of_mesh and not isinstance(written.setdefault("mesh", {}), dict):
+            raise ValueError(f"{text!r}: a mesh is given by its degrees, or by mesh=")
         if not of_mesh:
             _check_fields(kind, [field])
         try:
             is_text = _is_text(hints.get(field))
-            read = None if value == "None" else value if is_text else msgspec.json.decode(value.encode())
+            read = None if value in ("None", "null") else value if is_text else msgspec.json.decode(value.encode())
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
         if of_mesh:
-            written.setdefault("mesh", {})[field] = read
+            written["mesh"][field] = read
         else:
             written[field] = read
     return written

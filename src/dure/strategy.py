@@ -161,7 +161,8 @@ class Strategy(Protocol):
     It lives in worlds of its `kind`. One that lives in others as well has a class variable `also`, of the kind to its
     label there (`dwellings`), and may have a method `check_in(world)` that raises ValueError where a field makes no
     sense in such a world; one of clients a method `check_under(task, conditions)` that does so where the conditions do
-    not fit. One whose runs do not repeat themselves to the last bit has `deterministic = False`.
+    not fit; any a method `check_model(model, workers)` that does so for a model that it cannot train. One whose runs do
+    not repeat themselves to the last bit has `deterministic = False`.
     """
 
     name: ClassVar[str]
@@ -197,6 +198,13 @@ def check_in(strategy: Strategy, world: World) -> None:
     check = getattr(strategy, "check_in", None)
     if check is not None:
         check(world)
+
+
+def check_model(strategy: Strategy, model: nn.Module, workers: int | None) -> None:
+    """Raises ValueError if the strategy cannot train the model."""
+    check = getattr(strategy, "check_model", None)
+    if check is not None:
+        check(model, workers)
 
 
 def check_under(strategy: Strategy, task: Task, conditions: Conditions) -> None:

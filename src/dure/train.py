@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from dure import __version__
-from dure.buffers import load_passing_buffers
+from dure.buffers import load_passing_buffers, load_weights
 from dure.drive import Job, drive
 from dure.errors import RunFolderError
 from dure.fleet.conditions import Conditions
@@ -26,6 +26,7 @@ from dure.strategy import (
     Strategy,
     World,
     check_in,
+    check_model,
     check_under,
     dwellings,
     label_in,
@@ -162,7 +163,7 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     outcome = world.run(functools.partial(drive, job), on_progress)
     model = seeded_model(job.task, job.seed)
     if outcome.weights:
-        model.load_state_dict(outcome.weights)
+        load_weights(model, outcome.weights)
         load_passing_buffers(model, outcome.buffers)
     else:  # a rank of torchrun that holds a part of the model: rank 0 has the whole, here are shapes alone
         model.to("meta")
@@ -205,6 +206,7 @@ def prepare(
     own = ", ".join([f"{name} ×{world.workers}" if (world.workers or 1) > 1 else name, *conditions])
     label = label or re.sub(r"(?<=\d)\.0(?!\d)", "", own)
     model = seeded_model(task, seed)
+    check_model(strategy, model, world.workers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no trainable parameter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import dure
+from dure.errors import DureError
 from small import CLASSES, FEATURES, same_bits, small_task, weights_of
 
 
 class Scaled(nn.Module):
     """late: its scale is made in the first forward pass. anew: its mean is put anew by each; else written in place."""
 
-    def __init__(self, late: bool, anew: bool) -> None:
+    def __init__(self, late: bool, anew: bool, persistent: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(FEATURES, 8).double(), nn.Linear(8, CLASSES).double()
-        self.register_buffer("scale", None if late else self.angles(), persistent=False)
+        self.register_buffer("scale", None if late else self.angles(), persistent)
         self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
         self.anew = anew
 
@@ -68,3 +70,35 @@ def test_what_a_forward_pass_makes_or_puts_anew(strategy: Any, world: Any) -> No
     assert weights_of(usual).isfinite().all()
     assert same_bits(usual, unusual)
     assert float(usual.model.get_buffer("mean").abs().sum()) > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [RUNS[0], RUNS[5], RUNS[8], (dure.SingleWorker(8), dure.Processes(1))],
+    ids=["data parallel", "local SGD", "FedAvg", "single worker"],
+)
+def test_a_run_whose_state_dict_has_grown_is_loaded_and_gone_on_with(strategy: Any, world: Any, tmp_path: Path) -> None:
+    task = small_task(model=partial(Scaled, True, True, persistent=True))
+    unit = "steps" if strategy.unit == "step" else "rounds"
+    whole = dure.train(task, strategy, world, dure.Stop(**{unit: 4}))
+    dure.train(task, strategy, world, dure.Stop(**{unit: 2}), out=tmp_path / "run")
+    assert same_bits(dure.resume(tmp_path / "run", task=task, stop=dure.Stop(**{unit: 4})), whole)
+    assert same_bits(dure.load_run(tmp_path / "run", task.model), whole)
+
+
+class Gone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(FEATURES, CLASSES).double()
+        self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = None
+        scores: Tensor = self.out(inputs)
+        return scores
+
+
+@pytest.mark.parametrize(("strategy", "world"), [RUNS[0], RUNS[5], RUNS[8]])
+def test_a_buffer_that_is_gone_is_named(strategy: Any, world: Any) -> None:
+    with pytest.raises(DureError, match="the buffer mean was there at the start and is gone"):
+        dure.train(small_task(model=Gone), strategy, world, dure.Stop(epochs=1))

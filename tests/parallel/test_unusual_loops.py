@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -203,17 +204,19 @@ class Renormed(nn.Module):
     ("strategy", "tied", "what"),
     [
         (dure.DataParallel(8), False, "words has max_norm"),
+        (dure.DataParallel(8), None, "words has max_norm"),
         (dure.ZeRO(2, 8), False, "words has max_norm"),
         (dure.Pipeline(8, 2, cut=("out",)), True, "stages 0 and 1 use it"),
         (dure.Pipeline(8, 2, cut=("out",), recompute=True), False, "recomputation would change it again"),
         (dure.Parallel(dure.Mesh(data=2), 8), False, "replicas would go apart"),
     ],
 )
-def test_replicas_whose_forward_passes_change_weights_are_refused(strategy: Any, tied: bool, what: str) -> None:
+def test_replicas_whose_forward_passes_change_weights_are_refused(strategy: Any, tied: bool | None, what: str) -> None:
+    world = dure.Threads(2) if tied is None else TWO
     indices = torch.randint(0, 19, (32, 5), generator=torch.Generator().manual_seed(0))
-    task = small_task(model=partial(Renormed, tied), train=(indices, indices.sum(1) % 19), test=None)
-    with pytest.raises((ValueError, DureError), match=what):
-        dure.train(task, strategy, TWO, dure.Stop(steps=1))
+    task = small_task(model=partial(Renormed, bool(tied)), train=(indices, indices.sum(1) % 19), test=None)
+    with pytest.raises(ValueError, match=what):
+        dure.train(task, strategy, world, dure.Stop(steps=1))
 
 
 class Spare(nn.Module):
@@ -237,10 +240,39 @@ def test_a_stage_without_parameters_of_its_own(zero: int) -> None:
     assert largest_difference(many, one) < CLOSE
 
 
+class Detached(nn.Module):
+    """The first layer is trainable, and no gradient comes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.out = nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.out(self.act(self.first(inputs).detach()))
+        return scores
+
+
+def test_a_stage_that_learns_nothing_is_gone_on_with_on_another_mesh(tmp_path: Path) -> None:
+    task = small_task(model=Detached, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    stop = dure.Stop(steps=4)
+    one = dure.train(task, dure.SingleWorker(8), stop=stop)
+    cut = dure.Parallel(dure.Mesh(pipeline=2), 8, 2, cut=("act",))
+    dure.train(task, cut, TWO, dure.Stop(steps=2), out=tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["strategy"] |= {"mesh": {"data": 2, "pipeline": 1, "tensor": 1}, "cut": None}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    assert largest_difference(dure.resume(tmp_path / "run", task=task, stop=stop), one) < CLOSE
+
+
 class Noted(nn.Linear):
     """Adds something of its own to a state_dict."""
 
     note = 7.0
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("my_extra_state", torch.ones(1))
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.note], dtype=torch.float64)
@@ -276,7 +308,8 @@ class Shift(nn.Module):
 
 def shifting(first: bool, dropout: float) -> nn.Module:
     beginning = [Shift(FEATURES), nn.Linear(FEATURES, 8)] if first else [nn.Linear(FEATURES, 8), Shift(8)]
-    return nn.Sequential(*beginning, nn.Dropout(dropout), nn.Linear(8, CLASSES)).double()
+    behind = [nn.Dropout(dropout), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*beginning, *behind).double()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

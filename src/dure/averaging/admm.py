@@ -38,7 +38,7 @@ from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
-from dure.buffers import copy_buffers, load_passing_buffers, passing_buffers
+from dure.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.collectives.all_reduce import Algorithm
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
@@ -213,7 +213,7 @@ class ADMMLearner:
         return {**self.replica.state(), "duals": self.duals}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.consensus.load_state_dict(weights)
+        load_weights(self.consensus, weights)
         load_passing_buffers(self.consensus, state["buffers"])
         part = state["parts"][self.group.rank]
         self.replica.restore(weights, part)

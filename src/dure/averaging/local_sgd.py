@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica
-from dure.buffers import load_passing_buffers, passing_buffers
+from dure.buffers import load_passing_buffers, load_weights, passing_buffers
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.data.batches import Batches, check_joint_batch
@@ -148,7 +148,7 @@ class LocalSGDLearner:
         return {"optimizer": self.replica.optimizer.state_dict(), "compressors": self.meeting.state()}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(weights)
+        load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.common = self.replica.flat.copy()
         self.step, self.round = state["step"], state["round"]

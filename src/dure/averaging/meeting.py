@@ -83,6 +83,7 @@ class Meeting:
         numbers: int = 0,
     ) -> None:
         self.replica, self.group, self.algorithm, self.momentum = replica, place.group, algorithm, momentum
+        self._find_buffers()
         self._note_buffers()
         self.numbers = numbers
         self._fresh = copy.deepcopy(replica.optimizer.state_dict()["state"])
@@ -91,15 +92,11 @@ class Meeting:
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
 
-    @property
-    def means(self) -> list[Tensor]:
-        """The floating-point buffers, of which the mean is taken."""
-        return [buffer for buffer in self.replica.buffers.of(self.replica.model) if buffer.is_floating_point()]
-
-    @property
-    def others(self) -> list[Tensor]:
-        """The other buffers, which are rank 0's."""
-        return [buffer for buffer in self.replica.buffers.of(self.replica.model) if not buffer.is_floating_point()]
+    def _find_buffers(self) -> None:
+        """As they are now: the floating-point ones, of which the mean is taken, and the others, which are rank 0's."""
+        buffers = self.replica.buffers.of(self.replica.model)
+        self.means = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self.others = [buffer for buffer in buffers if not buffer.is_floating_point()]
 
     def _note_buffers(self) -> None:
         """Remembers the buffers, now that they are the same on all ranks."""
@@ -128,6 +125,7 @@ class Meeting:
         Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
         """
         entered = time.perf_counter()
+        self._find_buffers()
         states = states_of(self.replica) if self.momentum == "average" else []
         changes = [difference(now, common) for now, common in zip(self.means, self._common, strict=True)]
         contents = [*changes, *(state if state is not None else torch.zeros_like(p) for state, p in states)]
@@ -206,6 +204,7 @@ class Meeting:
         """Goes on from `state`, with the replica's buffers as they now are."""
         for (compressor, _), remembered in zip(self.compressors, state, strict=True):
             compressor.restore(remembered)
+        self._find_buffers()
         self._note_buffers()
 
 

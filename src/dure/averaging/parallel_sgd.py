@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from dure.averaging.meeting import check_exchange, difference, packed
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
-from dure.buffers import Buffers, load_passing_buffers, passing_buffers, write
+from dure.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
@@ -163,7 +163,7 @@ class ParallelSGDLearner:
         """The model of the rank with the least loss on all training data; of several, the first."""
         losses = all_gather(torch.tensor([self._loss()], dtype=torch.float64), group).flatten().tolist()
         best = min(range(group.size), key=lambda rank: (math.isnan(losses[rank]), losses[rank]))
-        group.broadcast_values([*self.flat.buffers, *self.combined.buffers()], root=best)
+        group.broadcast_values([*self.flat.buffers, *self.buffers.of(self.combined)], root=best)
 
     def _loss(self) -> float:
         """This rank's model on all training data."""
@@ -191,7 +191,7 @@ class ParallelSGDLearner:
         return self.replica.state()
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.combined.load_state_dict(weights)
+        load_weights(self.combined, weights)
         load_passing_buffers(self.combined, state["buffers"])
         self.replica.restore(weights, state["parts"][self.group.rank])
         self.round = self.combined_at = state["round"]

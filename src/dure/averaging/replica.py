@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.buffers import Buffers, copy_buffers
+from dure.buffers import Buffers, copy_buffers, load_weights
 from dure.data.batches import Batches
 from dure.data.partition import Partition
 from dure.flat import FlatParameters, by_dtype, views_of
@@ -112,7 +112,7 @@ class Replica:
     @torch.no_grad()
     def restore(self, common: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Goes on from `state`. common: a state_dict with the parameters that are not trained."""
-        self.model.load_state_dict(common)
+        load_weights(self.model, common)
         self.flat.load(state["weights"])
         self.buffers.load(self.model, state["buffers"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))

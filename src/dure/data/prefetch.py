@@ -80,6 +80,7 @@ class ThreadLoaders:
         try:
             wait([self._pool.submit(together.wait) for _ in range(loaders)])
         except RuntimeError as error:  # those that wait for one another would wait forever
+            torch.set_num_threads(mine)
             together.abort()
             self._pool.shutdown(cancel_futures=True)
             raise WorkerFailedError("a loader", "the start", f"{loaders} loaders are too many ({error})") from error

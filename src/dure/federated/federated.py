@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.buffers import Buffers, load_passing_buffers, passing_buffers
+from dure.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
@@ -380,7 +380,7 @@ class FederatedLearner:
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(weights)
+        load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.coordinator.restore(state["coordinator"])
         self.carrier.restore(state["carrier"])

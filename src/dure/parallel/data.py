@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
@@ -95,6 +95,10 @@ class DataParallel:
         if self.precision not in ("full", "bf16"):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
 
+    def check_model(self, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a model that replicas cannot train."""
+        check_weights_stay(model, workers)
+
     def check_in(self, world: World) -> None:
         """Raises ValueError for fields that say something about messages, where there are none."""
         default = DataParallel()
@@ -127,7 +131,6 @@ class DataParallelLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.strategy = strategy
-        check_weights_stay(self.model, self.group)
         # for models whose first weights do not follow from the seed alone, such as those read from a file
         self.group.broadcast_values([*self.model.parameters(), *self.model.buffers()], counted=False)
         self.speaking = Speaker(self.model)

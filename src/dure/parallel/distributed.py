@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from dure.buffers import Buffers
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.group import Group
@@ -80,9 +81,10 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         everything = [*module.parameters(), *module.buffers()]
         check_alike(everything, self.group)
-        check_weights_stay(module, self.group)
+        check_weights_stay(module, self.group.size)
         self.group.broadcast_values(everything, counted=False)
         self._speaking = Speaker(module if broadcast_buffers else nn.Module())
+        self._buffers_at_start = Buffers(module)
         self._changed: list[bool] | None = None  # with a static graph: the buffers that the first step has changed
         self._steps = 0
         self._joining, self._here, self._divides_by_those_here = False, True, False
@@ -215,7 +217,7 @@ class DistributedDataParallel(nn.Module):
             self._after()
             uneven = uneven or (any(self._out) and not all(self._out))
         if uneven:
-            self.group.broadcast_values([*self.module.parameters(), *self.module.buffers()], root=last)
+            self.group.broadcast_values([*self.module.parameters(), *self._buffers_at_start.of(self.module)], root=last)
 
     # A module's state is that of what it wraps.
 

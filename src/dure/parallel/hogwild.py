@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.buffers import Buffers, load_passing_buffers, passing_buffers
+from dure.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.collectives.group import Group
 from dure.data.batches import Batches, check_batch_size
 from dure.data.partition import Description
@@ -223,7 +223,7 @@ class HogwildLearner(SingleLearner):
         return {"optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogs]}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(weights)
+        load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         for hog, kept in zip(self.hogs, state["parts"][self.group.rank]["optimizers"], strict=True):
             hog.optimizer.load_state_dict(dict(kept))

@@ -153,7 +153,7 @@ class Belt:
 class Chain(nn.Module):
     """The stages one behind the other, each on its device: the whole model, as it is evaluated.
 
-    writing: the stages that begin by writing into what they are given.
+    writing: the stages with layers that write into what they are given, which may be a view of the stage's inputs.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class PipelineLearner(SingleLearner):
         )
         self.division = divided_layers(costs, stages)
         writes = writers(layers, self.train_examples)
-        writing = {stage for stage, numbers in enumerate(self.division) if writes[numbers[0]]}
+        writing = {stage for stage, numbers in enumerate(self.division) if any(writes[n] for n in numbers)}
         stages_of = [[layers[number] for number in numbers] for numbers in self.division]
         self.chain = Chain(stages_of, place.devices, writing)
         self.team = team_at(place, self.flops_per_step() / stages, "stage")

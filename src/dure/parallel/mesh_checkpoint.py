@@ -120,8 +120,9 @@ def restore(learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapp
     own, held, divided = learner.model.state_dict(keep_vars=True), set(learner.held), divisions(learner.model)
     with torch.no_grad():
         for name, value in weights.items():
-            if name.endswith("_extra_state"):
-                learner.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            module, _, entry = name.rpartition(".")
+            if entry == "_extra_state":
+                learner.model.get_submodule(module).set_extra_state(value)
             elif learner.first_name[name] in held:
                 if name in divided:
                     division, group = divided[name]
@@ -140,8 +141,8 @@ def restore(learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapp
         names = _names_in_the_optimizer(learner)
         settings = {name: group for part in state["parts"] for group in part["groups"] for name in group["params"]}
         now = learner.zero.division.groups() if learner.zero else learner.optimizer.state_dict()["param_groups"]
-        groups = [  # one may be empty here, as of biases where a stage has none
-            {**(settings[own[0]] if own else group), "params": group["params"]}
+        groups = [  # one may be empty, as of biases where a stage has none, or unknown, where nobody trained it there
+            {**next((settings[name] for name in own if name in settings), group), "params": group["params"]}
             for own, group in zip(names, now, strict=True)
         ]
         numbered = enumerate(name for group in names for name in group)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dure.buffers import load_passing_buffers, passing_buffers
+from dure.buffers import load_passing_buffers, load_weights, passing_buffers
 from dure.data.batches import Batches, check_batch_size
 from dure.data.partition import Description
 from dure.data.prefetch import Prefetch, prefetch
@@ -188,7 +188,7 @@ class SingleLearner:
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(weights)
+        load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         self.step = state["step"]

@@ -14,9 +14,9 @@ from dure.buffers import Buffers
 from dure.collectives.group import Group
 
 
-def check_weights_stay(model: nn.Module, group: Group) -> None:
+def check_weights_stay(model: nn.Module, workers: int | None) -> None:
     """Raises ValueError for a model whose forward passes change parameters: each replica would change its own."""
-    for name, module in model.named_modules() if group.size > 1 else ():
+    for name, module in model.named_modules() if workers != 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name or 'the model'} has max_norm, so that forward passes change its weight, and replicas that see "

@@ -14,6 +14,7 @@ from typing import IO, Any
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from dure.buffers import load_weights
 from dure.errors import RunFolderError
 from dure.record.checkpoint import (
     read_checkpoint,
@@ -251,7 +252,7 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     network = model()
     weights = folder.path / "model.safetensors"
     try:
-        network.load_state_dict(weights_from_bytes(weights.read_bytes()))
+        load_weights(network, weights_from_bytes(weights.read_bytes()))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)

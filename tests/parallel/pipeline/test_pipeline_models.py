@@ -216,9 +216,27 @@ def test_models_of_torch_and_of_ours(ranks: int) -> None:
     assert all(distance < CLOSE for distance in found.values()), found
 
 
+class Placed(nn.Module):
+    """Adds places to patches, and has channels last in memory, as images of a ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 3, 2, stride=2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.places = nn.Parameter(torch.randn(16, 3))
+        self.rows, self.out = Rows(0, 1, 2), nn.Linear(48, 2)
+        self.double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        seen = self.patches(images.contiguous(memory_format=torch.channels_last)).flatten(2).transpose(1, 2)
+        scores: Tensor = self.out(self.rows((self.places + seen).contiguous()) + self.rows(seen.contiguous()))
+        return scores
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_values_whose_memory_is_in_another_order(recompute: bool) -> None:
-    tasks = [task_of(three_dimensions, numbers(16, 5, 4), words(2, 16)), seeing(four_dimensions)]
+    """Also in evaluation, and in a last batch of another size, whose traces are made when a rank has its stage only."""
+    tasks = [task_of(three_dimensions, numbers(16, 5, 4), words(2, 16)), seeing(four_dimensions), seeing(Placed)]
+    tasks += [task_of(three_dimensions, numbers(19, 5, 4), words(2, 19))]
 
     def program(place: Place) -> list[float]:
         options = pipeline(place, microbatches=2, cut=("rows",), recompute=recompute)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from dure.parallel.gradients import is_dense
 from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.balance import Balance, best_starts, costs_of, inside_divided
 from dure.parallel.pipeline.draws import Stream
@@ -290,13 +292,20 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
 
 
 def forget(model: nn.Module, names: Sequence[str]) -> None:
-    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, and zeros.
+    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, strides, and zeros.
 
-    Buffers have a place for each of their zeros, as a trace writes into them; who never touches it does not pay for it.
+    With other strides than on the ranks that hold them, traces to come would differ from theirs.
     """
     own = set(names)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in own:
             with torch.no_grad():
-                shape = () if isinstance(tensor, nn.Parameter) else tensor.shape
-                tensor.data = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+                tensor.data = _untouched(tensor)
+
+
+def _untouched(like: Tensor) -> Tensor:
+    """Zeros in addresses that take no memory until somebody writes there; on a GPU, where there are none, one zero."""
+    if like.device.type != "cpu":
+        return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+    zeros = torch.from_numpy(numpy.zeros(like.numel() * like.itemsize, numpy.uint8)).view(like.dtype)
+    return zeros.as_strided(like.shape, like.stride()) if is_dense(like) else zeros.view(like.shape)

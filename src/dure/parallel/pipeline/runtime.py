@@ -74,16 +74,13 @@ class Engine:
         place = (number, microbatch)
         if kind == "receive_input":
             received = self._program(number, microbatch).received
-            packed = self._receive(action)
-            values = [value.unpacked(tensor) for value, tensor in zip(received, packed, strict=False)]
-            self._inputs[place] = values + packed[len(received) :]
+            arrived = self._receive(action)
+            values = [value.laid_out(tensor) for value, tensor in zip(received, arrived, strict=False)]
+            self._inputs[place] = values + arrived[len(received) :]
         elif kind == "receive_gradient":
             self._gradients[place] = self._receive(action)
         elif kind == "send_output":
-            leaving = self._program(number, microbatch).leaving
-            values = self._results.pop(place)
-            packed = [value.packed(tensor) for value, tensor in zip(leaving, values, strict=False)]
-            self._send(action, packed + values[len(leaving) :], self.schedule.home[number + 1])
+            self._send(action, self._results.pop(place), self.schedule.home[number + 1])
         elif kind == "send_gradient":
             self._send(action, self._results.pop(place), self.schedule.home[number - 1])
         else:
@@ -149,8 +146,7 @@ class Engine:
                 tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
         else:
             source = self.schedule.home[number + 1]
-            leaving = [value for value in program.leaving if value.differentiable]
-            tensors = [torch.empty(value.shape, dtype=value.dtype, device=self._device) for value in leaving]
+            tensors = [value.empty(self._device) for value in program.leaving if value.differentiable]
         return tensors, self.group.begin_transfer(_words(action), [], [(tensor, source) for tensor in tensors])
 
 

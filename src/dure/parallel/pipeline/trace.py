@@ -39,8 +39,8 @@ from dure.randomness import generators_state, restore_generators
 class Value:
     """A tensor without its data. differentiable: whether a gradient may come back for it.
 
-    order: its dimensions as they lie in memory, the last the closest. A view of a permuted tensor is possible only
-    where memory is in the same order, so a value keeps it on its way.
+    order: its dimensions as they lie in memory in this trace, the last the closest. A view of a permuted tensor is
+    possible only where memory is in that order, so the receiver lays out anew what came as it is indexed.
     """
 
     shape: tuple[int, ...]
@@ -58,15 +58,11 @@ class Value:
 
     def empty(self, device: torch.device) -> Tensor:
         """Room for it, as it travels."""
-        return torch.empty([self.shape[d] for d in self.order], dtype=self.dtype, device=device)
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
-    def packed(self, tensor: Tensor) -> Tensor:
-        """What travels of it: without gaps, in the order of memory."""
-        return tensor.permute(self.order).contiguous()
-
-    def unpacked(self, packed: Tensor) -> Tensor:
-        """The inverse of `packed`, without a copy."""
-        return packed.permute([self.order.index(d) for d in range(len(self.order))])
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The same value, in the order of memory."""
+        return tensor.permute(self.order).contiguous().permute([self.order.index(d) for d in range(len(self.order))])
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:

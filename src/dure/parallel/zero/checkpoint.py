@@ -38,7 +38,8 @@ def file_of(rank: int, ranks: int) -> str:
 def save(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group) -> None:
     """Writes this rank's part; all ranks call it, on a folder that all of them see.
 
-    A checkpoint that is there already stays whole until all parts of the new one are written.
+    A checkpoint that is there already stays whole until all parts of the new one are written; only while these take
+    the places of the older ones there is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
@@ -89,8 +90,12 @@ def _write_index(folder: Path, model: nn.Module, shares: Sequence[Share], divisi
         "settings": settings,
     }
     write_atomically(_new(folder, _REST), weights_to_bytes(rest))
+    names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
+    unseen = [name for name in names if not _new(folder, name).exists()]
+    if unseen:
+        raise RunFolderError(f"rank 0 does not see {_new(folder, unseen[0])}: all ranks have to write to one folder")
     (folder / "index.json").unlink(missing_ok=True)  # until the new one: parts of two are no checkpoint
-    for name in (_REST, *(file_of(rank, ranks) for rank in range(ranks))):
+    for name in names:
         _new(folder, name).rename(folder / name)
     write_atomically(folder / "index.json", json.dumps(index).encode())
 

@@ -91,7 +91,7 @@ class ZeroRedundancy:
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         self.device = check_model(model, self.optimizer)
         check_element_wise(self.optimizer)
-        check_weights_stay(model, self.group)
+        check_weights_stay(model, self.group.size)
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
         self.wire = Wire(self.group, algorithm, beside=prefetch > 0, mean=reduce == "mean")
         for tensor in (*model.parameters(), *model.buffers()):

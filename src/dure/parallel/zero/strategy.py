@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.buffers import load_passing_buffers, passing_buffers
 from dure.collectives.arguments import check_algorithm
@@ -24,7 +24,7 @@ from dure.devices import to_cpu
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
 from dure.parallel.single import SingleLearner, check_gradient
-from dure.parallel.speaker import Speaker
+from dure.parallel.speaker import Speaker, check_weights_stay
 from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Tail
@@ -74,6 +74,10 @@ class ZeRO:
         check_gradient(self.accumulate, self.clip_norm)
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
+
+    def check_model(self, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a model that replicas cannot train."""
+        check_weights_stay(model, workers)
 
     def division(self, task: Task, seed: int) -> Description | None:
         return None
