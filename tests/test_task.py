@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+import dure
 from dure.data.examples import DatasetExamples, Examples
 from dure.task import Task, accuracy
 from small import network, small_task
@@ -80,3 +81,48 @@ def test_a_task_is_a_value_that_can_be_changed_by_replacing_and_travels():
 def test_the_optimizer_is_sgd_unless_another_is_named():
     optimizer = Task(network, F.cross_entropy, small_task().train).optimizer([torch.zeros(1)])
     assert isinstance(optimizer, torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "counted"),
+    [
+        (torch.randn(6, 3), torch.arange(6) % 3, 6),
+        (torch.randn(6, 3, 4), torch.zeros(6, 4, dtype=torch.long), 24),
+        (torch.randn(6, 1), torch.ones(6, 1, dtype=torch.long), 0),
+        (torch.randn(6, 1), torch.ones(6, dtype=torch.long), 0),
+        (torch.randn(6), torch.ones(6, dtype=torch.long), 0),
+        (torch.randn(6, 4, 3), torch.zeros(6, 4, dtype=torch.long), 0),
+        ({"scores": torch.randn(6, 3)}, torch.arange(6) % 3, 0),
+    ],
+)
+def test_the_accuracy_that_nobody_asked_for_is_that_of_scores_of_classes(outputs, targets, counted):
+    task = small_task(train=(torch.randn(6, 6, dtype=torch.float64), targets), test=None)
+    assert float(task.measures["accuracy"](outputs, targets)[1]) == counted
+    several = torch.rand(6, 3) > 0.5
+    assert not small_task(train=(torch.randn(6, 6), several), test=None, loss=F.mse_loss).measures
+
+
+class Listed:
+    """A map-style dataset of what it is given."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ((torch.ones(6), torch.ones(6), 1), "item 0 of the dataset is a tuple of 3: give"),
+        ({"features": torch.ones(6), "label": 1}, "item 0 of the dataset is a dict of 2: give"),
+        ((torch.ones(6), "cat"), "the target of item 0 is the text 'cat': give the index"),
+    ],
+)
+def test_items_that_are_no_pairs_are_told_before_any_work(item, said):
+    with pytest.raises(ValueError, match=said):
+        dure.train(small_task(train=Listed(item, item), test=None), dure.DataParallel(2), dure.Processes(2))

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from dure.drive import Job
 from dure.errors import DureError
 from dure.record.checkpoint import write_atomically
 from dure.record.run import Run, RunFolder
@@ -64,7 +65,7 @@ def compare(
     pairs = [entry if isinstance(entry, tuple) else (entry, default_world(entry)) for entry in systems]
     if not pairs:
         raise ValueError("there is nothing to compare: give at least one strategy")
-    prepared = [prepare(task, strategy, world, stop, seed, evaluate_every) for strategy, world in pairs]
+    prepared = [_prepared(task, strategy, world, stop, seed, evaluate_every) for strategy, world in pairs]
     labels = _unique([job.label for job, _ in prepared])
     folder = Path(out) if out is not None else None
     leads = all(world.leads for _, world in pairs)
@@ -101,6 +102,14 @@ def compare(
     from dure.report import write_report
 
     return dataclasses.replace(done, report=write_report([folder], folder / "report.html"))
+
+
+def _prepared(task: Task, strategy: Strategy, world: World, *how: Any) -> tuple[Job, dict[str, Any]]:
+    """As `prepare`, whose complaints are told with the system's name."""
+    try:
+        return prepare(task, strategy, world, *how)
+    except ValueError as error:
+        raise ValueError(f"{strategy.name}: {error}") from error
 
 
 def _slug(label: str) -> str:

@@ -171,7 +171,8 @@ def parse_flags(prog: str, parts: dict[str, Any], arguments: list[str], descript
     from dure.strategies import TEXTS
 
     if "task" in parts:
-        others = {name for part, kind in parts.items() if part != "task" for name in typing.get_type_hints(kind)}
+        kinds = [kind for part, kind in parts.items() if part != "task"]
+        others = {field.name for kind in kinds for field in dataclasses.fields(kind)}
         for name in sorted(others & set(typing.get_type_hints(parts["task"]))):
             raise ValueError(f"the task has a parameter {name!r}, which is the name of a flag of dure: rename it")
 

@@ -125,7 +125,8 @@ Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], 
 
 def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     """The columns of the table: the metrics that are there, then time, bytes and memory."""
-    metrics = list(dict.fromkeys(name for summary in summaries for name in summary["best"]))
+    named = dict.fromkeys(name for summary in summaries for name in summary["best"])
+    metrics = [name for name in named if any(summary.get(name) is not None for summary in summaries)]
     metrics.sort(key=lower_is_better)
     result: list[Column] = [
         (name.replace("_", " "), lambda s, n=name: s.get(n), lambda v: f"{v:.4f}", lower_is_better(name))  # type: ignore[misc]

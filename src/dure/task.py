@@ -34,6 +34,17 @@ def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> tupl
     return ((outputs.argmax(dim=1) == targets) & counted).sum(), counted.sum()
 
 
+def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`accuracy` where the outputs are scores of two classes or more for these targets; else nothing is counted."""
+    fits = (
+        isinstance(outputs, Tensor)
+        and outputs.ndim == targets.ndim + 1
+        and outputs.shape[1] > 1
+        and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    )
+    return accuracy(outputs, targets) if fits else (torch.zeros(()), torch.zeros(()))
+
+
 @dataclass(frozen=True)
 class Task:
     """What is learned.
@@ -74,5 +85,5 @@ class Task:
             return self.metrics
         data: Examples = self.test if self.test is not None else self.train
         _, targets = data.batch(torch.tensor([0]))
-        is_class_index = isinstance(targets, Tensor) and not targets.is_floating_point()
-        return {"accuracy": accuracy} if is_class_index else {}
+        is_class_index = isinstance(targets, Tensor) and not targets.is_floating_point() and targets.dtype != torch.bool
+        return {"accuracy": class_accuracy} if is_class_index else {}

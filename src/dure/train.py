@@ -18,6 +18,7 @@ from dure.buffers import load_passing_buffers, load_weights
 from dure.drive import Job, drive
 from dure.errors import RunFolderError
 from dure.fleet.conditions import Conditions
+from dure.randomness import generators_state, restore_generators
 from dure.record.run import Run, RunFolder
 from dure.stop import Stop
 from dure.strategies import decode_strategy, decode_world, default_world, encode
@@ -205,6 +206,7 @@ def prepare(
     conditions = world.told() if isinstance(world, Conditions) else []
     own = ", ".join([f"{name} ×{world.workers}" if (world.workers or 1) > 1 else name, *conditions])
     label = label or re.sub(r"(?<=\d)\.0(?!\d)", "", own)
+    _check_first_example(task)
     model = seeded_model(task, seed)
     check_model(strategy, model, world.workers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -222,6 +224,19 @@ def prepare(
         checkpoint_every=checkpoint_every,
     )
     return job, config_of(job, world)
+
+
+def _check_first_example(task: Task) -> None:
+    """Raises ValueError if it is no pair; what else is wrong with it is said when it is learned from."""
+    before = generators_state()
+    try:
+        task.train.batch(torch.tensor([0]))
+    except ValueError:
+        raise
+    except Exception:
+        return
+    finally:
+        restore_generators(before)
 
 
 def config_of(job: Job, world: World) -> dict[str, Any]:

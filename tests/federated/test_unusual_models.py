@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +20,7 @@ from dure.federated.aggregate import parse
 from dure.federated.cohort.meta import MetaEngine
 from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Update
+from dure.federated.personal import _over_clients
 from dure.federated.server_optimizer import Rule, ServerOptimizer
 from small import CLASSES, FEATURES, largest_difference, small_task
 
@@ -203,3 +206,29 @@ def test_both_sides_of_a_hessian_free_step_drop_the_same() -> None:
         (less,) = engine._less_curvature([gradient.clone()], batch, at)
         found[chance] = float((less - gradient).norm() / gradient.norm())
     assert found[0.5] < 3 * found[0.0] + 0.1
+
+
+class Scheduled(torch.optim.SGD):
+    """Has a scheduler inside, which holds it weakly."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self, 1, 0.5)
+
+
+def test_an_optimizer_lives_as_long_as_its_steps() -> None:
+    task = small_task(optimizer=Scheduled)
+    strategy = dure.FedAvg(clients=3, batch_size=4)
+    threshold = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        run = dure.train(task, strategy, dure.Simulated(engine="loop"), dure.Stop(rounds=2))
+    finally:
+        gc.set_threshold(*threshold)
+    assert run.summary["ended"] == "rounds"
+
+
+def test_clients_with_nothing_to_count_hide_nothing_of_the_others() -> None:
+    assert _over_clients("client_f1", [0.5, float("nan"), 1.0])["client_f1"] == 0.75
+    assert _over_clients("client_f1", [0.5, float("nan"), 1.0])["client_f1_p10"] == pytest.approx(0.55)
+    assert math.isnan(_over_clients("client_f1", [float("nan")])["client_f1"])

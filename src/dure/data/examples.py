@@ -107,7 +107,17 @@ class DatasetExamples(Examples):
         return len(self.dataset)
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
-        inputs, targets = default_collate([self.dataset[i] for i in indices.tolist()])
+        items = [self.dataset[i] for i in indices.tolist()]
+        for index, item in zip(indices.tolist(), items, strict=True):
+            if not isinstance(item, (tuple, list)) or len(item) != 2:
+                what = f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
+                raise ValueError(
+                    f"item {index} of the dataset is a {what}: give (input, target), of which either may be a tuple "
+                    "or a dict"
+                )
+            if isinstance(item[1], str):
+                raise ValueError(f"the target of item {index} is the text {item[1]!r}: give the index of its class")
+        inputs, targets = default_collate(items)
         return cast("tuple[Any, Any]", tree_map(self._convert, (inputs, targets)))
 
     def labels(self) -> Tensor | None:

@@ -124,9 +124,9 @@ class Personal:
 
 
 def _over_clients(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean over clients, and the worst tenth: how fair a model is to them."""
+    """The mean over clients, and the worst tenth: how fair a model is to them. Who has nothing to count is no part."""
     of = torch.tensor(values, dtype=torch.float64)
-    mean = {name: float(of.mean())}
-    return (
-        mean if "loss" in name else {**mean, f"{name}_p10": float(of.quantile(0.9 if lower_is_better(name) else 0.1))}
-    )
+    mean = {name: float(of.nanmean())}
+    if "loss" in name:
+        return mean
+    return {**mean, f"{name}_p10": float(of.nanquantile(0.9 if lower_is_better(name) else 0.1))}

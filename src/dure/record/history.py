@@ -63,7 +63,10 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     return {name: v if v is not None and math.isfinite(v) else None for name, v in metrics.items()}
 
 
-FALL = ("loss", "error", "rmse", "mse", "mae", "perplexity", "distance", "residual")
+FALL = (
+    *("loss", "error", "error_rate", "rmse", "mse", "mae", "mape", "perplexity", "nll", "wer", "cer", "distance"),
+    "residual",
+)
 """How the names of metrics end that are better where they are lower."""
 
 

@@ -180,7 +180,8 @@ def _settings(run: Run) -> str:
 
 
 def _task(run: Run) -> str:
-    return str(_dict(run.config.get("task")).get("name") or "a task made in Python")
+    task = _dict(run.config.get("task"))
+    return str(task.get("title") or task.get("name") or "a task made in Python")
 
 
 def _stop(run: Run) -> str | None:

@@ -8,13 +8,16 @@ hold the training data once. This never crosses a network: what does is never un
 
 from __future__ import annotations
 
+import importlib
 import io
 import mmap
 import os
 import pickle
 import struct
+import sys
 import tempfile
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -42,6 +45,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ):
             raw: Any = obj.contiguous().view(-1).view(torch.uint8).numpy()
             return _rebuild, (pickle.PickleBuffer(raw), obj.dtype, tuple(obj.shape))
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)  # as torch.classes, which cloudpickle cannot carry
         return super().reducer_override(obj)
 
 

@@ -156,7 +156,7 @@ class _Updates:
         optimizer = self.fresh.optimizer()
         terms = _terms(job)
         if terms is None:
-            return optimizer.step
+            return lambda: optimizer.step()  # a scheduler inside it makes `step` hold it weakly
         views = [self._views(part) for part in terms]
 
         @torch.no_grad()
