@@ -15,6 +15,7 @@ import torch
 
 from dure import __version__
 from dure.buffers import load_passing_buffers, load_weights
+from dure.data.examples import DatasetExamples
 from dure.drive import Job, drive
 from dure.errors import RunFolderError
 from dure.fleet.conditions import Conditions
@@ -227,7 +228,9 @@ def prepare(
 
 
 def _check_first_example(task: Task) -> None:
-    """Raises ValueError if it is no pair; what else is wrong with it is said when it is learned from."""
+    """Raises ValueError if a dataset's is no pair; what else is wrong with it is said when it is learned from."""
+    if not isinstance(task.train, DatasetExamples):
+        return
     before = generators_state()
     try:
         task.train.batch(torch.tensor([0]))
