@@ -1,8 +1,13 @@
-"""Which processes live below another one."""
+"""Which processes live below another one, and their end."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def descendants(of: int) -> set[int]:
@@ -22,3 +27,13 @@ def descendants(of: int) -> set[int]:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
         found |= frontier
     return found
+
+
+def end_family(process: subprocess.Popen[Any]) -> None:
+    """Kills the process and all below it; some of them may be ending by themselves in this moment."""
+    family = descendants(process.pid)
+    process.kill()
+    process.wait()
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -23,7 +23,7 @@ from dure.errors import RunFolderError
 from dure.record.run import RunFolder
 from dure.strategy import Place, Strategy
 from dure.train import prepare
-from process_tree import descendants
+from process_tree import end_family
 from small import largest_difference, same_bits, small_task
 
 TASK_FILE = '''
@@ -135,11 +135,7 @@ def agent(
     try:
         yield process
     finally:
-        family = descendants(process.pid)
-        process.kill()
-        process.wait()
-        for pid in family:
-            os.kill(pid, signal.SIGKILL)
+        end_family(process)
 
 
 def lives(folder: Path) -> list[tuple[int, int, int]]:

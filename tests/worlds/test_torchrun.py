@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 import dure
-from process_tree import descendants
+from process_tree import end_family
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -70,11 +70,7 @@ def test_the_other_ranks_name_a_lost_one(how: signal.Signals, tmp_path: Path) ->
         while process.poll() is None and time.monotonic() < until and len(list(tmp_path.glob("rank?"))) < 3:
             time.sleep(0.05)
     finally:
-        family = descendants(process.pid)
-        process.kill()
-        process.wait()
-        for pid in family:
-            os.kill(pid, signal.SIGKILL)
+        end_family(process)
     told = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
     assert told, "somebody has to raise before torchrun ends the job"
     for text in told.values():
