@@ -19,6 +19,7 @@ FLOORS = [
         "flat",
         "buffers",
         "counted",
+        "lr_schedule",
         "catalog",
         "compiler",
         "written",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.data.examples import Examples, as_examples
+from dure.lr_schedule import LRSchedule
 
 Metric = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
 """metric(outputs, targets) gives the mean over the batch, or a pair (sum, count) that is added over batches."""
@@ -56,6 +57,8 @@ class Task:
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on the test data and reported as test_<name>. None: the accuracy if the
         targets are class indices, otherwise nothing but the loss.
+    lr_schedule: what the optimizer's learning rates are multiplied with at step t = 0, 1, ..., in a federation at round
+        t: a function of t, as `lr_lambda` of torch's LambdaLR. None leaves them as they are.
     name: how tables call it.
     reference: where `dure.load_task` found it, so that a run folder can be resumed; None for a task made in Python.
     """
@@ -66,6 +69,7 @@ class Task:
     test: Any = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD
     metrics: Mapping[str, Metric] | None = None
+    lr_schedule: LRSchedule | None = None
     name: str = "task"
     reference: Mapping[str, Any] | None = field(default=None, compare=False)
 
@@ -75,6 +79,8 @@ class Task:
                 isinstance(getattr(self, name), (nn.Module, torch.optim.Optimizer)) and name != "loss"
             ):
                 raise ValueError(f"Task({name}=...) has to be a function that makes a fresh one, not an instance")
+        if self.lr_schedule is not None and not callable(self.lr_schedule):
+            raise ValueError(f"Task(lr_schedule={self.lr_schedule!r}) has to be a function of the step: step -> factor")
         object.__setattr__(self, "train", as_examples(self.train))
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
 

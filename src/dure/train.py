@@ -19,6 +19,7 @@ from dure.data.examples import DatasetExamples
 from dure.drive import Job, drive
 from dure.errors import RunFolderError
 from dure.fleet.conditions import Conditions
+from dure.lr_schedule import check_schedule
 from dure.randomness import generators_state, restore_generators
 from dure.record.run import Run, RunFolder
 from dure.stop import Stop
@@ -210,6 +211,8 @@ def prepare(
     _check_first_example(task)
     model = seeded_model(task, seed)
     check_model(strategy, model, world.workers)
+    if task.lr_schedule is not None:
+        check_schedule(task.lr_schedule, task.optimizer(list(model.parameters())))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no trainable parameter")

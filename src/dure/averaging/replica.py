@@ -19,6 +19,7 @@ from dure.buffers import Buffers, copy_buffers, load_weights
 from dure.data.batches import Batches
 from dure.data.partition import Partition
 from dure.flat import FlatParameters, by_dtype, views_of
+from dure.lr_schedule import Rates
 from dure.randomness import seed_generators
 from dure.strategy import Place, examples_for, seeded_model
 from dure.task import Task
@@ -43,6 +44,7 @@ class Replica:
         groups = by_dtype(parameter for parameter in self.model.parameters() if parameter.requires_grad).values()
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
+        self.rates = Rates(self.optimizer, task.lr_schedule)
         # for models whose first weights do not follow from the seed alone, such as those read from a file
         self.group.broadcast_values([*self.model.parameters(), *self.buffers.of(self.model)], counted=False)
         self.train_examples, self.test_examples = examples_for(self.model, task)
@@ -94,6 +96,7 @@ class Replica:
         backwarded = time.perf_counter()
         if adjust is not None:
             adjust(self.trained)
+        self.rates.at(step)
         self.optimizer.step()
         meter = self.group.meter
         meter.compute("forward", started, forwarded, step + 1)

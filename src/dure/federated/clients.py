@@ -22,6 +22,7 @@ from dure.federated.cohort.job import Engine, Job, Trained
 from dure.federated.messages import Assignment, Update
 from dure.fleet.attacks import Attack
 from dure.fleet.carrier import Order, Work
+from dure.lr_schedule import LRSchedule, factor_at
 
 SHOWN = 64
 """Assignments that are shown to the choice of an engine, at most."""
@@ -56,7 +57,8 @@ class Clients:
     """All of them.
 
     parts: the examples of each, as indices. present: which of n they have at a time; None is all. attack, liars: what
-    liars send, and who they are in a round. partial: whether clients send unfinished work at a deadline.
+    liars send, and who they are in a round. partial: whether clients send unfinished work at a deadline. lr_schedule:
+    the task's.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class Clients:
         attack: Attack | None = None,
         liars: Callable[[int], Collection[int]] = lambda turn: (),
         partial: bool = False,
+        lr_schedule: LRSchedule | None = None,
     ) -> None:
         self.parts, self.local, self.algorithm, self.seed = parts, work, algorithm, seed
         self.sizes: list[int] = parts.sizes.tolist() if isinstance(parts, Parts) else [len(part) for part in parts]
         self.partial, self.present, self.attack, self.liars = partial, present, attack, liars
+        self.lr_schedule = lr_schedule
         self.memories: dict[int, Memory] = {}
         self._make = engine
         self._engine: Engine | None = None
@@ -182,7 +186,11 @@ class Clients:
         one: Assignment = order.assignment
         indices = self.indices(one.client, order.began)
         first = one.turn * self.local.steps_of(indices.numel())
-        return Job(one.client, one.round, indices, one.weights, one.buffers, first, order.work.steps, turn=one.turn)
+        return Job(
+            *(one.client, one.round, indices, one.weights, one.buffers, first, order.work.steps),
+            turn=one.turn,
+            lr_factor=factor_at(self.lr_schedule, one.round),
+        )
 
     def engine(self, jobs: Sequence[Job]) -> Engine:
         """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not: what it does at

@@ -261,6 +261,7 @@ class FederatedLearner:
             attack,
             lying,
             strategy.sends_partial_work,
+            task.lr_schedule,
         )
         self.carrier = place.carrier(self.clients, seed)
         buffers = [buffer.clone() for buffer in self.buffers.of(self.model)]

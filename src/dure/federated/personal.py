@@ -30,6 +30,7 @@ from dure.federated.cohort.job import Job
 from dure.federated.global_model import GlobalModel
 from dure.flat import FlatParameters
 from dure.fleet.permutation import Permutation
+from dure.lr_schedule import factor_at
 from dure.randomness import derive
 from dure.record.history import lower_is_better
 from dure.task import Task
@@ -117,7 +118,9 @@ class Personal:
                 indices, before = clients.indices(client, now), own(client)
                 steps = self.fine_tune * clients.local.per_epoch(len(indices))
                 assert before.buffers is not None
-                jobs.append(Job(client, number, indices, before.weights, before.buffers, number * steps, steps))
+                factor = factor_at(self.task.lr_schedule, number)
+                of = (client, number, indices, before.weights, before.buffers, number * steps, steps)
+                jobs.append(Job(*of, lr_factor=factor))
             engine = clients.engine(jobs)
             for job, result in zip(jobs, getattr(engine, "tune", engine.train)(jobs), strict=True):
                 yield Own([w + d for w, d in zip(job.weights, result.delta, strict=True)], result.buffers)

@@ -98,7 +98,9 @@ class Controls(Algorithm):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
         (job,), (result,) = jobs, trained
         assert job.correction is not None
-        steps = job.steps * self.lr
+        steps = job.steps * self.lr * job.lr_factor
+        if not steps:  # a learning rate of 0 tells nothing of the client's gradient
+            return result.delta, [torch.zeros_like(c) for c in assignment.extra], memory
         change = [-c - delta / steps for c, delta in zip(assignment.extra, result.delta, strict=True)]
         own = memory or [torch.zeros_like(c) for c in assignment.extra]
         return result.delta, change, [mine + moved for mine, moved in zip(own, change, strict=True)]

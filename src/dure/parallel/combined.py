@@ -30,6 +30,7 @@ from dure.data.partition import Description
 from dure.devices import to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import ratio
+from dure.lr_schedule import Rates
 from dure.parallel import mesh_checkpoint, mesh_gradients
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.facts import facts_of
@@ -204,6 +205,7 @@ class ParallelLearner:
         if not self.cut.learned & self.parameters.keys():
             return
         self.optimizer = self.task.optimizer(list(self.model.parameters()))  # of all: its groups may go by place
+        self.rates = Rates(self.optimizer, self.task.lr_schedule)
         held = {id(parameter) for parameter in self.parameters.values()}
         for group in self.optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in held]
@@ -313,6 +315,7 @@ class ParallelLearner:
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}", intact=False)
         started = time.perf_counter()
         if self.optimizer is not None:
+            self.rates.at(self.step)
             self.optimizer.step()
         self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
         mesh_gradients.share_buffers(self)

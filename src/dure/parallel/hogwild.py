@@ -37,6 +37,7 @@ from dure.data.partition import Description
 from dure.devices import to_cpu, to_device
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
 from dure.evaluation import evaluate
+from dure.lr_schedule import Rates
 from dure.parallel.replicas import refresh, replica
 from dure.parallel.single import SingleLearner
 from dure.parallel.team import Team, team_at
@@ -95,6 +96,7 @@ class Hog:
     def __init__(self, number: int, learner: HogwildLearner, model: nn.Module, meter: Meter) -> None:
         self.number, self.learner, self.model, self.meter = number, learner, model, meter
         self.optimizer = learner.optimizer if model is learner.model else learner.task.optimizer(model.parameters())
+        self.rates = Rates(self.optimizer, learner.task.lr_schedule)
         self.batches = Batches(len(learner.train_examples), learner.strategy.batch_size, learner.seed)
 
     def run(self, first: int, end: int) -> tuple[float, int]:
@@ -126,6 +128,7 @@ class Hog:
         if not math.isfinite(value):
             raise LossNotFiniteError(value, self.meter.name, f"step {step + 1}", intact=False)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.rates.at(step)
         self.optimizer.step()
         return value, len(indices)
 

@@ -26,6 +26,7 @@ from dure.data.prefetch import Prefetch, prefetch
 from dure.devices import device_of, to_cpu, to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
+from dure.lr_schedule import Rates
 from dure.randomness import derive, seed_generators
 from dure.record.meter import Meter
 from dure.strategy import (
@@ -106,6 +107,7 @@ class SingleLearner:
         self.device = place.devices[0] if device is None else device
         self.model = seeded_model(task, seed).to(self.device).train()
         self.optimizer = task.optimizer(self.model.parameters())
+        self.rates = Rates(self.optimizer, task.lr_schedule)
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.batches = Batches(len(self.train_examples), batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
@@ -128,6 +130,7 @@ class SingleLearner:
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
         started = time.perf_counter()
+        self.rates.at(self.step)
         self.optimizer.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # so that the time of a step is that of its work

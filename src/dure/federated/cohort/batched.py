@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -54,12 +55,13 @@ _NOTHING = Trained([], [], 0, 0.0)
 
 class Kind(NamedTuple):
     """What is added to the gradients of a job: mu, whether it has an anchor, a correction. factors: whether nothing is,
-    it begins at weights that all share, and its batches are so few that these are factored."""
+    it begins at weights that all share, and its batches are so few that these are factored. lr_factor: the job's."""
 
     mu: float
     anchored: bool
     corrected: bool
     factors: bool
+    lr_factor: float
 
 
 def batched_engine(
@@ -146,7 +148,7 @@ class BatchedEngine:
     def _kind(self, job: Job, shared: bool) -> Kind:
         added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
         factors = shared and not added and self._rows(job) <= self._most_rows
-        return Kind(job.mu, job.anchor is not None, job.correction is not None, factors)
+        return Kind(job.mu, job.anchor is not None, job.correction is not None, factors, job.lr_factor)
 
     def _rows(self, job: Job) -> int:
         """Of all steps of the job."""
@@ -199,18 +201,19 @@ class BatchedEngine:
         self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
     ) -> tuple[list[Sequence[Tensor]], Tensor, bool]:
         """Each job's update; the losses, (steps, C); and whether all of it is finite."""
+        rule = self.rule if kind.lr_factor == 1 else replace(self.rule, lr=self.rule.lr * kind.lr_factor)
         start, constant = self._begin(jobs)
         shares = self.together and len(start) == 1
-        once = shares and len(steps) == 1 and not self.rule.momentum
+        once = shares and len(steps) == 1 and not rule.momentum
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, rows if defers else 0)
         for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
             if pays(rows, weights.shape):
-                weights.factor(start[0, begin:end], len(jobs), self.rule.lr, rows)
+                weights.factor(start[0, begin:end], len(jobs), rule.lr, rows)
                 continue
             part = None if constant is None else constant[:, begin:end]
-            weights.load(start[:, begin:end], len(jobs), self.rule, jobs[0].mu, part, shares, output if once else None)
+            weights.load(start[:, begin:end], len(jobs), rule, jobs[0].mu, part, shares, output if once else None)
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         for at, step in enumerate(steps):
             losses[at, : len(step.sizes)] = self._step(step, at == 0)
@@ -220,7 +223,7 @@ class BatchedEngine:
                 output if output is not None else weights.factors()
                 for weights, output in zip(self.program.weights, outputs, strict=True)
             ]
-            products = Products(parts, self.rule.lr)
+            products = Products(parts, rule.lr)
             if products.bounded():
                 own = jobs[0].weights[0]
                 return [Deferred(products, at, own) for at in range(len(jobs))], losses, _finite(losses)

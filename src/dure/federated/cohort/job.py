@@ -15,7 +15,7 @@ class Job:
 
         g <- gradient of the client's loss at w on batch t     for t = first_step .. first_step + steps - 1
         g <- g + mu (w - anchor) + correction                  where they are given
-        w <- optimizer step with g, from w = weights
+        w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
 
     client: its number. round: of the weights. turn: where its draws go on, which are derived from (client, turn); the
     round where it is not given. indices: its examples, in the task's training data. weights, anchor, correction: one
@@ -35,6 +35,7 @@ class Job:
     anchor: Sequence[Tensor] | None = None
     correction: Sequence[Tensor] | None = None
     turn: int = -1
+    lr_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.turn < 0:

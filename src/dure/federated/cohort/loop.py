@@ -29,6 +29,7 @@ from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.cohort.plan import batches
 from dure.flat import FlatParameters, by_dtype, views_of
+from dure.lr_schedule import Rates
 from dure.randomness import seed_generators
 from dure.task import Task
 
@@ -153,7 +154,7 @@ class _Updates:
 
     def begin(self, job: Job) -> Callable[[], None]:
         """What is to be called after each backward pass of the job."""
-        optimizer = self.fresh.optimizer()
+        optimizer = self.fresh.optimizer(job.lr_factor)
         terms = _terms(job)
         if terms is None:
             return lambda: optimizer.step()  # a scheduler inside it makes `step` hold it weakly
@@ -243,15 +244,18 @@ class _Fresh:
             if not any(isinstance(value, Tensor) for group in groups for value in group.values()):
                 self.reused, self.before = made, groups
 
-    def optimizer(self) -> torch.optim.Optimizer | PlainSGD:
+    def optimizer(self, lr_factor: float) -> torch.optim.Optimizer | PlainSGD:
         if self.plain is not None:
+            self.plain.lr_factor = lr_factor
             return self.plain
-        if self.reused is None:
-            return self.make()
-        self.reused.state.clear()
-        for group, before in zip(self.reused.param_groups, self.before, strict=True):
-            group.update(before)
-        return self.reused
+        made = self.make() if self.reused is None else self.reused
+        if self.reused is not None:
+            self.reused.state.clear()
+            for group, before in zip(self.reused.param_groups, self.before, strict=True):
+                group.update(before)
+        if lr_factor != 1:
+            Rates(made).times(lr_factor)
+        return made
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,17 +23,18 @@ def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
 
 
 class PlainSGD:
-    """w <- w - lr g, as torch.optim.SGD with nothing but a learning rate."""
+    """w <- w - lr_factor lr g, as torch.optim.SGD with nothing but a learning rate."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.groups: list[tuple[list[Tensor], float]] = [(g["params"], g["lr"]) for g in optimizer.param_groups]
+        self.lr_factor = 1.0
 
     @torch.no_grad()
     def step(self) -> None:
         for parameters, lr in self.groups:
             moved = [parameter for parameter in parameters if parameter.grad is not None]
             if moved:
-                torch._foreach_add_(moved, [parameter.grad for parameter in moved], alpha=-lr)  # type: ignore[misc]
+                torch._foreach_add_(moved, [parameter.grad for parameter in moved], alpha=-lr * self.lr_factor)  # type: ignore[misc]
 
 
 def check_gradients(task: Task, system: str) -> None:

@@ -90,6 +90,7 @@ class _Note:
     mu: float
     places: tuple[int, int | None, int | None]
     turn: int
+    lr_factor: float
 
 
 class ProcessesEngine:
@@ -202,7 +203,8 @@ def _note(job: Job, slots: Slots, needed: set[int]) -> _Note:
     places = (weights, anchor, correction)
     buffers = list(job.buffers)
     return _Note(
-        *(job.client, job.round, job.indices.numpy(), buffers, job.first_step, job.steps, job.mu, places, job.turn)
+        *(job.client, job.round, job.indices.numpy(), buffers, job.first_step, job.steps, job.mu, places, job.turn),
+        lr_factor=job.lr_factor,
     )
 
 
@@ -284,6 +286,7 @@ def _job(note: _Note, sets: Sequence[list[Tensor]]) -> Job:
         anchor,
         correction,
         note.turn,
+        note.lr_factor,
     )
 
 
