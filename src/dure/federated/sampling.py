@@ -27,6 +27,9 @@ from dure.written import read, write
 Candidates = Callable[[int], int]
 """The client that is asked at a position 0, 1, ... of a round's order."""
 
+FEW = 20
+"""Places of an order that are found one by one, which takes less time than to find as many at once."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -65,7 +68,9 @@ class Selection:
         known: list[int] = []
 
         def at(position: int) -> int:
-            if position >= len(known):  # many at once take hardly longer than one
+            if position < FEW:
+                return permutation[position]
+            if position >= len(known):
                 known[:] = permutation.first(2 * position + 32)
             return known[position]
 

@@ -17,7 +17,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from dure.errors import TooFewClientsError
 from dure.fleet.carrier import Assign, Clients, Combine, Coordinator, Flight, Order, Refuse, Work
@@ -59,8 +59,7 @@ class Simulated(Conditions):
         return run_here(here, report, "server", self.kind)
 
 
-@dataclass(frozen=True)
-class Underway:
+class Underway(NamedTuple):
     """An assignment on its way. ends: when its update arrives, or it fails for `reason`."""
 
     client: int

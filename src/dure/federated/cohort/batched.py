@@ -208,16 +208,17 @@ class BatchedEngine:
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, rows if defers else 0)
-        for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
-            if pays(rows, weights.shape):
-                weights.factor(start[0, begin:end], len(jobs), rule.lr, rows)
-                continue
-            part = None if constant is None else constant[:, begin:end]
-            weights.load(start[:, begin:end], len(jobs), rule, jobs[0].mu, part, shares, output if once else None)
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
-        for at, step in enumerate(steps):
-            losses[at, : len(step.sizes)] = self._step(step, at == 0)
-        self._write(start, outputs, once)
+        with torch.inference_mode():  # what is made in here is read outside, and never changed
+            for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
+                if pays(rows, weights.shape):
+                    weights.factor(start[0, begin:end], len(jobs), rule.lr, rows)
+                    continue
+                part = None if constant is None else constant[:, begin:end]
+                weights.load(start[:, begin:end], len(jobs), rule, jobs[0].mu, part, shares, output if once else None)
+            for at, step in enumerate(steps):
+                losses[at, : len(step.sizes)] = self._step(step, at == 0)
+            self._write(start, outputs, once)
         if defers:
             parts = [
                 output if output is not None else weights.factors()

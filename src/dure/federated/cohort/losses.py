@@ -27,7 +27,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Te
     columns, rows = targets.unsqueeze(-1), weights.unsqueeze(-1)
     loss = -(logs.gather(-1, columns) * rows).sum((1, 2))
     gradient = logs.exp_()
-    gradient.scatter_add_(-1, columns, gradient.new_tensor(-1.0).expand_as(columns))
+    gradient.scatter_(-1, columns, -1.0, reduce="add")
     return loss, gradient.mul_(rows)
 
 

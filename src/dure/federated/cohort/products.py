@@ -50,11 +50,12 @@ class Products:
 
     def bounded(self) -> bool:
         """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz."""
-        squares = [
-            _square(part) if isinstance(part, Tensor) else _square(part[0]) * _square(part[1]) * (self.lr * self.lr)
-            for part in self.parts
+        tensors = [tensor for part in self.parts for tensor in ((part,) if isinstance(part, Tensor) else part)]
+        norms = iter(torch.stack(torch._foreach_norm(tensors)).tolist())
+        bounds = [
+            next(norms) if isinstance(part, Tensor) else next(norms) * next(norms) * self.lr for part in self.parts
         ]
-        return all(square < LARGE * LARGE for square in squares)  # False where there is a NaN
+        return all(bound < LARGE for bound in bounds)  # False where there is a NaN
 
     def all(self) -> Tensor:
         """(C, d), each by itself."""
@@ -139,9 +140,3 @@ class Deferred(Sequence[Tensor]):
         if self._formed is None:
             self._formed = self.products.one(self.place).to(self.like.device)
         return [self._formed][index]
-
-
-def _square(tensor: Tensor) -> float:
-    """The sum of the squares; inf where it overflows."""
-    flat = tensor.reshape(-1)
-    return float(torch.dot(flat, flat))
