@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from dure import evaluation
+import dure
 from dure.collectives.group import Group
 from dure.counted import loss_and_count
 from dure.evaluation import evaluate
@@ -33,14 +33,8 @@ class Share(Group):
         return [values]
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    monkeypatch.setattr(evaluation, "BATCH", 7)
-
-
-@pytest.mark.usefixtures("small_batches")
 def test_the_measures_are_those_of_the_plain_computation_uneven_last_batch_included():
-    task, model = small_task(), network()
+    task, model = small_task(eval_batch_size=7), network()
     inputs, targets = task.test.inputs, task.test.targets
     with torch.no_grad():
         outputs = model(inputs)
@@ -65,7 +59,6 @@ def test_the_ranks_shares_add_up_to_the_whole(n, size):
     assert correct / n == whole["test_accuracy"]
 
 
-@pytest.mark.usefixtures("small_batches")
 def test_a_metric_is_a_mean_or_a_sum_with_its_count():
     def mean(outputs, targets):
         return (outputs.argmax(1) == targets).double().mean()
@@ -77,7 +70,8 @@ def test_a_metric_is_a_mean_or_a_sum_with_its_count():
     def number(outputs, targets):
         return float(len(targets))
 
-    task, model = small_task(metrics={"mean": mean, "recall": of_class_one, "batch": number}), network()
+    measures = {"mean": mean, "recall": of_class_one, "batch": number}
+    task, model = small_task(metrics=measures, eval_batch_size=7), network()
     with torch.no_grad():
         guesses, targets = model(task.test.inputs).argmax(1), task.test.targets
     measured = evaluate(task, model, task.test, Group(), 0)
@@ -140,12 +134,11 @@ LOSSES = [
 ]
 
 
-@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("loss", LOSSES, ids=["plain", "module", "weighted", "other"])
 def test_a_loss_that_ignores_targets_is_their_mean_whatever_the_batches(loss):
     given = examples(40)
     targets = ignoring(given.targets) if getattr(loss, "keywords", {}).get("ignore_index") is None else given.targets
-    task, model = small_task(loss=loss, test=(given.inputs, targets)), network()
+    task, model = small_task(loss=loss, test=(given.inputs, targets), eval_batch_size=7), network()
     expected = float(loss(model(given.inputs), targets).detach())
     for size in (1, 3):
         parts = [Share(rank, size) for rank in range(size)]
@@ -153,3 +146,34 @@ def test_a_loss_that_ignores_targets_is_their_mean_whatever_the_batches(loss):
             evaluate(task, model, task.test, part, 0)
         total, _, count, _ = (sum(column) for column in zip(*(part.sums for part in parts), strict=True))
         assert total / count == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        (dure.SingleWorker(), dure.Processes(1)),
+        (dure.ZeRO(3), dure.Processes(2)),
+        (dure.Pipeline(), dure.Processes(2)),
+        (dure.ParallelSGD(combine="best"), dure.Processes(2)),
+        (dure.FedPer(clients=3, held_out=0.4), dure.Simulated()),
+    ],
+    ids=lambda one: one.name,
+)
+def test_no_more_are_measured_at_once_than_was_asked_for(strategy, world, tmp_path):
+    def saw(outputs, targets):
+        with open(tmp_path / "seen", "a") as seen:
+            seen.write(f"{len(targets)}\n")
+        return (outputs.argmax(1) == targets).double().mean()
+
+    def run(size):
+        task = small_task(metrics={"accuracy": saw}, eval_batch_size=size)
+        return dure.train(task, strategy, world, dure.Stop(epochs=1)).history.evaluations[-1].metrics
+
+    small = run(2)
+    assert {int(line) for line in (tmp_path / "seen").read_text().split()} <= {1, 2}
+    assert small == pytest.approx(run(1_000), abs=1e-12)
+
+
+def test_at_least_one_is_measured_at_once():
+    with pytest.raises(ValueError, match="eval_batch_size=0"):
+        small_task(eval_batch_size=0)

@@ -19,8 +19,6 @@ from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.task import Task
 
-BATCH = 1_000
-
 
 @torch.no_grad()
 def evaluate(
@@ -46,7 +44,7 @@ def evaluate(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.eval()
-    for indices in torch.split(share, BATCH):
+    for indices in torch.split(share, task.eval_batch_size):
         if len(indices) == 0:
             continue
         inputs, targets = to_device(examples.batch(indices), device)
@@ -54,7 +52,8 @@ def evaluate(
         for position, (total, count) in enumerate(measured(task, outputs, targets, len(indices))):
             totals[position] += total
             counts[position] += count
-    for _ in range(-(-len(shares[0]) // BATCH) - -(-len(share) // BATCH)):
+    most, mine = (-(-len(one) // task.eval_batch_size) for one in (shares[0], share))
+    for _ in range(most - mine):
         idle()
     model.train(was_training)
     parts = group.all_gather_values(totals + counts)

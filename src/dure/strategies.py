@@ -29,6 +29,7 @@ from dure.fleet.attacks import Attack, parse_attack
 from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
 from dure.parallel.mesh import AXES
+from dure.parallel.written_plan import TensorPlan
 from dure.strategy import Strategy, World, dwellings
 
 TEXTS: dict[type[Any], Callable[[str], Any]] = {
@@ -40,6 +41,7 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Availability: parse_availability,
     Arrival: parse_arrival,
     Attack: parse_attack,
+    TensorPlan: TensorPlan,
 }
 """Types of fields that are written as text, and what reads it."""
 

@@ -40,7 +40,7 @@ from dure.counted import loss_and_count
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
 from dure.errors import LossNotFiniteError
-from dure.evaluation import BATCH, evaluate, ratio
+from dure.evaluation import evaluate, ratio
 from dure.flat import FlatParameters
 from dure.record.meter import Meter
 from dure.strategy import Kind, Learner, Place, Progress, seeded_model
@@ -169,7 +169,7 @@ class ParallelSGDLearner:
         """This rank's model on all training data."""
         total, counted, examples = 0.0, 0.0, self.replica.train_examples
         self.combined.eval()
-        for indices in torch.split(torch.arange(len(examples)), BATCH):
+        for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
             inputs, targets = examples.batch(indices)
             loss, count = loss_and_count(self.task.loss, self.combined(inputs), targets, len(indices))
             total, counted = total + loss, counted + count

@@ -23,7 +23,7 @@ from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
 from dure.errors import LossNotFiniteError
-from dure.evaluation import BATCH, evaluate, ratio
+from dure.evaluation import evaluate, ratio
 from dure.federated import aggregate, sampling
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start
@@ -356,7 +356,7 @@ class FederatedLearner:
             return {}
         self.model.eval()
         turned, of = 0, 0
-        for part in torch.split(torch.arange(len(examples)), BATCH):
+        for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
             inputs, targets = examples.batch(part)
             some = attack.turned(self.model(attack.triggered(inputs)), targets)
             turned, of = turned + some[0], of + some[1]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dure.buffers import Buffers
 from dure.data.examples import Examples
-from dure.evaluation import BATCH, measured, ratio
+from dure.evaluation import measured, ratio
 from dure.federated.algorithm import Algorithm, Own
 from dure.federated.clients import Clients
 from dure.federated.cohort.job import Job
@@ -102,7 +102,7 @@ class Personal:
     def _of(self, indices: Tensor) -> dict[str, float]:
         names = ["loss", *self.task.measures]
         totals = {name: [0.0, 0.0] for name in names}
-        for part in torch.split(indices, BATCH):
+        for part in torch.split(indices, self.task.eval_batch_size):
             inputs, targets = self.examples.batch(part)
             outputs = self.model(inputs)
             for name, (total, count) in zip(names, measured(self.task, outputs, targets, len(part)), strict=True):

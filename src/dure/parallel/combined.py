@@ -50,6 +50,7 @@ from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.plan import Plan, check_plan
 from dure.parallel.tensor.ready import plan_for
+from dure.parallel.written_plan import TensorPlan
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
@@ -84,6 +85,7 @@ class Parallel:
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
         zero: 1 divides the optimizer's state over the ranks of a data group.
         clip_norm: the largest norm that a step's gradient may have; by default any.
+        plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's ready plan.
     """
 
     mesh: Mesh = Mesh()  # noqa: RUF009
@@ -97,10 +99,14 @@ class Parallel:
     sequence: bool = False
     zero: Literal[0, 1] = 0
     clip_norm: float | None = None
+    plan: TensorPlan = TensorPlan()  # noqa: RUF009
 
     name: ClassVar[str] = "parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", TensorPlan(self.plan))
 
     @property
     def label(self) -> str:
@@ -145,8 +151,8 @@ class Parallel:
         elif self.mesh.pipeline > 1:
             check_parameter_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1:
-            check_plan(model, plan_of(model, self.sequence), self.mesh.tensor)
-            if self.sequence and self.mesh.pipeline > 1:
+            check_plan(model, plan_of(model, self.sequence, self.plan), self.mesh.tensor)
+            if (self.sequence or self.plan.of_sequences) and self.mesh.pipeline > 1:
                 raise ValueError("a model whose sequences are divided cannot be cut into stages: sequence or pipeline")
         if self.mesh.tensor > 1 and schedule.stages == 1:
             return
@@ -229,7 +235,7 @@ class ParallelLearner:
             return
         homes = {rank: number for number, ranks in enumerate(self.group.hosts()) for rank in ranks}
         mesh.check_hosts([homes[rank] for rank in range(self.group.size)])
-        parallelize(self.model, plan_of(self.model, self.strategy.sequence), group)
+        parallelize(self.model, plan_of(self.model, self.strategy.sequence, self.strategy.plan), group)
 
     # The cut.
 
@@ -421,8 +427,15 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: firsts.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def plan_of(model: nn.Module, sequence: bool = False) -> Plan:
-    """The ready plan of a model, or of the one module inside it that has one. Raises ValueError if there is none."""
+def plan_of(model: nn.Module, sequence: bool = False, own: TensorPlan = TensorPlan()) -> Plan:  # noqa: B008
+    """The user's own plan, if there is one; or the ready plan of a model, or of the one module inside it that has one.
+
+    Raises ValueError if there is none.
+    """
+    if own.entries and sequence:
+        raise ValueError("a plan of your own says itself where sequences are divided: leave sequence out")
+    if own.entries:
+        return own.plan
     try:
         return plan_for(model, sequence=sequence)
     except ValueError as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dure.collectives.group import Group
 from dure.data.examples import Examples
 from dure.devices import to_device
-from dure.evaluation import BATCH, measured
+from dure.evaluation import measured
 from dure.parallel.pipeline.cut import CutModel, UncutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
@@ -44,7 +44,7 @@ def totals_of(
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     stream = Stream(0, carried=False)
     mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
-    chunks = share.split(max(1, min(BATCH, -(-len(share) // (2 * cut.stages)))))  # type: ignore[no-untyped-call]
+    chunks = share.split(max(1, min(task.eval_batch_size, -(-len(share) // (2 * cut.stages)))))  # type: ignore[no-untyped-call]
     for start in range(0, len(chunks), ROUND):
         for length, alike in groupby(chunks[start : start + ROUND], len):
             batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike if len(c)]

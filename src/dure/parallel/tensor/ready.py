@@ -63,8 +63,8 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
         return _pairs(layers, "" if layers is model else "layers.")
     raise ValueError(
         f"there is no ready plan{' with sequence=True' if sequence else ''} for a {type(model).__name__}; write one: "
-        f'{{"layers.*.first": Column(), "layers.*.second": Row()}} for modules one behind the other, and use '
-        f"dure.parallel.tensor.parallelize in a loop of your own (dure.train takes ready plans)"
+        f'{{"layers.*.first": Column(), "layers.*.second": Row()}} for modules one behind the other; strategies '
+        f"take it as plan=, dure.parallel.tensor.parallelize in a loop of your own"
     )
 
 

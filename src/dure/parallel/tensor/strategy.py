@@ -20,6 +20,7 @@ from typing import ClassVar
 from dure.data.partition import Description
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
+from dure.parallel.written_plan import TensorPlan
 from dure.strategy import Kind, Learner, Place
 from dure.task import Task
 
@@ -33,15 +34,20 @@ class TensorParallel:
         sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and all-gather in place of
             all-reduce).
         clip_norm: the largest norm that a step's gradient may have; by default any.
+        plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's ready plan.
     """
 
     batch_size: int | None = 64
     sequence: bool = False
     clip_norm: float | None = None
+    plan: TensorPlan = TensorPlan()  # noqa: RUF009
 
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", TensorPlan(self.plan))
 
     @property
     def label(self) -> str:
@@ -50,7 +56,8 @@ class TensorParallel:
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
         mesh = Mesh(tensor=workers)
-        return Parallel(mesh, self.batch_size, 1, "naive", sequence=self.sequence, clip_norm=self.clip_norm)
+        own = {"sequence": self.sequence, "clip_norm": self.clip_norm, "plan": self.plan}
+        return Parallel(mesh, self.batch_size, 1, "naive", **own)  # type: ignore[arg-type]
 
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)

@@ -1,0 +1,113 @@
+"""A plan as a value, in a strategy's field, and as text, in run folders and on command lines.
+
+    layers.*.expand=Column(unit=64); layers.*.contract=Row(unit=64); layers.*=Attributes("heads")+OwnDraws()
+
+Patterns and what is done there are those of `dure.parallel.tensor.plan`, written as in Python, with `+` between
+several. That module is read only where there is a plan: strategies have the field, most runs do not use it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import TYPE_CHECKING, Any, get_args
+
+from dure.catalog import suggestion
+
+if TYPE_CHECKING:
+    from dure.parallel.tensor.plan import Kind, Plan
+
+READY = "ready"
+"""The text of no plan of one's own."""
+
+
+def _known() -> dict[str, Any]:
+    """The kinds of things that a plan can say, by name."""
+    from dure.parallel.tensor import plan
+
+    return {kind.__name__: kind for kind in (*get_args(plan.Replacement), *get_args(plan.Change))}
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class TensorPlan:
+    """How a model is divided. entries: patterns, and what is done there, in order; none is the model's ready plan."""
+
+    entries: tuple[tuple[str, tuple[Kind, ...]], ...]
+
+    def __init__(self, written: Plan | str | TensorPlan = READY) -> None:
+        """From a plan, or from its text. Raises ValueError for what is none."""
+        if isinstance(written, TensorPlan):
+            entries = written.entries
+        elif isinstance(written, str):
+            entries = _read(written)
+        else:
+            entries = tuple((pattern, _several(pattern, kinds)) for pattern, kinds in written.items())
+        object.__setattr__(self, "entries", entries)
+
+    @property
+    def plan(self) -> Plan:
+        """As `parallelize` takes it."""
+        return dict(self.entries)
+
+    @property
+    def of_sequences(self) -> bool:
+        """Whether layers divide sequences as well."""
+        kinds = [kind for _, several in self.entries for kind in several]
+        shards = any(getattr(kind, "sequence", None) is not None for kind in kinds)
+        return shards or any(type(kind).__name__ in ("Cut", "Join") for kind in kinds)
+
+    def __str__(self) -> str:
+        texts = (f"{pattern}={'+'.join(map(_written, kinds))}" for pattern, kinds in self.entries)
+        return "; ".join(texts) or READY
+
+
+def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
+    each: tuple[Any, ...] = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    for kind in each:
+        if not isinstance(kind, tuple(_known().values())):
+            raise ValueError(f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are")
+    return each
+
+
+def _written(kind: Any) -> str:
+    """As Python writes the call that makes it, without what is default."""
+    name = type(kind).__name__
+    if name == "Attributes":  # its names have no name
+        return f"{name}({', '.join(map(repr, kind.names))})"
+    values = {field.name: (getattr(kind, field.name), field.default) for field in dataclasses.fields(kind)}
+    return f"{name}({', '.join(f'{key}={value!r}' for key, (value, default) in values.items() if value != default)})"
+
+
+def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
+    if text.strip() == READY:
+        return ()
+    entries: dict[str, tuple[Kind, ...]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        pattern, equals, kinds = (part.strip() for part in entry.partition("="))
+        if not equals or not kinds:
+            raise ValueError(f"the plan's {entry!r} is not PATTERN=KIND, as layers.*.expand=Column()")
+        if pattern in entries:
+            raise ValueError(f"the plan has {pattern!r} twice: write PATTERN=KIND+KIND")
+        try:
+            tree = ast.parse(kinds, mode="eval").body
+        except SyntaxError:
+            raise ValueError(f"the plan's {entry!r} cannot be read: write Column() or Column(blocks=3)") from None
+        entries[pattern] = tuple(_kinds(tree))
+    return tuple(entries.items())
+
+
+def _kinds(tree: ast.expr) -> list[Kind]:
+    """What `A() + B(1)` stands for."""
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        return [*_kinds(tree.left), *_kinds(tree.right)]
+    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+    name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+    known = _known()
+    if name not in known:
+        raise ValueError(f"a plan has no {name!r}{suggestion(name, known)}")
+    try:
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return [known[name](*arguments, **named)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the plan's {ast.unparse(tree)} cannot be made: {error}") from error
