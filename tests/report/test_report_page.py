@@ -81,6 +81,27 @@ def test_the_table_says_what_each_run_came_to(comparison: Path, report: Report) 
     assert "scaffold failed: client 3 failed in round 1: ValueError: the model has <BatchNorm2d>" in text
 
 
+def test_every_metric_has_a_column_and_the_tenth_of_clients_a_section(tmp_path: Path, report: Report) -> None:
+    measured = {"test_accuracy": 0.9, "test_f1": 0.71, "personal_accuracy": 0.93, "personal_accuracy_p10": 0.8}
+    for name, moved in (("a", 0.0), ("b", 0.01)):
+        run = write_run(tmp_path / "runs" / name, name)
+        values = {key: value + moved for key, value in measured.items()} | {"test_loss": 0.3, "personal_loss": 0.2}
+        summary = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps({**summary, **values, "best": values}))
+    page = report(tmp_path / "runs")
+    head = re.findall(r'<th scope="col"><button type="button">(.*?)</button>', page)
+    assert head[:6] == [
+        "run, world",
+        "best accuracy",
+        "final accuracy",
+        "final f1",
+        "final personal accuracy",
+        "test loss",
+    ]
+    assert not any("p10" in title for title in head)
+    assert "94.00 % (best)" in text_of(page)
+
+
 def test_a_killed_run_wins_no_cost_column(tmp_path: Path, report: Report) -> None:
     write_run(tmp_path / "runs" / "whole", "whole", seconds=9)
     write_run(tmp_path / "runs" / "other", "other", seconds=12)

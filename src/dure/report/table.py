@@ -21,6 +21,9 @@ from dure.report.words import (
     size,
 )
 
+TENTH = "_p10"
+"""How metrics of the worst tenth of clients end: they stand where the spread over clients is drawn."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -68,6 +71,8 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     columns: list[Column] = []
     if keys:
         columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
+    others = [key for key in keys[1:] if "loss" not in key and not key.endswith(TENTH)]
+    columns += [_metric_column("final", key) for key in others]
     if len(keys) > 1 and "test_loss" in keys:
         columns.append(_metric_column("", "test_loss"))
     else:
