@@ -20,6 +20,7 @@ from dure.errors import LossNotFiniteError
 from dure.record.run import RunFolder
 
 TASK_FILE = '''
+import os
 import time
 from functools import partial
 import torch
@@ -36,7 +37,7 @@ class Net(nn.Module):
 
     def forward(self, inputs):
         if self.training:
-            time.sleep(0.004)
+            time.sleep(float(os.environ.get("PAUSE", 0)))
         return self.body(inputs)
 
 def task(examples: int = 96) -> dure.Task:
@@ -76,6 +77,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(system: str, task_file: Path, tmp
         [sys.executable, "-m", "dure", *command(task_file, system, broken)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, "PAUSE": "0.03"},
     )
     until = time.monotonic() + 60
     while not list(broken.glob("checkpoint/[0-9]*")) and time.monotonic() < until:

@@ -53,7 +53,7 @@ def two_hosts(rate: str = "1gbit") -> Iterator[TwoHosts]:
         if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "setpriv", "unshare"))):
             raise RuntimeError("two hosts on one machine take root and iproute2")
         for _ in range(2):
-            command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "600"]
+            command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"]
             holders.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         for holder in holders:
             _wait_for_its_own_network(holder)

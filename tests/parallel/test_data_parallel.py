@@ -288,15 +288,15 @@ def test_time_is_told_apart_and_every_rank_has_a_lane(tmp_path: Path) -> None:
             import time
 
             if self.training and torch.distributed.get_rank() == 0:
-                time.sleep(0.02)
+                time.sleep(0.1)
             return super().forward(inputs)
 
     task = small_task(model=lambda: Slow(FEATURES, CLASSES).double())
     out = tmp_path / "run"
     run = dure.train(task, dure.DataParallel(8), dure.Processes(2), dure.Stop(steps=10), out=out)
     slow, fast = run.summary["per_worker"]
-    assert slow["compute_seconds"] > 0.2
-    assert fast["idle_seconds"] > 0.1 > slow["idle_seconds"], "who waits for a slow peer is idle"
+    assert slow["compute_seconds"] > 1
+    assert fast["idle_seconds"] > slow["idle_seconds"], "who waits for a slow peer is idle"
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert lanes >= {"rank 0", "rank 1"}, "what is hidden has lanes of its own"

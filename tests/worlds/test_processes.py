@@ -137,9 +137,9 @@ def test_a_stopped_rank_is_named_within_the_deadline(victim: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.raises(PeerLostError) as caught:
-        run(4, lambda place: endless(place, fate), deadline=2)
+        run(4, lambda place: endless(place, fate), deadline=4)
     assert caught.value.ranks == (victim,)
-    assert "fell silent (nothing for 1.5 s), during ring all-reduce of step 5" in str(caught.value)
+    assert "fell silent (nothing for 3 s), during ring all-reduce of step 5" in str(caught.value)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "master", "native"])
@@ -245,13 +245,15 @@ def test_what_cannot_travel_is_told_before_anything_starts() -> None:
 
 def test_a_question_interrupted_by_ctrl_c_leaves_no_answer_behind() -> None:
     server.stop()
-    code = "import os, signal, threading, time; threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()"
-    script = f"""{code}
+    script = """
+import os, signal, threading, time
 import dure
 from dure.worlds.fork_server import server
 try:
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
     server.ready()
     print("was too fast to be interrupted")
+    time.sleep(60)
 except KeyboardInterrupt:
     pass
 print(dure.Processes(2, 20).run(lambda place: place.group.size, print))

@@ -103,27 +103,30 @@ def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_ends_a_run_whose_worker_is_stuck() -> None:
     """The workers are daemons: one that never ends keeps nobody waiting for long."""
-    release = threading.Event()
+    stuck, release = threading.Event(), threading.Event()
 
     class Stuck(torch.nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             if self.training and threading.current_thread() is not threading.main_thread():
+                stuck.set()
                 release.wait(30)
             return super().forward(inputs)
 
     def press_twice() -> None:
-        for pause in (0.3, 1.2):
+        assert stuck.wait(30)
+        for pause in (0.1, 1.2):
             time.sleep(pause)
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
-        release.set()
 
     presser = threading.Thread(target=press_twice)
     presser.start()
     task = small_task(model=lambda: Stuck(6, 3).double())
-    with pytest.raises(KeyboardInterrupt):
-        dure.train(task, dure.DataParallel(8), dure.Threads(2), dure.Stop(steps=5))
-    presser.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dure.train(task, dure.DataParallel(8), dure.Threads(2), dure.Stop(steps=5))
+    finally:
+        release.set()
+        presser.join()
 
 
 def test_the_command_line_trains_resumes_and_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,14 @@ class Ranks:
         self._made.append(group)
         return group
 
+    def tell(self, what: str) -> None:
+        """Lets those go on that `wait_for` it, past the backend under test."""
+        dist.distributed_c10d._get_default_store().set(f"{what} in {self.group.group_name}", "")
+
+    def wait_for(self, what: str) -> None:
+        """Waits until another rank has told it."""
+        dist.distributed_c10d._get_default_store().wait([f"{what} in {self.group.group_name}"], timedelta(0, PATIENCE))
+
     def told_by_all(self, value: Any) -> list[Any]:
         """Every rank's value, past the backend under test."""
         assert self.size == dist.get_world_size(), "the other ranks of the world do not play"

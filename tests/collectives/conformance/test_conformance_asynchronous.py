@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from datetime import timedelta
@@ -48,11 +49,12 @@ def test_a_work_completes_without_being_waited_for(ranks: Ranks) -> None:
 def test_a_handle_does_not_wait_for_those_who_come_late(ranks: Ranks) -> None:
     tensor = brought(ranks, 10)
     if ranks.rank == 0:
-        time.sleep(0.3)
+        ranks.wait_for("a look at the handle")
     work = dist.all_reduce(tensor, group=ranks.group, async_op=True)
     assert work is not None
     if ranks.rank == 1:
         assert not work.is_completed()
+        ranks.tell("a look at the handle")
     work.wait()
     same(tensor, summed(ranks, 10))
 
@@ -254,21 +256,23 @@ def test_the_same_tensor_is_reduced_again_and_again(ranks: Ranks) -> None:
 
 @on_ranks(2, 3)
 def test_a_rank_that_waits_lets_its_other_threads_run(ranks: Ranks) -> None:
-    counted, over = [0], threading.Event()
+    """Rank 0 comes when a thread of rank 1, which waits for it, has said so."""
+    waiting: queue.Queue[str] = queue.Queue()
 
     def count() -> None:
-        while not over.is_set():
-            counted[0] += 1
-            time.sleep(0.001)
+        while wait_in := waiting.get():
+            for _ in range(20):
+                time.sleep(0.001)
+            ranks.tell(f"a wait in {wait_in}")
 
-    thread = threading.Thread(target=count)
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
     for wait_in in ("all_reduce", "barrier", "recv"):
         if ranks.rank == 0:
-            time.sleep(0.3)
-        before = counted[0]
+            ranks.wait_for(f"a wait in {wait_in}")
+        elif ranks.rank == 1:
+            waiting.put(wait_in)
         if wait_in == "all_reduce":
-            if not thread.is_alive():
-                thread.start()
             dist.all_reduce(torch.ones(10), group=ranks.group)
         elif wait_in == "barrier":
             dist.barrier(ranks.group)
@@ -276,9 +280,7 @@ def test_a_rank_that_waits_lets_its_other_threads_run(ranks: Ranks) -> None:
             dist.send(torch.ones(1), group=ranks.group, group_dst=1)
         elif ranks.rank == 1:
             dist.recv(torch.ones(1), group=ranks.group, group_src=0)
-        if ranks.rank == 1:
-            assert counted[0] - before > 5, wait_in
-    over.set()
+    waiting.put("")
     thread.join()
 
 
@@ -286,12 +288,13 @@ def test_a_rank_that_waits_lets_its_other_threads_run(ranks: Ranks) -> None:
 def test_waiting_has_a_limit_of_its_own_and_the_work_goes_on(ranks: Ranks) -> None:
     tensor = brought(ranks, 10)
     if ranks.rank == 0:
-        time.sleep(0.5)
+        ranks.wait_for("the end of a wait")
     work = dist.all_reduce(tensor, group=ranks.group, async_op=True)
     assert work is not None
     if ranks.rank == 1:
         with raises((RuntimeError, TimeoutError)):
             work.wait(timedelta(seconds=0.05))
+        ranks.tell("the end of a wait")
     work.wait()
     same(tensor, summed(ranks, 10))
 
