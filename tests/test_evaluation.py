@@ -174,6 +174,7 @@ def test_no_more_are_measured_at_once_than_was_asked_for(strategy, world, tmp_pa
     assert small == pytest.approx(run(1_000), abs=1e-12)
 
 
-def test_at_least_one_is_measured_at_once():
-    with pytest.raises(ValueError, match="eval_batch_size=0"):
-        small_task(eval_batch_size=0)
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, None, "9"])
+def test_at_least_one_is_measured_at_once(size):
+    with pytest.raises(ValueError, match="eval_batch_size="):
+        small_task(eval_batch_size=size)

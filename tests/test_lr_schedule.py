@@ -178,6 +178,31 @@ def test_a_resumed_run_has_the_rates_of_the_whole(strategy: Any, world: Any, tmp
     assert same_bits(whole, gone_on)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [(dure.SingleWorker(8), dure.Processes(1)), (dure.FedAvg(clients=3, batch_size=4), dure.Simulated())],
+    ids=lambda one: one.name,
+)
+def test_a_rate_that_is_a_tensor_stays_the_tasks_own(strategy: Any, world: Any) -> None:
+    rate = torch.tensor(0.25, dtype=torch.float64)
+    stop = dure.Stop(**{strategy.unit + "s": 4})
+    make = partial(torch.optim.Adam, lr=rate)
+    runs = [dure.train(small_task(optimizer=make, lr_schedule=half), strategy, world, stop, seed=3) for _ in range(2)]
+    slow = dure.train(small_task(optimizer=partial(torch.optim.Adam, lr=0.125)), strategy, world, stop, seed=3)
+    assert float(rate) == 0.25
+    assert same_bits(*runs)
+    assert largest_difference(runs[0], slow) < TOLERANCE
+
+
+def test_models_are_tuned_with_the_rate_of_the_last_round() -> None:
+    rates = [1.0, 0.5, 0.25]  # no rate for a round behind the last
+    strategy = dure.FedAvg(clients=4, batch_size=4, held_out=0.3, fine_tune=2)
+    task = small_task(n=80, lr_schedule=lambda round: rates[round])
+    run = dure.train(task, strategy, dure.Simulated(), dure.Stop(rounds=3), seed=3)
+    last = run.history.evaluations[-1].metrics
+    assert last["personal_loss"] != last["client_loss"]
+
+
 class NoRate(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -191,8 +216,9 @@ class NoRate(torch.optim.Optimizer):
         ({"lr_schedule": lambda: 1.0}, r"lr_schedule\(0\) raised TypeError"),
         ({"lr_schedule": partial(StepLR, step_size=3)}, "a function of the step that gives a factor"),
         ({"optimizer": NoRate}, "NoRate has none"),
+        ({"optimizer": lambda parameters: NoRate([{"params": list(parameters), "lr": None}])}, "NoRate has none"),
     ],
-    ids=["negative", "nan", "no argument", "a scheduler", "no rate"],
+    ids=["negative", "nan", "no argument", "a scheduler", "no rate", "none"],
 )
 @pytest.mark.parametrize("strategy", [dure.SingleWorker(), dure.FedAvg(clients=2)], ids=lambda one: one.name)
 def test_what_is_no_schedule_is_refused_before_any_work(strategy: Any, changes: Any, said: str) -> None:

@@ -43,7 +43,7 @@ def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
             f"lr_schedule(0) raised {type(error).__name__}: {error}; it is a function of the step that gives a factor, "
             "as lr_lambda of torch's LambdaLR"
         ) from error
-    if not all("lr" in group for group in optimizer.param_groups):
+    if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ValueError(f"lr_schedule multiplies learning rates, and {type(optimizer).__name__} has none")
 
 
@@ -63,7 +63,4 @@ class Rates:
     def times(self, factor: float) -> None:
         """Sets them to the first ones times `factor`."""
         for group, first in zip(self.optimizer.param_groups, self.first, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].copy_(first * factor)
-            else:
-                group["lr"] = first * factor
+            group["lr"] = first * factor  # a tensor is another one then: the task's own stays as it is

@@ -146,7 +146,7 @@ def parse_world(text: str) -> World:
 
 def _read(kind: type[Any], text: str) -> dict[str, Any]:
     """What `encode` would have written of "name,field=value,…"."""
-    name, *settings = text.split(",")
+    name, *settings = _divided(text)
     hints = typing.get_type_hints(kind)
     written: dict[str, Any] = {"name": name}
     for setting in settings:
@@ -168,6 +168,18 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
         else:
             written[field] = read
     return written
+
+
+def _divided(text: str) -> list[str]:
+    """The text between commas, of which those inside brackets divide nothing."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
 
 
 def _is_text(hint: Any) -> bool:

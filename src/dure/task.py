@@ -57,11 +57,12 @@ class Task:
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on the test data and reported as test_<name>. None: the accuracy if the
         targets are class indices, otherwise nothing but the loss.
-    lr_schedule: what the optimizer's learning rates are multiplied with at step t = 0, 1, ..., in a federation at round
-        t: a function of t, as `lr_lambda` of torch's LambdaLR. None leaves them as they are.
-    eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
     name: how tables call it.
     reference: where `dure.load_task` found it, so that a run folder can be resumed; None for a task made in Python.
+    lr_schedule: what the optimizer's learning rates are multiplied with at step t = 0, 1, ... of all workers, or of a
+        worker that has steps of its own; in a federation at round t. A function of t, as `lr_lambda` of torch's
+        LambdaLR; None leaves them as they are.
+    eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
     """
 
     model: Callable[[], nn.Module]
@@ -70,10 +71,10 @@ class Task:
     test: Any = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD
     metrics: Mapping[str, Metric] | None = None
-    lr_schedule: LRSchedule | None = None
-    eval_batch_size: int = 1_000
     name: str = "task"
     reference: Mapping[str, Any] | None = field(default=None, compare=False)
+    lr_schedule: LRSchedule | None = None
+    eval_batch_size: int = 1_000
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
@@ -83,8 +84,8 @@ class Task:
                 raise ValueError(f"Task({name}=...) has to be a function that makes a fresh one, not an instance")
         if self.lr_schedule is not None and not callable(self.lr_schedule):
             raise ValueError(f"Task(lr_schedule={self.lr_schedule!r}) has to be a function of the step: step -> factor")
-        if self.eval_batch_size < 1:
-            raise ValueError(f"Task(eval_batch_size={self.eval_batch_size}) has to be 1 or more")
+        if type(self.eval_batch_size) is not int or self.eval_batch_size < 1:
+            raise ValueError(f"Task(eval_batch_size={self.eval_batch_size!r}) has to be a whole number, 1 or more")
         object.__setattr__(self, "train", as_examples(self.train))
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
 

@@ -100,7 +100,10 @@ def test_what_is_written_is_read(plan: dict[str, list[Any]]) -> None:
 def test_without_a_plan_the_text_says_so() -> None:
     assert str(TensorPlan()) == "ready"
     assert encode(dure.TensorParallel())["plan"] == "ready"
-    assert parse_strategy("tensor-parallel,plan=up=Column;down=Row").plan == TensorPlan({"up": Column(), "down": Row()})  # type: ignore[attr-defined]
+    plan = TensorPlan({"up": Column(blocks=[4, 8], unit=2), "down": Row()})  # type: ignore[arg-type]
+    read = parse_strategy("tensor-parallel,plan=up=Column(blocks=(4, 8),unit=2);down=Row,clip_norm=1.0")
+    assert read == dure.TensorParallel(plan=plan, clip_norm=1.0)
+    assert dure.TensorParallel(plan=None).plan == TensorPlan()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,24 @@ def test_without_a_plan_the_text_says_so() -> None:
         ("up=Column(); up=Row()", "twice"),
         ({"up": "column"}, "none of the kinds"),
         ({"up": Column, "down": Row()}, "none of the kinds"),
+        ({"up": ()}, "says nothing of 'up'"),
+        ({"a=b": Column()}, "no pattern"),
+        ({" up": Column()}, "no pattern"),
+        ({1: Column()}, "no pattern"),
+        ({"up": Attributes("a;b")}, "leave ; out"),
+        ({}, "maps patterns of names"),
+        (5, "maps patterns of names"),
+        ([("up", Column())], "maps patterns of names"),
+        ("", "says nothing"),
+        (" ; ", "says nothing"),
+        ("up=Column(unit='x')", r"unit='x'\): Expected `int`"),
+        ("up=Column(unit=0)", r"unit=0\): Expected `int` >= 1"),
+        ("up=Column(blocks='a')", "blocks='a'"),
+        ("up=Column(sequence='x')", "sequence='x'"),
+        ("=Attributes(3)", "names="),
+        ("up=Enter(argument=3)", "argument=3"),
+        ("up=Column(**{'unit': 2})", "one by one"),
+        ("up=Column(*[1])", "one by one"),
     ],
 )
 def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
@@ -128,16 +149,19 @@ def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
         (lambda: dure.TensorParallel(8, plan={"middle": Column()}), "'middle' matches no module"),  # type: ignore[arg-type]
         (lambda: dure.TensorParallel(8, plan={"last": Column()}), "last"),  # type: ignore[arg-type]
         (lambda: dure.TensorParallel(8, sequence=True, plan=PLAN), "leave sequence out"),  # type: ignore[arg-type]
+        (lambda: dure.TensorParallel(8, plan="up=Column(); up*=Row()"), "makes up two things"),  # type: ignore[arg-type]
+        (lambda: dure.Parallel(dure.Mesh(data=2), 8, plan="middle=Row()"), "'middle' matches no module"),  # type: ignore[arg-type]
         (
             lambda: dure.Parallel(dure.Mesh(pipeline=2, tensor=2), 8, 2, plan={"down": Row(sequence=1)}),  # type: ignore[arg-type]
             "sequence or pipeline",
         ),
     ],
-    ids=["no such module", "no multiple", "sequence twice", "stages of shards"],
+    ids=["no such module", "no multiple", "sequence twice", "two things", "without use", "stages of shards"],
 )
 def test_a_plan_that_does_not_fit_is_refused_before_any_work(strategy: Any, said: str) -> None:
     task = small_task(model=Own)
     chosen = strategy()
     world = dure.Processes(getattr(chosen, "mesh", dure.Mesh(tensor=2)).size)
+    assert chosen.label.endswith("own plan")
     with pytest.raises(ValueError, match=said):
         dure.train(task, chosen, world)

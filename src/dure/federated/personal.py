@@ -118,7 +118,7 @@ class Personal:
                 indices, before = clients.indices(client, now), own(client)
                 steps = self.fine_tune * clients.local.per_epoch(len(indices))
                 assert before.buffers is not None
-                factor = factor_at(self.task.lr_schedule, number)
+                factor = factor_at(self.task.lr_schedule, max(number - 1, 0))  # of the last round
                 of = (client, number, indices, before.weights, before.buffers, number * steps, steps)
                 jobs.append(Job(*of, lr_factor=factor))
             engine = clients.engine(jobs)

@@ -110,7 +110,7 @@ class Parallel:
 
     @property
     def label(self) -> str:
-        return f"parallel {'x'.join(map(str, self.mesh.degrees))}"
+        return f"parallel {'x'.join(map(str, self.mesh.degrees))}" + self.plan.label
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
@@ -150,7 +150,7 @@ class Parallel:
             check_element_wise(task.optimizer(list(model.parameters())))
         elif self.mesh.pipeline > 1:
             check_parameter_wise(task.optimizer(list(model.parameters())))
-        if self.mesh.tensor > 1:
+        if self.mesh.tensor > 1 or self.plan.entries:
             check_plan(model, plan_of(model, self.sequence, self.plan), self.mesh.tensor)
             if (self.sequence or self.plan.of_sequences) and self.mesh.pipeline > 1:
                 raise ValueError("a model whose sequences are divided cannot be cut into stages: sequence or pipeline")

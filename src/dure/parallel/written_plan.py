@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from dure.catalog import suggestion
@@ -34,20 +35,39 @@ class TensorPlan:
 
     entries: tuple[tuple[str, tuple[Kind, ...]], ...]
 
-    def __init__(self, written: Plan | str | TensorPlan = READY) -> None:
-        """From a plan, or from its text. Raises ValueError for what is none."""
+    def __init__(self, written: Plan | str | TensorPlan | None = None) -> None:
+        """From a plan, or from its text. Raises ValueError for what is none, and for a plan that has no text."""
         if isinstance(written, TensorPlan):
             entries = written.entries
         elif isinstance(written, str):
             entries = _read(written)
+        elif written is None:
+            entries = ()
+        elif isinstance(written, Mapping) and written:
+            entries = tuple((_pattern(pattern), _several(pattern, kinds)) for pattern, kinds in written.items())
         else:
-            entries = tuple((pattern, _several(pattern, kinds)) for pattern, kinds in written.items())
+            raise ValueError(
+                f"the plan is {written!r}, but it maps patterns of names to what is done there; None: ready"
+            )
         object.__setattr__(self, "entries", entries)
+        if isinstance(written, Mapping) and not self._is_read_again():
+            raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
 
     @property
     def plan(self) -> Plan:
         """As `parallelize` takes it."""
         return dict(self.entries)
+
+    def _is_read_again(self) -> bool:
+        try:
+            return _read(str(self)) == self.entries
+        except ValueError:
+            return False
+
+    @property
+    def label(self) -> str:
+        """What a strategy's label says of it."""
+        return ", own plan" if self.entries else ""
 
     @property
     def of_sequences(self) -> bool:
@@ -61,8 +81,16 @@ class TensorPlan:
         return "; ".join(texts) or READY
 
 
+def _pattern(pattern: Any) -> str:
+    if not isinstance(pattern, str) or pattern != pattern.strip() or any(sign in pattern for sign in ";="):
+        raise ValueError(f"the plan's {pattern!r} is no pattern of modules' names: a text without ; and =, as layers.*")
+    return pattern
+
+
 def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
     each: tuple[Any, ...] = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    if not each:
+        raise ValueError(f"the plan says nothing of {pattern!r}: leave it out")
     for kind in each:
         if not isinstance(kind, tuple(_known().values())):
             raise ValueError(f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are")
@@ -87,12 +115,14 @@ def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
         if not equals or not kinds:
             raise ValueError(f"the plan's {entry!r} is not PATTERN=KIND, as layers.*.expand=Column()")
         if pattern in entries:
-            raise ValueError(f"the plan has {pattern!r} twice: write PATTERN=KIND+KIND")
+            raise ValueError(f"the plan has {pattern!r} twice: write PATTERN=KIND()+KIND()")
         try:
             tree = ast.parse(kinds, mode="eval").body
         except SyntaxError:
             raise ValueError(f"the plan's {entry!r} cannot be read: write Column() or Column(blocks=3)") from None
         entries[pattern] = tuple(_kinds(tree))
+    if not entries:
+        raise ValueError(f"the plan {text!r} says nothing; {READY} is the model's ready plan")
     return tuple(entries.items())
 
 
@@ -105,6 +135,8 @@ def _kinds(tree: ast.expr) -> list[Kind]:
     known = _known()
     if name not in known:
         raise ValueError(f"a plan has no {name!r}{suggestion(name, known)}")
+    if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+        raise ValueError(f"the plan's {ast.unparse(tree)} cannot be made: write its arguments one by one")
     try:
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}

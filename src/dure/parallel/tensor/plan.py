@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,14 +46,28 @@ from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel, is
 from dure.parallel.tensor.opaque import opaque
 from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput
 
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Checked:
+    """What all kinds have in common: values of other types than a kind's fields have are refused."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, msgspec.convert(value, hint))
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{type(self).__name__}({name}={value!r}): {error}") from None
+
 
 @dataclass(frozen=True)
-class Column:
+class Column(Checked):
     """blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output, enters, sequence:
     as in `ColumnParallel`."""
 
-    blocks: int | tuple[int, ...] = 1
-    unit: int = 1
+    blocks: Positive | tuple[Positive, ...] = 1
+    unit: Positive = 1
     gather_output: bool = False
     enters: bool = True
     sequence: int | None = None
@@ -84,10 +99,10 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Checked):
     """unit, input_is_parallel, sequence: as in `RowParallel`."""
 
-    unit: int = 1
+    unit: Positive = 1
     input_is_parallel: bool = True
     sequence: int | None = None
 
@@ -105,7 +120,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(Checked):
     """sequence: as in `VocabularyEmbedding`."""
 
     sequence: int | None = None
@@ -115,7 +130,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Output:
+class Output(Checked):
     """gather: all scores on every rank; False leaves their parts for `vocabulary_parallel_cross_entropy`.
 
     enters, sequence: as in `ColumnParallel`.
@@ -138,13 +153,14 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Attributes:
+class Attributes(Checked):
     """names: attributes that are integers."""
 
     names: tuple[str, ...]
 
     def __init__(self, *names: str) -> None:
         object.__setattr__(self, "names", names)
+        self.__post_init__()
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         parts = {}
@@ -167,7 +183,7 @@ class Attributes:
 
 
 @dataclass(frozen=True)
-class Enter:
+class Enter(Checked):
     """sequence: the dimension along which the input is a shard, of which all are gathered; None: it is whole.
 
     argument: the input's name, where it is given by name; else it is the first one.
@@ -192,7 +208,7 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Checked):
     """dim: along which the input is cut. argument: as in `Enter`."""
 
     dim: int = 1
@@ -204,7 +220,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Join:
+class Join(Checked):
     """dim: along which the output is a shard."""
 
     dim: int = 1
@@ -324,13 +340,17 @@ def _made(
 ) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
     """The divided layers, by the id of what they replace, and what is to be done to other modules."""
     layers: dict[int, Divided] = {}
+    said: dict[int, Replacement] = {}
     changes: dict[tuple[int, Change], Callable[[], None]] = {}  # a module that has several names is changed once
     for name, kind in found:
         module = model.get_submodule(name)
         if isinstance(kind, Replacement):
             if name == "":
                 raise ValueError("a plan divides layers inside a model, and cannot replace the model itself")
-            layers.setdefault(id(module), kind.make(name, module, at))
+            if said.setdefault(id(module), kind) != kind:
+                raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
+            if id(module) not in layers:
+                layers[id(module)] = kind.make(name, module, at)
         else:
             changes.setdefault((id(module), kind), kind.change(name, module, at))
     _share(model, layers)

@@ -51,7 +51,7 @@ class TensorParallel:
 
     @property
     def label(self) -> str:
-        return "tensor parallel" + (", sequence" if self.sequence else "")
+        return "tensor parallel" + (", sequence" if self.sequence else "") + self.plan.label
 
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
