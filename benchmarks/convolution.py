@@ -434,7 +434,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=64, help="of the steps whose shares are measured")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--sweeps", nargs="*", default=[], help="only these; all by default")
+    sweeps = list(dict.fromkeys(layer.sweep for layer in layers()))
+    parser.add_argument("--sweeps", nargs="*", choices=sweeps, default=[], help="only these, without figures; all")
     parser.add_argument("--out", type=Path, help="folder for the figures")
     parser.add_argument("--figures", type=Path, help="draw this result again and measure nothing")
     parser.add_argument("--tables", type=Path, help="print the tables of this result and measure nothing")
@@ -446,6 +447,8 @@ def main() -> None:
     if asked.tables is not None:
         print(tables(json.loads(asked.tables.read_text())))
         return
+    if asked.sweeps and asked.out is not None:
+        parser.error("the figures take all sweeps: leave --sweeps or --out out")
     result = measured(asked.rounds, asked.batch, asked.threads, asked.sweeps)
     json.dump(result, sys.stdout)
     if asked.out is not None:

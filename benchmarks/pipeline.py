@@ -47,6 +47,8 @@ from dure.strategy import Place
 JSON = dict[str, Any]
 CHARACTERS, CONTEXT, LAYERS, HEADS = 65, 64, 8, 4
 RANKS = 2
+TOLERANCE = 1e-4
+"""How far gradients may be from those of one process, in float32."""
 
 
 def show(text: str) -> None:
@@ -236,6 +238,8 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
             contender.times()
     right = found["single"]
     apart = {name: max(float((grads[key] - right[key]).abs().max()) for key in right) for name, grads in found.items()}
+    wrong = {name: difference for name, difference in apart.items() if not difference < TOLERANCE}
+    assert not wrong, f"these have other gradients than one process: {wrong}"
     send = seconds_of_a_message(place.group, -(-batch // microbatches) * CONTEXT * width)
     samples: dict[str, list[float]] = {name: [] for name in playing}
     times: dict[str, list[JSON]] = {name: [] for name in playing}
@@ -334,6 +338,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--page", type=Path, default=None, help="the page whose tables to fill")
     asked = parser.parse_args()
+    for microbatches in asked.microbatches:
+        if asked.batch % microbatches:
+            parser.error(f"a batch of {asked.batch} is not {microbatches} micro-batches of one size, as torch wants")
     world = dure.Processes(RANKS, deadline=120)
     result = world.run(partial(program, asked), lambda event: None)
     describe(result)

@@ -124,6 +124,9 @@ class Torch(Plain):
         }
 
 
+TOLERANCE = 1e-4
+"""How far weights may be from those of one thread after five steps, in float32."""
+
 CONTENDERS: dict[str, tuple[type[Plain], str]] = {
     "one thread": (Plain, ""),
     "two threads": (TwoThreads, ""),
@@ -149,6 +152,13 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
     contenders = {name: CONTENDERS[name][0](setting, groups.get(CONTENDERS[name][1])) for name in names}
     losses = {name: [float(contender.step()) for _ in range(5)] for name, contender in contenders.items()}
     weights = {name: contender.weights() for name, contender in contenders.items()}
+    alone = weights["one thread"]
+    apart = {
+        name: max(float((value - alone[key]).abs().max()) for key, value in own.items())
+        for name, own in weights.items()
+    }
+    wrong = {name: difference for name, difference in apart.items() if not difference < TOLERANCE}
+    assert not wrong, f"these end with other weights than one thread: {wrong}"
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in turns(names, number):
@@ -157,9 +167,7 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
         name: {
             **quartiles(samples[name]),
             "losses": losses[name],
-            "largest_difference": max(
-                float((value - weights["one thread"][key]).abs().max()) for key, value in weights[name].items()
-            ),
+            "largest_difference": apart[name],
         }
         for name in names
     }

@@ -20,6 +20,7 @@ FLOORS = [
         "buffers",
         "counted",
         "lr_schedule",
+        "allocator",
         "catalog",
         "compiler",
         "written",

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dure.allocator import memory_kept
 from dure.compiler import left_out
 from dure.errors import DureError, LossNotFiniteError, RunFolderError, WorkerFailedError
 from dure.randomness import generators_state, restore_generators, seed_generators
@@ -95,7 +96,7 @@ class Position(msgspec.Struct):
 
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
-    with left_out():
+    with left_out(), memory_kept():
         return _drive(job, place)
 
 
