@@ -101,8 +101,11 @@ def test_one_client_has_the_rates_of_its_round(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])
-@pytest.mark.parametrize("optimizer", [sgd, momentum], ids=["plain", "momentum"])
-@pytest.mark.parametrize("system", [dure.FedAvg, partial(dure.FedBuff, buffer=2)], ids=["rounds", "buffered"])
+@pytest.mark.parametrize(
+    ("optimizer", "system"),
+    [(sgd, partial(dure.FedBuff, buffer=2)), (momentum, dure.FedAvg)],
+    ids=["plain", "momentum"],
+)
 def test_all_engines_have_the_same_rates(engine: str, optimizer: Any, system: Any) -> None:
     strategy = system(clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=dure.QuantitySkew(0.5))
 
@@ -201,6 +204,33 @@ def test_models_are_tuned_with_the_rate_of_the_last_round() -> None:
     run = dure.train(task, strategy, dure.Simulated(), dure.Stop(rounds=3), seed=3)
     last = run.history.evaluations[-1].metrics
     assert last["personal_loss"] != last["client_loss"]
+
+
+class Alike:
+    """What steps like an optimizer, and is none."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter -= 0.3 * parameter.grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_without_a_schedule_nobody_asks_for_rates() -> None:
+    stop = dure.Stop(steps=5)
+    run = dure.train(small_task(optimizer=Alike), dure.DataParallel(8), dure.Processes(2), stop, seed=3)
+    assert largest_difference(run, alone(small_task(), stop)) < TOLERANCE
+    with pytest.raises(ValueError, match="Alike has none"):
+        dure.train(scheduled(optimizer=Alike), dure.SingleWorker(8), stop=stop)
 
 
 class NoRate(torch.optim.Optimizer):

@@ -43,24 +43,30 @@ def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
             f"lr_schedule(0) raised {type(error).__name__}: {error}; it is a function of the step that gives a factor, "
             "as lr_lambda of torch's LambdaLR"
         ) from error
-    if any(group.get("lr") is None for group in optimizer.param_groups):
+    groups = getattr(optimizer, "param_groups", None)  # some only look like one
+    if not groups or any(group.get("lr") is None for group in groups):
         raise ValueError(f"lr_schedule multiplies learning rates, and {type(optimizer).__name__} has none")
 
 
 class Rates:
-    """The learning rates of an optimizer that was just made."""
+    """The learning rates of an optimizer that was just made, step by step."""
 
-    def __init__(self, optimizer: Optimizer, schedule: LRSchedule | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, schedule: LRSchedule | None) -> None:
         self.optimizer, self.schedule = optimizer, schedule
-        rates = [group.get("lr", math.nan) for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups] if schedule is not None else []
         self.first = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def at(self, step: int) -> None:
         """Sets them to those of a step. Without a schedule they stay as they are."""
-        if self.schedule is not None:
-            self.times(factor_at(self.schedule, step))
-
-    def times(self, factor: float) -> None:
-        """Sets them to the first ones times `factor`."""
+        if self.schedule is None:
+            return
+        factor = factor_at(self.schedule, step)
         for group, first in zip(self.optimizer.param_groups, self.first, strict=True):
             group["lr"] = first * factor  # a tensor is another one then: the task's own stays as it is
+
+
+def scale(optimizer: Optimizer, factor: float) -> None:
+    """Multiplies the learning rates as they are. A factor of 1 leaves the optimizer alone."""
+    if factor != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor

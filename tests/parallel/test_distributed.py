@@ -395,7 +395,7 @@ def test_uneven_data_without_join_names_the_rank_that_has_ended(whose: str) -> N
 
     backend: Any = "dure" if whose == "dure" else "gloo"
     with pytest.raises(PeerLostError) as caught:
-        dure.Processes(2, deadline=6, backend=backend).run(program, lambda event: None)
+        dure.Processes(2, deadline=4, backend=backend).run(program, lambda event: None)
     assert caught.value.ranks == (1,)
 
 

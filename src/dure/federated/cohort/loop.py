@@ -29,7 +29,7 @@ from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.cohort.plan import batches
 from dure.flat import FlatParameters, by_dtype, views_of
-from dure.lr_schedule import Rates
+from dure.lr_schedule import scale
 from dure.randomness import seed_generators
 from dure.task import Task
 
@@ -253,8 +253,7 @@ class _Fresh:
             self.reused.state.clear()
             for group, before in zip(self.reused.param_groups, self.before, strict=True):
                 group.update(before)
-        if lr_factor != 1:
-            Rates(made).times(lr_factor)
+        scale(made, lr_factor)
         return made
 
 

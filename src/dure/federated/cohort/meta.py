@@ -17,7 +17,7 @@ from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import failed, not_finite
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.flat import FlatParameters, by_dtype, views_of
-from dure.lr_schedule import Rates
+from dure.lr_schedule import scale
 from dure.randomness import generators_state, restore_generators, seed_generators
 from dure.task import Task
 
@@ -84,8 +84,7 @@ class MetaEngine:
 
     def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
-        if job.lr_factor != 1:
-            Rates(optimizer).times(job.lr_factor)
+        scale(optimizer, job.lr_factor)
         each = 3 if self.hessian_free else 2
         total, samples = 0.0, 0
         for step in range(job.first_step, job.first_step + job.steps):
