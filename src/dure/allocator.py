@@ -6,8 +6,8 @@ trains that is turned off, by `mallopt`. Measured on two virtual cores: a step o
 parameters took 2,000 to 7,000 faults and 225 ms, then none and 156 ms; of an MLP of 10 million 67 and 49 ms.
 
 Who has set malloc's thresholds in the environment (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
-`GLIBC_TUNABLES`) keeps them, and other allocators and systems do not listen. Behind the run memory is given back as
-glibc does it once it has seen large blocks come and go.
+`GLIBC_TUNABLES`) keeps them, and other allocators and systems do not listen. Behind the run what is free is given back,
+and the thresholds are those that glibc comes to once it has seen large blocks come and go.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of `mallopt`'s parameters."""
 
-_KEPT = (2**31 - 1, 2**30)
-"""Bytes at the end of the heap above which it is cut, and of a block above which it is one of the system's own."""
+_KEPT = (2**31 - 1, 32 << 20)
+"""Bytes at the end of the heap above which it is cut, and of a block above which it is one of the system's own. Larger
+blocks stay its own: in the heap an aligned one seldom fits where another was, and the heap would grow."""
 
 _USUAL = (64 << 20, 32 << 20)
 """The same, as far as glibc raises them by itself."""
@@ -50,14 +51,17 @@ def memory_kept() -> Iterator[None]:
         with _lock:
             _runs -= 1
             if _runs == 0:
-                _set(*_USUAL)
+                _set(*_USUAL, give_back=True)
 
 
-def _set(trim: int, mmap: int) -> None:
+def _set(trim: int, mmap: int, give_back: bool = False) -> None:
+    """give_back: what is free now, so that it does not count as memory of the next run."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
+        mallopt, malloc_trim = libc.mallopt, libc.malloc_trim
     except (AttributeError, OSError, TypeError):  # another C library
         return
     mallopt(_TRIM_THRESHOLD, trim)
-    if not mallopt(_MMAP_THRESHOLD, mmap):  # glibc before 2.35 takes 32 MB at most
-        mallopt(_MMAP_THRESHOLD, _USUAL[1])
+    mallopt(_MMAP_THRESHOLD, mmap)
+    if give_back:
+        malloc_trim(0)
