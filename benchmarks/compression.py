@@ -146,11 +146,9 @@ def torch_hooks(group: dist.ProcessGroup) -> dict[str, Callable[[TorchBucket], A
     }
 
 
-def by_torch(hook: Callable[[Any], Any], size: int, tensors: list[Tensor]) -> None:
-    """A hook of torch leaves the mean; the sum is what is compared. size: 0 leaves the mean, as where time counts."""
+def by_torch(hook: Callable[[Any], Any], tensors: list[Tensor]) -> None:
+    """A hook of torch, which leaves the mean in the tensors."""
     whole = hook(TorchBucket(tensors)).wait()
-    if size:
-        whole.mul_(size)
     if whole.data_ptr() != tensors[0].data_ptr():
         for tensor, piece in zip(tensors, views_of(whole, tensors), strict=True):
             tensor.copy_(piece)
@@ -171,14 +169,14 @@ def slowest(value: float) -> float:
 
 
 def contenders(like: list[Tensor], backend: str, group: dist.ProcessGroup) -> dict[str, tuple[Sum, Group | None]]:
-    """Who sums tensors in place, and the group whose meter counts it."""
+    """Who sums tensors in place, and the group whose meter counts it; torch's hooks have none, and leave the mean."""
     found: dict[str, tuple[Sum, Group | None]] = {}
     for text in TEXTS:
         counted = Group(group)
         compressor = parse(text).compressor(like, 0)
         found[f"{backend}: {text}"] = partial(compressor.all_reduce, group=counted, algorithm="native"), counted
     for name, hook in torch_hooks(group).items():
-        found[f"{backend}: {name}"] = partial(by_torch, hook, dist.get_world_size()), None
+        found[f"{backend}: {name}"] = partial(by_torch, hook), None
     return found
 
 
@@ -201,6 +199,8 @@ def sums(width: int, rounds: int, place: Place) -> list[JSON]:
         for number in range(begins + CALLS):
             flat.copy_(joined(mine))
             call(tensors)
+            if group is None:
+                flat.mul_(size)
             if number == begins:
                 off = float((flat - exact).norm() / exact.norm())
             if number >= begins:
@@ -216,8 +216,6 @@ def sums(width: int, rounds: int, place: Place) -> list[JSON]:
         for name, (call, _) in list(everybody.items())[:: 1 if number % 2 else -1]:
             flat.copy_(joined(mine))
             dist.barrier()
-            if isinstance(call, partial) and call.func is by_torch:
-                call = partial(by_torch, call.args[0], 0)
             started = time.perf_counter()
             call(tensors)
             rows[name]["samples"].append(slowest(time.perf_counter() - started))

@@ -48,8 +48,8 @@ from dure.parallel.single import check_gradient
 from dure.parallel.tensor import parallelize
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.layers import Divided
-from dure.parallel.tensor.plan import Plan, check_plan
-from dure.parallel.tensor.ready import plan_for
+from dure.parallel.tensor.plan import check_plan
+from dure.parallel.tensor.ready import plan_of
 from dure.parallel.written_plan import TensorPlan
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.randomness import derive, generators_state, restore_generators, seed_generators
@@ -425,27 +425,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     """Each name of the state_dict to the first name of its tensor, where several share it."""
     firsts = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     return {name: firsts.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-def plan_of(model: nn.Module, sequence: bool = False, own: TensorPlan = TensorPlan()) -> Plan:  # noqa: B008
-    """The user's own plan, if there is one; or the ready plan of a model, or of the one module inside it that has one.
-
-    Raises ValueError if there is none.
-    """
-    if own.entries and sequence:
-        raise ValueError("a plan of your own says itself where sequences are divided: leave sequence out")
-    if own.entries:
-        return own.plan
-    try:
-        return plan_for(model, sequence=sequence)
-    except ValueError as error:
-        for name, child in model.named_children():
-            try:
-                inner = plan_for(child, sequence=sequence)
-            except ValueError:
-                continue
-            return {f"{name}.{pattern}" if pattern else name: kind for pattern, kind in inner.items()}
-        raise error
 
 
 def draws_of(model: nn.Module) -> set[Draws]:

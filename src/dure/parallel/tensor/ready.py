@@ -34,6 +34,7 @@ from dure.parallel.tensor.plan import (
     Row,
     Vocabulary,
 )
+from dure.parallel.written_plan import TensorPlan
 
 ELEMENT_WISE = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.ReLU6, nn.Softplus),
@@ -66,6 +67,27 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
         f'{{"layers.*.first": Column(), "layers.*.second": Row()}} for modules one behind the other; strategies '
         f"take it as plan=, dure.parallel.tensor.parallelize in a loop of your own"
     )
+
+
+def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
+    """The user's own plan, if there is one; or the ready plan of a model, or of the one module inside it that has one.
+
+    Raises ValueError if there is none.
+    """
+    if own.entries and sequence:
+        raise ValueError("a plan of your own says itself where sequences are divided: leave sequence out")
+    if own.entries:
+        return own.plan
+    try:
+        return plan_for(model, sequence=sequence)
+    except ValueError as error:
+        for name, child in model.named_children():
+            try:
+                inner = plan_for(child, sequence=sequence)
+            except ValueError:
+                continue
+            return {f"{name}.{pattern}" if pattern else name: kind for pattern, kind in inner.items()}
+        raise error
 
 
 def _transformer(model: Any, sequence: bool, gather: bool) -> Plan:
