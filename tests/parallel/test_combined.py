@@ -88,9 +88,11 @@ FOUR = [
     Parallel(Mesh(1, 2, 2), BATCH, 4, "interleaved", recompute=True),
     Parallel(Mesh(1, 1, 4), BATCH, 1),
     Parallel(Mesh(1, 4, 1), BATCH, 2, "1f1b"),
+    Parallel(Mesh(2, 1, 2), BATCH, 2, zero=2, sequence=True),
+    Parallel(Mesh(2, 1, 2), BATCH, 1, zero=3),
 ]
 
-PAIRS = [(FOUR[0], FOUR[3]), (FOUR[3], FOUR[2]), (FOUR[2], FOUR[7])]
+PAIRS = [(FOUR[0], FOUR[3]), (FOUR[3], FOUR[9]), (FOUR[9], FOUR[2]), (FOUR[2], FOUR[7])]
 """Before and after a checkpoint."""
 
 
@@ -115,6 +117,49 @@ def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
         return trained(place, strategy).weights()
 
     assert distance(on_ranks(8, program, deadline=120)[0], alone(clip_norm=0.3)[0]) < 1e-10
+
+
+DIVIDED = [
+    Parallel(Mesh(4, 1, 1), BATCH, 3, zero=2, clip_norm=0.3),
+    Parallel(Mesh(4, 1, 1), BATCH, 3, zero=3, clip_norm=0.3),
+    Parallel(Mesh(2, 1, 2), BATCH, 3, "gpipe", zero=3, clip_norm=0.3),
+]
+
+
+def test_gradients_and_parameters_are_divided_where_ranks_have_fewer_micro_batches_or_none():
+    """49 texts: batches of 16, of which a rank of four has four in three micro-batches, and one of 1."""
+
+    def program(place: Place) -> list[Any]:
+        learners = [trained(place, strategy, 5, count=49) for strategy in DIVIDED]
+        return [(learner.evaluate()["test_loss"], learner.weights()) for learner in learners]
+
+    right, loss = alone(clip_norm=0.3, steps=5, count=49)
+    for strategy, (found, weights) in zip(DIVIDED, on_ranks(4, program, deadline=120)[0], strict=True):
+        assert distance(weights, right) < 1e-10, strategy
+        assert found == pytest.approx(loss, abs=1e-10), strategy
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
+    def program(place: Place) -> tuple[dict[str, int], int, int]:
+        learner = trained(place, Parallel(Mesh(2), BATCH, 1, zero=stage), 2, count=48)
+        assert learner.zero is not None
+        numbers = learner.group.meter.counters.bytes_sent
+        learner._agree(0.0, 0)
+        numbers, before = learner.group.meter.counters.bytes_sent - numbers, learner.group.meter.counters.bytes_sent
+        go_on(learner, 1)
+        return (
+            learner.facts()["held"],
+            learner.group.meter.counters.bytes_sent - before - numbers,
+            (learner.zero.bytes_per_step()),
+        )
+
+    whole = 8 * sum(parameter.numel() for parameter in network().parameters())
+    for held, sent, formula in on_ranks(2, program):
+        assert sent == formula
+        assert held["gradients"] == pytest.approx(whole / 2, rel=0.02)  # padding
+        assert held["parameters"] == pytest.approx(whole / 2 if stage == 3 else whole, rel=0.02)
+        assert held["optimizer"] == pytest.approx(whole, rel=0.02)
 
 
 def test_a_checkpoint_loads_onto_any_other_mesh():
@@ -156,6 +201,8 @@ def test_what_cannot_be_combined_is_refused_before_any_work():
     assert "data 2 x pipeline 2 x tensor 2" in said
     assert "8 ranks" in said
     assert "sequence or pipeline" in refused(Parallel(Mesh(1, 2, 2), sequence=True), 4)
+    assert "zero=1 there, or one stage" in refused(Parallel(Mesh(2, 2, 1), zero=3), 4)
+    assert "zero=1 there, or one stage" in refused(Parallel(Mesh(2), stages_per_rank=2, zero=2), 2)
     assert "blocks.0 has heads = 4, not a multiple of the degree 3" in refused(Parallel(Mesh(1, 1, 3)), 3)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
@@ -31,7 +32,7 @@ from dure.devices import to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import ratio
 from dure.lr_schedule import Rates
-from dure.parallel import mesh_checkpoint, mesh_gradients
+from dure.parallel import mesh_checkpoint, mesh_gradients, mesh_zero
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.facts import facts_of
 from dure.parallel.mesh import Mesh, groups_on
@@ -40,7 +41,7 @@ from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.cut import CutModel, UncutModel, forget
 from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.evaluation import totals_of
+from dure.parallel.pipeline.evaluation import chunks_of, totals_of
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, in_order, make
 from dure.parallel.pipeline.stage import Microbatch, Stage
@@ -83,7 +84,8 @@ class Parallel:
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
-        zero: 1 divides the optimizer's state over the ranks of a data group.
+        zero: 1 divides the optimizer's state over the ranks of a data group; in one stage 2 divides the gradients
+            too, 3 the parameters too.
         clip_norm: the largest norm that a step's gradient may have; by default any.
         plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's ready plan.
     """
@@ -97,7 +99,7 @@ class Parallel:
     balance: Balance = "estimated"
     recompute: bool = False
     sequence: bool = False
-    zero: Literal[0, 1] = 0
+    zero: Literal[0, 1, 2, 3] = 0
     clip_norm: float | None = None
     plan: TensorPlan = TensorPlan()  # noqa: RUF009
 
@@ -114,6 +116,8 @@ class Parallel:
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
+        if self.zero > 1:
+            return make("1f1b", self.mesh.pipeline, microbatches, 1)
         if OWN in self.schedule:
             own = Schedule.parse(self.schedule)
             if own.ranks != self.mesh.pipeline:
@@ -144,17 +148,16 @@ class Parallel:
         validate.check(schedule)
         model = seeded_model(task, 0)
         train, test = examples_for(model, task)
-        if self.zero not in (0, 1):
-            raise ValueError(f"zero is {self.zero}, but on a mesh it is 0, or 1: the optimizer's state is divided")
-        if self.mesh.tensor > 1 or self.zero:
+        mesh_zero.check(self, task, model)
+        if self.mesh.tensor > 1:
             check_element_wise(task.optimizer(list(model.parameters())))
-        elif self.mesh.pipeline > 1:
+        elif self.mesh.pipeline > 1 and not self.zero:
             check_parameter_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1 or self.plan.entries:
             check_plan(model, plan_of(model, self.sequence, self.plan), self.mesh.tensor)
             if (self.sequence or self.plan.of_sequences) and self.mesh.pipeline > 1:
                 raise ValueError("a model whose sequences are divided cannot be cut into stages: sequence or pipeline")
-        if self.mesh.tensor > 1 and schedule.stages == 1:
+        if self.uncut:
             return
         tests = partial(sample, test) if test is not None and len(test) else None
         cut = CutModel(model, partial(sample, train), schedule.stages, self.examples(len(train)), tests)
@@ -167,6 +170,11 @@ class Parallel:
                 cut.homes(2, False)
             except ValueError as error:
                 raise ValueError(f"in evaluation, {error}") from error
+
+    @property
+    def uncut(self) -> bool:
+        """Whether the model is computed as it is, in one stage."""
+        return self.list_for(self.most).stages == 1 and (self.mesh.tensor > 1 or self.zero > 1)
 
     def examples(self, of: int) -> int:
         """In a micro-batch, at most, if so many are to be learned."""
@@ -217,9 +225,7 @@ class ParallelLearner:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in held]
         for parameter in [parameter for parameter in self.optimizer.state if id(parameter) not in held]:
             del self.optimizer.state[parameter]
-        if self.strategy.zero and self.groups.data.size > 1:
-            holder = nn.ParameterList(self.parameters.values())
-            self.zero = ZeroRedundancy(holder, self.optimizer, 1, self.groups.data, reduce="sum", prefetch=0)
+        self.zero = mesh_zero.zero_of(self)
 
     def _share(self) -> int:
         """Examples of a step in this pipeline."""
@@ -244,8 +250,7 @@ class ParallelLearner:
         self.schedule = strategy.list_for(strategy.most)
         self.stream = Stream(derive(self.seed, "draws", self.at.data), False, self._own_draws)
         examples = strategy.examples(len(self.train_examples))
-        whole = self.schedule.stages == 1 and strategy.mesh.tensor > 1
-        self.cut = (UncutModel if whole else CutModel)(
+        self.cut = (UncutModel if strategy.uncut else CutModel)(
             self.model, self._sample, self.schedule.stages, examples, self._test_sample
         )
         starts = self.cut.choose(strategy.cut, strategy.balance)
@@ -324,17 +329,21 @@ class ParallelLearner:
             self.rates.at(self.step)
             self.optimizer.step()
         self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
+        mesh_zero.account(self, computing=True)
         mesh_gradients.share_buffers(self)
         self.step += 1
         return Progress(loss, len(indices), wish)
 
     def gradients(self, indices: Tensor) -> float:
         """Leaves the mean gradient over the joint batch in the parameters held here; returns this rank's loss."""
-        part = indices.tensor_split(self.strategy.mesh.data)[self.at.data]
+        parts = indices.tensor_split(self.strategy.mesh.data)
+        part, most = parts[self.at.data], min(self.strategy.most, len(parts[0]))
         pieces = part.tensor_split(min(self.strategy.most, len(part))) if len(part) else []
         batches = [self._microbatch(piece, number, len(indices)) for number, piece in enumerate(pieces)]
         if batches:
             self._engine(len(batches)).run(self.step, batches)
+        mesh_zero.account(self, computing=True)
+        mesh_zero.take_part(self, most - len(batches))
         mesh_gradients.sum_tied(self)
         mesh_gradients.sum_over_replicas(self)
         if self.strategy.clip_norm is not None:
@@ -380,9 +389,13 @@ class ParallelLearner:
             return {}
         started = time.perf_counter()
         self.groups.at_step(self.group.step)
-        share = torch.arange(len(self.test_examples)).tensor_split(self.strategy.mesh.data)[self.at.data]
+        shares = torch.arange(len(self.test_examples)).tensor_split(self.strategy.mesh.data)
+        chunks = [chunks_of(share, self.task, self.cut.stages) for share in shares]
+        mine = chunks[self.at.data]
         self.model.eval()
-        totals = totals_of(self.task, self.test_examples, share, self.cut, self.schedule.home, self.groups.pipeline)
+        with self.zero.uncounted() if self.zero is not None else nullcontext():
+            totals = totals_of(self.task, self.test_examples, mine, self.cut, self.schedule.home, self.groups.pipeline)
+            mesh_zero.take_part(self, max(map(len, chunks)) - len(mine), backward=False)
         self.model.train()
         if self.at.tensor > 0:
             totals = [0.0] * len(totals)

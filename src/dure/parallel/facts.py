@@ -7,7 +7,8 @@
     held      bytes of parameters, gradients, the optimizer's state and buffers, as the memory that they lie in
     inside    seconds of collectives inside of layers, waiting for neighbours included, and the steps that had any
 
-Gradients are those that the last step has left. Tensors that share memory count once.
+In ZeRO's stages 2 and 3 the buffers of its messages count among the buffers. Gradients are those that the last step
+has left. Tensors that share memory count once.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _held(learner: ParallelLearner) -> dict[str, int]:
     held, model, optimizer = set(learner.held), learner.model, learner.optimizer
+    buffers = bytes_in_memory(buffer for name, buffer in model.named_buffers() if name in held)
+    if learner.zero is not None and learner.zero.stage > 1:
+        divided = learner.zero.memory()
+        parts = {"parameters": divided.parameters, "gradients": divided.gradients, "optimizer": divided.optimizer}
+        return {**parts, "buffers": buffers + divided.buffers}
     parameters = [parameter for name, parameter in model.named_parameters() if name in held]
     optimized = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
     gradients = [gradient for gradient in map(gradient_of, [*parameters, *optimized]) if gradient is not None]
@@ -60,7 +66,7 @@ def _held(learner: ParallelLearner) -> dict[str, int]:
         "parameters": bytes_in_memory(parameters),
         "gradients": bytes_in_memory(gradients),
         "optimizer": bytes_in_memory(state for state in states if isinstance(state, Tensor)),
-        "buffers": bytes_in_memory(buffer for name, buffer in model.named_buffers() if name in held),
+        "buffers": buffers,
     }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from dure.buffers import load_passing_buffers, passing_buffers
 from dure.collectives.group import Group
 from dure.devices import to_cpu
+from dure.parallel import mesh_zero
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered
 from dure.parallel.tensor.state import divisions, whole_state_dict
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 def weights_of(learner: ParallelLearner) -> dict[str, Tensor]:
     """The undivided model's state_dict, on rank 0; all ranks call it."""
     whole: dict[str, Tensor] = {}
-    state = whole_state_dict(learner.model)
+    with mesh_zero.whole(learner):
+        state = whole_state_dict(learner.model)
     mine = {name: state[name] for name in state if _keeper(learner, name) == learner.at.pipeline}
     sends = learner.at.data == 0 and learner.at.tensor == 0
     content = weights_to_bytes(to_cpu(mine)) if sends else b""
@@ -118,7 +120,7 @@ def _own_part(learner: ParallelLearner, name: str, state: Mapping[str, Any]) -> 
 def restore(learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Takes this rank\'s part of a checkpoint, of this mesh or another."""
     own, held, divided = learner.model.state_dict(keep_vars=True), set(learner.held), divisions(learner.model)
-    with torch.no_grad():
+    with mesh_zero.whole(learner), torch.no_grad():
         for name, value in weights.items():
             module, _, entry = name.rpartition(".")
             if entry == "_extra_state":
@@ -128,7 +130,7 @@ def restore(learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapp
                     division, group = divided[name]
                     value = division.part(value, group.rank, group.size)
                 own[name].copy_(value)
-    if learner.zero is not None:
+    if learner.zero is not None and learner.zero.stage == 1:
         held_here = {str(i): parameter.detach().clone() for i, parameter in enumerate(learner.parameters.values())}
         learner.zero.load_state_dict(held_here)
     buffers = {name: value for name, value in state["buffers"].items() if name in held}

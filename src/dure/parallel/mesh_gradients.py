@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.all_reduce import all_reduce
+from dure.parallel import mesh_zero
 from dure.parallel.gradients import as_dense
 from dure.parallel.tensor.state import divisions
 from dure.parallel.zero.away import gradient_of, set_gradient
@@ -52,6 +53,7 @@ def sum_over_replicas(learner: ParallelLearner) -> None:
         return
     if learner.zero is not None:
         learner.zero.reduce()
+        mesh_zero.account(learner, computing=False)
         return
     started = time.perf_counter()
     parameters = list(learner.parameters.values())
@@ -110,8 +112,8 @@ def summed_gradients(learner: ParallelLearner) -> Iterator[tuple[str, Tensor]]:
     if learner.zero is None:
         yield from ((name, p.grad) for name, p in learner.parameters.items() if p.grad is not None)
         return
-    names = list(learner.parameters)
+    names = mesh_zero.names_of(learner)
     for share in learner.zero.trained:
         for held in share.held:
             if held.part.grad is not None:
-                yield names[int(share.block.names[held.place])], held.part.grad
+                yield names[share.block.names[held.place]], held.part.grad

@@ -25,11 +25,22 @@ ROUND = 32
 """Chunks that are in the pipeline together."""
 
 
+def chunks_of(share: Tensor, task: Task, stages: int) -> list[Tensor]:
+    """The examples `share`, in chunks that pass through the stages one behind the other."""
+    longest = max(1, min(task.eval_batch_size, -(-len(share) // (2 * stages))))
+    return list(share.split(longest)) if len(share) else []  # type: ignore[no-untyped-call]
+
+
 @torch.no_grad()
 def totals_of(
-    task: Task, examples: Examples, share: Tensor, cut: CutModel | UncutModel, home: Sequence[int], group: Group
+    task: Task,
+    examples: Examples,
+    chunks: Sequence[Tensor],
+    cut: CutModel | UncutModel,
+    home: Sequence[int],
+    group: Group,
 ) -> list[float]:
-    """Sums of the loss and the metrics over the examples `share`, then their counts.
+    """Sums of the loss and the metrics over the examples of all chunks, then their counts.
 
     They are zeros but on the rank of the last stage. home: the rank of each stage. The transfers are not counted.
     """
@@ -44,10 +55,9 @@ def totals_of(
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     stream = Stream(0, carried=False)
     mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
-    chunks = share.split(max(1, min(task.eval_batch_size, -(-len(share) // (2 * cut.stages)))))  # type: ignore[no-untyped-call]
     for start in range(0, len(chunks), ROUND):
         for length, alike in groupby(chunks[start : start + ROUND], len):
-            batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike if len(c)]
+            batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike]
             schedule = forward_only(home, len(batches))
             stages = {stage: _stage(stage, cut, stream, partial(measure, length)) for stage in mine}
             Engine(group.unmetered(), schedule, stages, stream, device).run(0, batches)

@@ -171,10 +171,11 @@ class ZeroRedundancy:
     def uncounted(self) -> Iterator[None]:
         """What is sent inside is not counted by the group's meter: that of an evaluation, for example."""
         self.wire.group, before = self._quiet, self.wire.group
+        waits, transfers = list(self.wire.waits), list(self.wire.transfers)
         try:
             yield
         finally:
-            self.wire.group = before
+            self.wire.group, self.wire.waits, self.wire.transfers = before, waits, transfers
 
     # The loop.
 
