@@ -21,6 +21,7 @@ import dure
 from dure.models import Transformer
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
+from dure.parallel.pipeline import draws
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.strategy import Place
 
@@ -90,6 +91,7 @@ FOUR = [
     Parallel(Mesh(1, 4, 1), BATCH, 2, "1f1b"),
     Parallel(Mesh(2, 1, 2), BATCH, 2, zero=2, sequence=True),
     Parallel(Mesh(2, 1, 2), BATCH, 1, zero=3),
+    Parallel(Mesh(1, 2, 2), BATCH, 2, "zero-bubble", sequence=True, balance="measured"),
 ]
 
 PAIRS = [(FOUR[0], FOUR[3]), (FOUR[3], FOUR[9]), (FOUR[9], FOUR[2]), (FOUR[2], FOUR[7])]
@@ -111,12 +113,38 @@ def test_every_mesh_of_four_walks_the_path_of_one_worker():
 
 
 def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
-    strategy = Parallel(Mesh(2, 2, 2), BATCH, 2, zero=1, clip_norm=0.3)
+    strategy = Parallel(Mesh(2, 2, 2), BATCH, 2, zero=1, sequence=True, clip_norm=0.3)
 
     def program(place: Place) -> Any:
         return trained(place, strategy).weights()
 
     assert distance(on_ranks(8, program, deadline=120)[0], alone(clip_norm=0.3)[0]) < 1e-10
+
+
+def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_in_every_schedule():
+    """Shards of half a sequence: half the bytes. Where all ranks compute alike they draw alike, on shards apart."""
+
+    def program(place: Place) -> list[Any]:
+        keys: list[tuple[Any, ...]] = []
+        derive = draws.derive
+        draws.derive = lambda seed, *key: (keys.append(key), derive(seed, *key))[1]
+        found = []
+        for schedule in ("1f1b", "gpipe", "naive"):
+            keys.clear()
+            learner = trained(place, Parallel(Mesh(1, 2, 2), BATCH, 2, schedule, sequence=True), 3, 0.3, count=48)
+            apart = {key[4:] for key in keys if key[0] == "micro-batch" and key[3] >= 0}  # -1 is the loss
+            replicated = {n: p.detach() for n, p in learner.parameters.items() if "norm" in n or "position" in n}
+            stage = learner.facts()["stages"][0]
+            found.append((learner.at, apart, replicated, learner.weights(), stage["there"] + stage["back"]))
+        return found
+
+    ranks = on_ranks(4, program, deadline=120)
+    for of_schedule in zip(*ranks, strict=True):
+        held = {at: replicated for at, _, replicated, _, _ in of_schedule}
+        assert all(apart == {(at.tensor,)} for at, apart, _, _, _ in of_schedule)
+        assert all(distance(held[0, stage, 0], held[0, stage, 1]) == 0 for stage in range(2))
+        assert {sent for at, _, _, _, sent in of_schedule if at.pipeline == 0} == {2 * 8 * BATCH * CONTEXT * 16 // 2}
+    assert distance(ranks[0][0][3], ranks[0][1][3]) == 0
 
 
 DIVIDED = [
@@ -200,9 +228,6 @@ def test_what_cannot_be_combined_is_refused_before_any_work():
     said = refused(Parallel(Mesh(2, 2, 2)), 4)
     assert "data 2 x pipeline 2 x tensor 2" in said
     assert "8 ranks" in said
-    assert "sequence or pipeline" in refused(Parallel(Mesh(1, 2, 2), sequence=True), 4)
-    assert "zero=1 there, or one stage" in refused(Parallel(Mesh(2, 2, 1), zero=3), 4)
-    assert "zero=1 there, or one stage" in refused(Parallel(Mesh(2), stages_per_rank=2, zero=2), 2)
     assert "blocks.0 has heads = 4, not a multiple of the degree 3" in refused(Parallel(Mesh(1, 1, 3)), 3)
 
 

@@ -151,12 +151,8 @@ def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
         (lambda: dure.TensorParallel(8, sequence=True, plan=PLAN), "leave sequence out"),  # type: ignore[arg-type]
         (lambda: dure.TensorParallel(8, plan="up=Column(); up*=Row()"), "makes up two things"),  # type: ignore[arg-type]
         (lambda: dure.Parallel(dure.Mesh(data=2), 8, plan="middle=Row()"), "'middle' matches no module"),  # type: ignore[arg-type]
-        (
-            lambda: dure.Parallel(dure.Mesh(pipeline=2, tensor=2), 8, 2, plan={"down": Row(sequence=1)}),  # type: ignore[arg-type]
-            "sequence or pipeline",
-        ),
     ],
-    ids=["no such module", "no multiple", "sequence twice", "two things", "without use", "stages of shards"],
+    ids=["no such module", "no multiple", "sequence twice", "two things", "without use"],
 )
 def test_a_plan_that_does_not_fit_is_refused_before_any_work(strategy: Any, said: str) -> None:
     task = small_task(model=Own)

@@ -47,7 +47,7 @@ from dure.parallel.pipeline.schedule import Schedule, in_order, make
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.single import check_gradient
 from dure.parallel.tensor import parallelize
-from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.draws import Draws, drawn_apart
 from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.plan import check_plan
 from dure.parallel.tensor.ready import plan_of
@@ -155,8 +155,6 @@ class Parallel:
             check_parameter_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1 or self.plan.entries:
             check_plan(model, plan_of(model, self.sequence, self.plan), self.mesh.tensor)
-            if (self.sequence or self.plan.of_sequences) and self.mesh.pipeline > 1:
-                raise ValueError("a model whose sequences are divided cannot be cut into stages: sequence or pipeline")
         if self.uncut:
             return
         tests = partial(sample, test) if test is not None and len(test) else None
@@ -256,7 +254,7 @@ class ParallelLearner:
         starts = self.cut.choose(strategy.cut, strategy.balance)
         packed = self.group.broadcast_bytes(msgspec.msgpack.encode(starts) if self.group.rank == 0 else None)
         self.cut.decide(msgspec.msgpack.decode(packed, type=list[int]))
-        self.stream.carried = strategy.most == 1 and self.cut.draws
+        self.stream.carried = strategy.most == 1 and self.cut.draws and not drawn_apart(self.model)
         apart = any(action.kind == "weight_gradient" for actions in self.schedule.actions for action in actions)
         self.remaining: Remaining | None = [] if apart else None
         self.own = self.schedule.stages_of(self.at.pipeline)
@@ -288,9 +286,9 @@ class ParallelLearner:
         }
         self.tied = [name for name in self.parameters if name in self.cut.learned and len(self.keepers[name]) > 1]
 
-    def _own_draws(self) -> int | None:
-        """This rank's place in its tensor group while it computes inside a divided layer's region."""
-        inside = any(draws.inside for draws in self._draws)
+    def _own_draws(self, apart: bool) -> int | None:
+        """This rank's place in its tensor group while it computes inside a divided layer's region, or on a shard."""
+        inside = apart or any(draws.inside for draws in self._draws)
         return self.at.tensor if inside else None
 
     def _sample(self, examples: int) -> Any:

@@ -69,13 +69,6 @@ class TensorPlan:
         """What a strategy's label says of it."""
         return ", own plan" if self.entries else ""
 
-    @property
-    def of_sequences(self) -> bool:
-        """Whether layers divide sequences as well."""
-        kinds = [kind for _, several in self.entries for kind in several]
-        shards = any(getattr(kind, "sequence", None) is not None for kind in kinds)
-        return shards or any(type(kind).__name__ in ("Cut", "Join") for kind in kinds)
-
     def __str__(self) -> str:
         texts = (f"{pattern}={'+'.join(map(_written, kinds))}" for pattern, kinds in self.entries)
         return "; ".join(texts) or READY

@@ -76,7 +76,9 @@ WRONG: dict[str, tuple[Any, str]] = {
         Parallel(Mesh(2, 3), 8),
         "data 2 x pipeline 3 x tensor 1 are 6 ranks, but the world has 2: choose degrees whose product is 2",
     ),
-    "zero of two": (Parallel(Mesh(2), 8, zero=2), "zero is 2, but on a mesh it is 0, or 1"),  # type: ignore[arg-type]
+    "zero of four": (Parallel(Mesh(2), 8, zero=4), "zero is 4, but ZeRO has the stages 1, 2 and 3"),  # type: ignore[arg-type]
+    "gradients divided in a pipeline": (Parallel(Mesh(1, 2), 8, zero=2), "zero=1 there, or one stage"),
+    "parameters divided in stages": (Parallel(Mesh(2), 8, stages_per_rank=2, zero=3), "zero=1 there, or one stage"),
     "more data groups than examples": (Parallel(Mesh(2), 1), "a joint batch of 1 cannot be divided over 2"),
 }
 

@@ -123,8 +123,10 @@ def _flops(trace: Trace, node: fx.Node) -> float:
 def _products(trace: Trace, node: fx.Node) -> float:
     """Of matrix products of an operation's weights with its rows."""
     weights = [tensor for tensor in map(trace.tensor, trace.attributes(node)) if isinstance(tensor, nn.Parameter)]
-    outputs = _tensors(node.meta["val"])
-    rows = outputs[0].numel() / outputs[0].shape[-1] if outputs and outputs[0].dim() else 1
+    ends = _tensors(node.meta["val"])[:1]
+    if is_opaque(node):  # of which one end may be a shard of the sequence
+        ends += _tensors(node.all_input_nodes[0].meta["val"])
+    rows = max((leaf.numel() / leaf.shape[-1] for leaf in ends if leaf.dim()), default=1)
     return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 

@@ -27,10 +27,11 @@ STATE_BYTES = torch.default_generator.get_state().numel()
 class Stream:
     """From where the operations of this rank's stages draw.
 
-    own: the rank's number among those that divide a layer while it is inside one, where each draws for itself.
+    own: the rank's number among those that divide a layer while it is inside one, where each draws for itself; it is
+    told whether an operation is on a shard of a sequence, where each does so too.
     """
 
-    def __init__(self, seed: int, carried: bool, own: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(self, seed: int, carried: bool, own: Callable[[bool], int | None] = lambda apart: None) -> None:
         self.seed, self.carried, self._own = seed, carried, own
         self._position = (0, 0)
 
@@ -38,13 +39,13 @@ class Stream:
         """The operations that follow belong to this micro-batch."""
         self._position = step, microbatch
 
-    def drawing(self, operation: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """The operation, drawing from where it has to."""
+    def drawing(self, operation: Callable[..., Any], number: int, apart: bool = False) -> Callable[..., Any]:
+        """The operation, drawing from where it has to. apart: each rank for itself."""
         if self.carried:
             return operation
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            own = self._own()
+            own = self._own(apart)
             numbers = (number,) if own is None else (number, own)
             seed = derive(self.seed, "micro-batch", *self._position, *numbers)
             torch.default_generator.manual_seed(seed)

@@ -179,7 +179,8 @@ class _Builder:
         if is_opaque(node):
             copy.target = behind(node, self.trace.layers)
         elif node in self.numbers:
-            copy.target = self.stream.drawing(copy.target, self.numbers[node])  # type: ignore[arg-type]
+            apart = self.trace.draws_apart(node)
+            copy.target = self.stream.drawing(copy.target, self.numbers[node], apart)  # type: ignore[arg-type]
         elif self.remaining is not None:
             copy.target = self._apart(node, copy.target)
 

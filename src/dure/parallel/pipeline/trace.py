@@ -31,6 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from dure.parallel.pipeline.memory import attribute, changed_by, company, families, inseparable, part_of, settle
 from dure.parallel.pipeline.unseen import unseen
+from dure.parallel.tensor.draws import drawn_apart
 from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness import generators_state, restore_generators
 
@@ -87,6 +88,7 @@ class Trace:
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         self.module, self.layers = exported(model, inputs)
         settle(self.module)
+        self._apart = drawn_apart(model)
         nodes = list(self.module.graph.nodes)
         self.root = families(self.module.graph)
         self.changed = {self.root[value] for node in nodes for value in changed_by(node)}
@@ -189,6 +191,10 @@ class Trace:
                 if source in self.constant and source.op == "call_function":
                     stack += [*source.all_input_nodes, *self.company[source]]
         return list(seen)
+
+    def draws_apart(self, node: fx.Node) -> bool:
+        """Whether an operation is in a module in which every rank of a tensor group draws for itself."""
+        return any(path in self._apart for path, _ in (node.meta.get("nn_module_stack") or {}).values())
 
     def numbers_of_draws(self) -> dict[fx.Node, int]:
         """The random operations, numbered through the model."""

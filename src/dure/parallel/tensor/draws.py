@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.randomness import derive
@@ -63,6 +63,16 @@ class Draws:
     def forget(self) -> None:
         """Nothing is under way."""
         self._common = None
+
+
+def mark_apart(module: nn.Module) -> None:
+    """From now on every rank draws for itself in this module, in programs that are made of its operations too."""
+    module._draws_apart = True  # type: ignore[assignment]
+
+
+def drawn_apart(model: nn.Module) -> set[str]:
+    """The names of the modules in which every rank draws for itself."""
+    return {name for name, module in model.named_modules() if getattr(module, "_draws_apart", False)}
 
 
 @contextmanager

@@ -100,13 +100,17 @@ def along(tensor: Tensor, dim: int, group: Group) -> Division:
 
 def check_sequence(tensor: Tensor, dim: int, group: Group) -> Division:
     """The division of a whole sequence. Raises ValueError if the degree does not divide it."""
-    length = tensor.shape[dim]
+    check_length(tensor.shape[dim], group)
+    return Division(dim, (tensor.shape[dim],))
+
+
+def check_length(length: int, group: Group) -> None:
+    """Raises ValueError if the degree does not divide a sequence."""
     if length % group.size:
         raise ValueError(
             f"a sequence of {length} cannot be divided by the degree {group.size}: pad it to a multiple, or let "
             f"sequence be False"
         )
-    return Division(dim, (length,))
 
 
 # With derivatives.

@@ -1,9 +1,9 @@
 """Divided layers in a trace: each is one operation whose inside is not looked into.
 
 What a divided layer computes has messages in it, forward and backward, and a tracer would follow neither. So while a
-model is traced (`dure.parallel.pipeline.trace`) each of its divided layers, and each entry into a divided region, is
-written down as one operation, with its parameters; when the trace is made into a program, the layer itself is put back
-in its place.
+model is traced (`dure.parallel.pipeline.trace`) each of its divided layers, each entry into a divided region, and each
+place where a sequence is cut or joined, is written down as one operation, with its parameters; when the trace is made
+into a program, the layer itself is put back in its place. What leaves it has the shape of a shard, or of the whole.
 
     opens   1: behind it the divided region has begun; -1: it is over; 0: neither
 
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from dure.collectives.group import Group
+from dure.parallel.tensor.functions import check_length
 from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel
 from dure.parallel.tensor.vocabulary import VocabularyEmbedding
 
@@ -89,6 +91,21 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
             del layer.forward
 
 
+def of_shard(shape: Sequence[int], dim: int, group: Group) -> list[int]:
+    """The shape of a rank's shard of a sequence. Raises ValueError if the degree does not divide it."""
+    made = list(shape)
+    check_length(made[dim], group)
+    made[dim] //= group.size
+    return made
+
+
+def of_whole(shape: Sequence[int], dim: int, group: Group) -> list[int]:
+    """The shape of the sequence of which a rank holds a shard."""
+    made = list(shape)
+    made[dim] *= group.size
+    return made
+
+
 def _stub(layer: Divided) -> Callable[[Tensor], Tensor]:
     function = type(layer).forward.__get__(layer)
     opening = 0
@@ -99,17 +116,21 @@ def _stub(layer: Divided) -> Callable[[Tensor], Tensor]:
 
     def stub(tensor: Tensor) -> Tensor:
         weights = list(layer.parameters())  # as the tracer has put them in their place
-        return opaque(function, tensor, [*_leading(layer, tensor), _outputs(layer)], weights, opening)
+        return opaque(function, tensor, _shape(layer, tensor), weights, opening)
 
     return stub
 
 
-def _leading(layer: Divided, tensor: Tensor) -> Sequence[int]:
-    """The dimensions of the result but the last."""
-    along = layer.sequence if isinstance(layer, VocabularyEmbedding) else layer._how.sequence  # type: ignore[union-attr]
-    if along is not None:
-        raise ValueError("a model whose sequences are divided cannot be cut into stages: let sequence be False")
-    return tensor.shape if isinstance(layer, VocabularyEmbedding) else tensor.shape[:-1]
+def _shape(layer: Divided, tensor: Tensor) -> list[int]:
+    """Of what a layer gives back."""
+    embeds = isinstance(layer, VocabularyEmbedding)
+    shape = [*(tensor.shape if embeds else tensor.shape[:-1]), _outputs(layer)]
+    along: Any = layer.sequence if embeds else layer._how.sequence  # type: ignore[union-attr]
+    if along is None:
+        return shape
+    if isinstance(layer, ColumnParallel):
+        return of_whole(shape, along, layer.group) if layer._how.enters else shape
+    return of_shard(shape, along, layer.group)
 
 
 def _outputs(layer: Divided) -> int:

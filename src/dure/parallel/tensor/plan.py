@@ -40,10 +40,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.draws import Draws, mark_apart
 from dure.parallel.tensor.functions import enter, enter_sequence, scatter_sequence, summed
 from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel, is_transposed
-from dure.parallel.tensor.opaque import opaque
+from dure.parallel.tensor.opaque import of_shard, of_whole, opaque
 from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
@@ -196,8 +196,9 @@ class Enter(Checked):
         group, draws, sequence = at.group, at.draws, self.sequence
 
         def entered(tensor: Tensor) -> Tensor:
-            if torch.compiler.is_exporting() and sequence is None:
-                return opaque(entered, tensor, tensor.shape, opens=1)
+            if torch.compiler.is_exporting():
+                shape = tensor.shape if sequence is None else of_whole(tensor.shape, sequence, group)
+                return opaque(entered, tensor, shape, opens=1)
             if sequence is not None:
                 return enter_sequence(tensor, group, sequence)
             if module.training:
@@ -216,7 +217,13 @@ class Cut(Checked):
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         group, dim = at.group, self.dim
-        return lambda: on_input(module, lambda tensor: scatter_sequence(tensor, group, dim), self.argument)
+
+        def shard(tensor: Tensor) -> Tensor:
+            if torch.compiler.is_exporting():
+                return opaque(shard, tensor, of_shard(tensor.shape, dim, group))
+            return scatter_sequence(tensor, group, dim)
+
+        return lambda: on_input(module, shard, self.argument)
 
 
 @dataclass(frozen=True)
@@ -228,10 +235,12 @@ class Join(Checked):
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         group, dim = at.group, self.dim
 
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            return enter_sequence(output, group, dim)
+        def joined(tensor: Tensor) -> Tensor:
+            if torch.compiler.is_exporting():
+                return opaque(joined, tensor, of_whole(tensor.shape, dim, group))
+            return enter_sequence(tensor, group, dim)
 
-        return lambda: _keep(module.register_forward_hook(hook))
+        return lambda: _keep(module.register_forward_hook(lambda module, inputs, output: joined(output)))
 
 
 @dataclass(frozen=True)
@@ -244,13 +253,18 @@ class OnShards:
         def over_ranks(gradient: Tensor) -> Tensor:
             return summed(gradient, group)
 
-        def hook(module: nn.Module, inputs: Any) -> None:
-            for parameter in module.parameters():  # those of a copy of the model too, which come without hooks
+        def watch(module: nn.Module, inputs: Any = None) -> None:
+            for parameter in () if torch.compiler.is_exporting() else module.parameters():
                 hooks: Any = parameter._backward_hooks or {}
                 if parameter.requires_grad and over_ranks not in hooks.values():
                     parameter.register_hook(over_ranks)  # type: ignore[no-untyped-call]
 
-        return lambda: _keep(module.register_forward_pre_hook(hook)) if group.size > 1 else None
+        def install() -> None:
+            if group.size > 1:
+                watch(module)  # for programs of its operations, which do not call it
+                module.register_forward_pre_hook(watch)  # for copies of the model, which come without hooks
+
+        return install
 
 
 @dataclass(frozen=True)
@@ -259,13 +273,14 @@ class OwnDraws:
         draws = Draws(at.group, at.draws.device)
 
         def before(module: nn.Module, inputs: Any) -> None:
-            if module.training:
+            if module.training and not torch.compiler.is_exporting():
                 draws.enter()
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             draws.leave()
 
         def install() -> None:
+            mark_apart(module)
             module.register_forward_pre_hook(before)
             module.register_forward_hook(after, always_call=True)
 
