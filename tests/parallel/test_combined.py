@@ -219,6 +219,52 @@ def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
         assert distance(found[0, 0, tensor], found[1, 0, tensor]) == 0
 
 
+class Speaker(torch.nn.Module):
+    """A language model of Hugging Face, of one argument; scores as (B, vocabulary, T)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import transformers
+
+        sizes: dict[str, Any] = {"vocab_size": SYMBOLS, "num_hidden_layers": 2, "num_attention_heads": 4}
+        if kind == "GPT2":
+            off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, **sizes, **off))
+        else:
+            sizes |= {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2}
+            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        self.double()
+
+    def forward(self, indices: Tensor) -> Tensor:
+        scores: Tensor = self.model(input_ids=indices, use_cache=False).logits
+        return scores.transpose(1, 2)
+
+
+SPEAKERS = [
+    ("GPT2", Parallel(Mesh(1, 2, 2), BATCH, 2, sequence=True)),
+    ("Llama", Parallel(Mesh(2, 1, 2), BATCH, 2, zero=3, sequence=True)),
+]
+
+
+def test_language_models_of_hugging_face_on_meshes() -> None:
+    for name in ("gpt2", "llama"):  # here, so that the fork server does it once and not every rank
+        pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+
+    def task_of(kind: str) -> dure.Task:
+        return dure.Task(partial(Speaker, kind), F.cross_entropy, texts(32), texts(BATCH), torch.optim.AdamW)
+
+    def program(place: Place) -> list[Any]:
+        learners = [ParallelLearner(task_of(kind), place, 0, strategy) for kind, strategy in SPEAKERS]
+        for learner in learners:
+            go_on(learner, 4)
+        return [(learner.evaluate()["test_loss"], learner.weights()) for learner in learners]
+
+    for (kind, strategy), (loss, weights) in zip(SPEAKERS, on_ranks(4, program, deadline=120)[0], strict=True):
+        right = dure.train(task_of(kind), dure.DataParallel(BATCH), dure.Processes(1), dure.Stop(steps=4), seed=0)
+        assert distance(weights, right.model.state_dict()) < 1e-10, strategy
+        assert loss == pytest.approx(right.summary["test_loss"], abs=1e-10), strategy
+
+
 def test_what_cannot_be_combined_is_refused_before_any_work():
     def refused(strategy: Parallel, workers: int) -> str:
         with pytest.raises(ValueError) as caught:  # noqa: PT011
