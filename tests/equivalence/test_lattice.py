@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 import dure
 from dure.collectives.all_reduce import Algorithm
@@ -112,6 +117,36 @@ def test_worker_threads_walk_the_path_of_one_worker(strategy: Strategy, workers:
     stop = dure.Stop(epochs=3)
     many = dure.train(small_task(), strategy, dure.Threads(workers), stop, seed=3)
     assert largest_difference(many, alone(8, stop)) < TOLERANCE
+
+
+UNEQUAL = {
+    "targets that are ignored": partial(F.cross_entropy, ignore_index=1),
+    "weighted classes": nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)),
+}
+"""Losses that divide by what they count: parts of one example may count nothing."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        (dure.DataParallel(8, accumulate=2), dure.Processes(3)),
+        (dure.ZeRO(1, 8, accumulate=2), dure.Processes(2)),
+        (dure.ZeRO(3, 8, accumulate=3), dure.Processes(2)),
+        (dure.Pipeline(8, 5), dure.Processes(2)),
+        (dure.Parallel(dure.Mesh(data=2, tensor=2), 8, 3, zero=2), dure.Processes(4)),
+        (dure.DataParallel(8), dure.Threads(3)),
+        (dure.LayersPerCore(8, 5), dure.Threads(2)),
+    ],
+    ids=["data parallel", "ZeRO 1", "ZeRO 3", "pipeline", "ZeRO 2 and tensor", "threads", "layers per core"],
+)
+@pytest.mark.parametrize("loss", UNEQUAL)
+def test_parts_of_a_batch_count_as_the_loss_counts(loss: str, strategy: Strategy, world: World) -> None:
+    task, stop = small_task(loss=UNEQUAL[loss]), dure.Stop(epochs=2)
+    one = dure.train(task, dure.SingleWorker(8), dure.Processes(1), stop, seed=3)
+    many = dure.train(task, strategy, world, stop, seed=3)
+    assert largest_difference(many, one) < TOLERANCE
+    assert [step.loss for step in many.history.steps] == pytest.approx([step.loss for step in one.history.steps])
+    assert many.summary["test_loss"] == pytest.approx(one.summary["test_loss"], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("world", [dure.Threads(1), dure.Processes(1)], ids=lambda one: one.name)

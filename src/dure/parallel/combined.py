@@ -25,6 +25,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from dure.counted import Shares
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
 from dure.data.partition import Description
@@ -203,6 +204,7 @@ class ParallelLearner:
         self._divide_layers()
         self._draws = draws_of(self.model)
         self.train_examples, self.test_examples = examples_for(self.model, task)
+        self.shares = Shares(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
         self._flops = flops_per_step(self.model, self.train_examples, self._share()) / strategy.mesh.pipeline
@@ -337,7 +339,7 @@ class ParallelLearner:
         parts = indices.tensor_split(self.strategy.mesh.data)
         part, most = parts[self.at.data], min(self.strategy.most, len(parts[0]))
         pieces = part.tensor_split(min(self.strategy.most, len(part))) if len(part) else []
-        batches = [self._microbatch(piece, number, len(indices)) for number, piece in enumerate(pieces)]
+        batches = [self._microbatch(piece, number, indices) for number, piece in enumerate(pieces)]
         if batches:
             self._engine(len(batches)).run(self.step, batches)
         mesh_zero.account(self, computing=True)
@@ -351,7 +353,7 @@ class ParallelLearner:
             return 0.0
         return sum(last.losses[number] * batch.share for number, batch in enumerate(batches))
 
-    def _microbatch(self, indices: Tensor, number: int, of: int) -> Microbatch:
+    def _microbatch(self, indices: Tensor, number: int, of: Tensor) -> Microbatch:
         def read() -> tuple[Any, Any]:
             content: tuple[Any, Any] = to_device(self.train_examples.batch(indices), self.device)
             return content
@@ -367,7 +369,7 @@ class ParallelLearner:
 
         goes_on = self.strategy.most == 1 and 0 in self.own  # the model draws where reading has stopped
         anew = self.train_examples.draws and not goes_on
-        return Microbatch(len(indices), len(indices) / of, read_anew if anew else read)
+        return Microbatch(len(indices), self.shares.of(indices, of), read_anew if anew else read)
 
     def _engine(self, microbatches: int) -> Engine:
         if microbatches not in self._engines:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
+from dure.counted import loss_of
 from dure.data.batches import check_joint_batch
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
@@ -153,9 +154,9 @@ class DataParallelLearner(SingleLearner):
         pieces = [piece for piece in part.tensor_split(self.strategy.accumulate) if len(piece)]
         for piece in pieces[:-1]:
             with self.reducer.paused():
-                self.backward(piece, len(piece) / len(indices))
+                self.backward(piece, self.shares.of(piece, indices))
         if pieces:
-            self.backward(pieces[-1], len(pieces[-1]) / len(indices))
+            self.backward(pieces[-1], self.shares.of(pieces[-1], indices))
         else:
             self.reducer.take_part()
         losses, wish = self._arrived()
@@ -170,7 +171,7 @@ class DataParallelLearner(SingleLearner):
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         with self._autocast():
-            loss = self.task.loss(self.model(inputs), targets)
+            loss = loss_of(self.task.loss, self.model(inputs), targets, share)
         value = float(loss.item())
         self._loss += share * value
         forwarded = time.perf_counter()

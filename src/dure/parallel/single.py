@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dure.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.counted import Shares
 from dure.data.batches import Batches, check_batch_size
 from dure.data.partition import Description
 from dure.data.prefetch import Prefetch, prefetch
@@ -109,6 +110,7 @@ class SingleLearner:
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule)
         self.train_examples, self.test_examples = examples_for(self.model, task)
+        self.shares = Shares(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"

@@ -4,8 +4,8 @@
     backward  gradients of the leaving ones  ->  those of the received ones, and of the weights
 
 A value that is only carried past is received and leaves, and so is its gradient. The last stage computes the loss; a
-micro-batch of b examples of a batch of B counts b/B, so that the sum of the gradients is that of the mean over the
-batch.
+micro-batch of b examples of a batch of B counts b/B, or as the loss counts (`dure.counted`), so that the sum of the
+gradients is that of the mean over the batch.
 
 Batch normalisation sees a micro-batch, as it does with accumulated gradients, and updates its running statistics with
 each; recomputation leaves them alone.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from dure.counted import loss_of
 from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program
@@ -136,7 +137,7 @@ class Stage:
         if not self.last:
             return list(results)
         outputs = tree_unflatten(list(results), self._structure_for(batch.examples))
-        return [self._loss(outputs, batch.targets)]
+        return [loss_of(self._loss, outputs, batch.targets, batch.share)]
 
     def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Computes all gradients; returns those that the stage before waits for."""

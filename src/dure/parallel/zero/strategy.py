@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dure.buffers import load_passing_buffers, passing_buffers
 from dure.collectives.arguments import check_algorithm
+from dure.counted import loss_of
 from dure.data.batches import check_joint_batch
 from dure.data.partition import Description
 from dure.devices import to_cpu
@@ -123,7 +124,7 @@ class ZeROLearner(SingleLearner):
         part = indices.tensor_split(self.group.size)[self.group.rank]
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
-                self.backward(piece, len(piece) / len(indices))
+                self.backward(piece, self.shares.of(piece, indices))
             else:
                 self.zero.take_part()
         started = time.perf_counter()
@@ -146,7 +147,7 @@ class ZeROLearner(SingleLearner):
         """Forward and backward; the loss is said in the tail of the last message, so before backward ends."""
         inputs, targets = self.read(indices)
         started = time.perf_counter()
-        loss = self.task.loss(self.model(inputs), targets)
+        loss = loss_of(self.task.loss, self.model(inputs), targets, share)
         value = float(loss.item())
         self._loss += share * value
         forwarded = time.perf_counter()
