@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from functools import partial
 from typing import Any
@@ -135,6 +136,8 @@ def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_i
             apart = {key[4:] for key in keys if key[0] == "micro-batch" and key[3] >= 0}  # -1 is the loss
             replicated = {n: p.detach() for n, p in learner.parameters.items() if "norm" in n or "position" in n}
             stage = learner.facts()["stages"][0]
+            of_the_loss = {key[4:] for key in keys if key[0] == "micro-batch" and key[3] < 0}
+            assert of_the_loss == ({()} if learner.at.pipeline == 1 else set())
             found.append((learner.at, apart, replicated, learner.weights(), stage["there"] + stage["back"]))
         return found
 
@@ -167,27 +170,33 @@ def test_gradients_and_parameters_are_divided_where_ranks_have_fewer_micro_batch
         assert found == pytest.approx(loss, abs=1e-10), strategy
 
 
+def partly_frozen() -> Transformer:
+    """With a buffer that nothing changes, which nobody has to be told of."""
+    model = network()
+    model.position.requires_grad_(False)
+    model.register_buffer("constant", torch.ones(1000, dtype=torch.float64))
+    return model
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
     def program(place: Place) -> tuple[dict[str, int], int, int]:
-        learner = trained(place, Parallel(Mesh(2), BATCH, 1, zero=stage), 2, count=48)
+        partly = dataclasses.replace(task(count=48), model=partly_frozen)
+        learner = ParallelLearner(partly, place, 0, Parallel(Mesh(2), BATCH, 1, zero=stage))
+        go_on(learner, 2)
         assert learner.zero is not None
-        numbers = learner.group.meter.counters.bytes_sent
-        learner._agree(0.0, 0)
-        numbers, before = learner.group.meter.counters.bytes_sent - numbers, learner.group.meter.counters.bytes_sent
+        counters = learner.group.meter.counters
+        before = counters.bytes_sent
         go_on(learner, 1)
-        return (
-            learner.facts()["held"],
-            learner.group.meter.counters.bytes_sent - before - numbers,
-            (learner.zero.bytes_per_step()),
-        )
+        return learner.facts()["held"], counters.bytes_sent - before, learner.zero.bytes_per_step()
 
-    whole = 8 * sum(parameter.numel() for parameter in network().parameters())
+    whole = 8 * sum(parameter.numel() for parameter in partly_frozen().parameters())
+    trained = 8 * sum(parameter.numel() for parameter in partly_frozen().parameters() if parameter.requires_grad)
     for held, sent, formula in on_ranks(2, program):
         assert sent == formula
-        assert held["gradients"] == pytest.approx(whole / 2, rel=0.02)  # padding
+        assert held["gradients"] == pytest.approx(trained / 2, rel=0.02)  # padding
         assert held["parameters"] == pytest.approx(whole / 2 if stage == 3 else whole, rel=0.02)
-        assert held["optimizer"] == pytest.approx(whole, rel=0.02)
+        assert held["optimizer"] == pytest.approx(trained, rel=0.02)
 
 
 def test_a_checkpoint_loads_onto_any_other_mesh():

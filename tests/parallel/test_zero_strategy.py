@@ -33,6 +33,33 @@ def test_every_stage_walks_the_path_of_one_worker(stage: Stage, ranks: int) -> N
         assert abs(mine.loss - other.loss) < 1e-12
 
 
+class Twice(nn.Module):
+    """Uses a long layer, another one, and the first again; both are units, of equal parts. 6-1050-1050-1050-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.once = nn.Linear(FEATURES, 1050), nn.Linear(1050, 1050)
+        self.again, self.out = nn.Linear(1050, 1050), nn.Linear(1050, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values = self.again(self.into(inputs)).tanh()
+        scores: Tensor = self.out(self.again(self.once(values).tanh()).tanh())
+        return scores
+
+
+@pytest.mark.parametrize("backend", ["dure", "gloo"])
+def test_a_long_layer_that_is_used_twice_is_gathered_as_often_by_ranks_without_examples(backend: Any) -> None:
+    """Batches of 4 and 1 for 2 ranks, tests of 1. Before the order is learned its gradient is sent when that of one use
+    is there, and the other one comes late."""
+    task, stop = small_task(n=5, model=Twice, test=examples(1, seed=1)), dure.Stop(steps=2)
+    one = dure.train(task, dure.SingleWorker(4), stop=stop, seed=3)
+    mesh = dure.Parallel(dure.Mesh(2), 4, 1, zero=3)
+    for strategy in (dure.ZeRO(3, 4, prefetch=0), mesh):
+        many = dure.train(task, strategy, dure.Processes(2, backend=backend), stop, seed=3)
+        assert largest_difference(many, one) < 1e-5
+        assert abs(many.summary["test_loss"] - one.summary["test_loss"]) < 1e-5
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_pieces_and_clipping_are_those_of_data_parallel(stage: Stage) -> None:
     task, stop = small_task(optimizer=ADAM), dure.Stop(steps=6)

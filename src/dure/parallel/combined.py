@@ -13,11 +13,11 @@ each system's own page.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
@@ -47,8 +47,9 @@ from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, in_order, make
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.single import check_gradient
+from dure.parallel.speaker import Speaker
 from dure.parallel.tensor import parallelize
-from dure.parallel.tensor.draws import Draws, drawn_apart
+from dure.parallel.tensor.draws import Draws, modules_on_shards
 from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.plan import check_plan
 from dure.parallel.tensor.ready import plan_of
@@ -71,7 +72,7 @@ OWN = ":"
 """What every schedule as text has in it, and no name."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Parallel:
     """Strategies combined on a mesh.
 
@@ -117,17 +118,17 @@ class Parallel:
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
-        if self.zero > 1:
-            return make("1f1b", self.mesh.pipeline, microbatches, 1)
         if OWN in self.schedule:
             own = Schedule.parse(self.schedule)
             if own.ranks != self.mesh.pipeline:
                 raise ValueError(f"the schedule has lists for {own.ranks} ranks, but the pipeline {self.mesh.pipeline}")
-            return own if own.microbatches == microbatches else in_order(own.home, microbatches)
-        per_rank = self.stages_per_rank
-        if per_rank is None:
-            per_rank = 2 if self.schedule in ("interleaved", "zero-bubble-v") else 1
-        return make(self.schedule, self.mesh.pipeline, microbatches, per_rank)
+            made = own if own.microbatches == microbatches else in_order(own.home, microbatches)
+        else:
+            per_rank = self.stages_per_rank
+            if per_rank is None:
+                per_rank = 2 if self.schedule in ("interleaved", "zero-bubble-v") else 1
+            made = make(self.schedule, self.mesh.pipeline, microbatches, per_rank)
+        return made if self.zero < 2 else make("1f1b", self.mesh.pipeline, microbatches, 1)
 
     @property
     def most(self) -> int:
@@ -157,6 +158,8 @@ class Parallel:
         if self.mesh.tensor > 1 or self.plan.entries:
             check_plan(model, plan_of(model, self.sequence, self.plan), self.mesh.tensor)
         if self.uncut:
+            if self.cut:
+                raise ValueError(f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}")
             return
         tests = partial(sample, test) if test is not None and len(test) else None
         cut = CutModel(model, partial(sample, train), schedule.stages, self.examples(len(train)), tests)
@@ -211,6 +214,7 @@ class ParallelLearner:
         self.first_name = first_names(self.model)
         self._cut()
         self._make_optimizer()
+        self.speaking = Speaker(self.model) if strategy.uncut else None
 
     def _make_optimizer(self) -> None:
         """The optimizer of what this rank holds; its state is divided over the data group, if that is asked for."""
@@ -256,7 +260,9 @@ class ParallelLearner:
         starts = self.cut.choose(strategy.cut, strategy.balance)
         packed = self.group.broadcast_bytes(msgspec.msgpack.encode(starts) if self.group.rank == 0 else None)
         self.cut.decide(msgspec.msgpack.decode(packed, type=list[int]))
-        self.stream.carried = strategy.most == 1 and self.cut.draws and not drawn_apart(self.model)
+        numbered = strategy.most > 1 or (bool(modules_on_shards(self.model)) and not strategy.uncut)
+        self.stream.carried = not numbered and self.cut.draws
+        self._loss = self.stream.drawing(self.task.loss, -1) if numbered else self.task.loss
         apart = any(action.kind == "weight_gradient" for actions in self.schedule.actions for action in actions)
         self.remaining: Remaining | None = [] if apart else None
         self.own = self.schedule.stages_of(self.at.pipeline)
@@ -288,9 +294,9 @@ class ParallelLearner:
         }
         self.tied = [name for name in self.parameters if name in self.cut.learned and len(self.keepers[name]) > 1]
 
-    def _own_draws(self, apart: bool) -> int | None:
+    def _own_draws(self, on_shards: bool) -> int | None:
         """This rank's place in its tensor group while it computes inside a divided layer's region, or on a shard."""
-        inside = apart or any(draws.inside for draws in self._draws)
+        inside = on_shards or any(draws.inside for draws in self._draws)
         return self.at.tensor if inside else None
 
     def _sample(self, examples: int) -> Any:
@@ -300,13 +306,12 @@ class ParallelLearner:
         return to_device(sample(self.test_examples or self.train_examples, examples), self.device)
 
     def _stage(self, number: int) -> Stage:
-        loss = self.task.loss if self.strategy.most == 1 else self.stream.drawing(self.task.loss, -1)
         return Stage(
             number,
             number == self.schedule.stages - 1,
             lambda examples: self.cut.program(number, examples, True, self.stream, self.remaining),
             lambda examples: self.cut.structure(examples, True),
-            loss,
+            self._loss,
             self.stream,
             self.remaining,
             self.strategy.recompute,
@@ -340,10 +345,11 @@ class ParallelLearner:
         part, most = parts[self.at.data], min(self.strategy.most, len(parts[0]))
         pieces = part.tensor_split(min(self.strategy.most, len(part))) if len(part) else []
         batches = [self._microbatch(piece, number, indices) for number, piece in enumerate(pieces)]
+        if self.zero is not None and self.zero.stage > 1:  # ranks of a data group go the same ways
+            batches += [self._idle(indices[:1], number) for number in range(len(batches), most)]
         if batches:
             self._engine(len(batches)).run(self.step, batches)
         mesh_zero.account(self, computing=True)
-        mesh_zero.take_part(self, most - len(batches))
         mesh_gradients.sum_tied(self)
         mesh_gradients.sum_over_replicas(self)
         if self.strategy.clip_norm is not None:
@@ -352,6 +358,10 @@ class ParallelLearner:
         if last is None or not batches:
             return 0.0
         return sum(last.losses[number] * batch.share for number, batch in enumerate(batches))
+
+    def _idle(self, indices: Tensor, number: int) -> Microbatch:
+        """One that counts nothing."""
+        return dataclasses.replace(self._microbatch(indices, number, indices), share=0.0)
 
     def _microbatch(self, indices: Tensor, number: int, of: Tensor) -> Microbatch:
         def read() -> tuple[Any, Any]:
@@ -394,8 +404,9 @@ class ParallelLearner:
         mine = chunks[self.at.data]
         self.model.eval()
         with self.zero.uncounted() if self.zero is not None else nullcontext():
-            totals = totals_of(self.task, self.test_examples, mine, self.cut, self.schedule.home, self.groups.pipeline)
-            mesh_zero.take_part(self, max(map(len, chunks)) - len(mine), backward=False)
+            totals = self._totals(mine)
+            if self.zero is not None and self.zero.stage > 1:
+                self._totals([shares[0][:1]] * (max(map(len, chunks)) - len(mine)))  # which count nothing
         self.model.train()
         if self.at.tensor > 0:
             totals = [0.0] * len(totals)
@@ -403,6 +414,10 @@ class ParallelLearner:
         self.group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), self.step)
         names = ["loss", *self.task.measures]
         return {f"test_{name}": ratio(sums[i], sums[len(names) + i]) for i, name in enumerate(names)}
+
+    def _totals(self, chunks: Sequence[Tensor]) -> list[float]:
+        assert self.test_examples is not None
+        return totals_of(self.task, self.test_examples, chunks, self.cut, self.schedule.home, self.groups.pipeline)
 
     # What is kept.
 
@@ -417,6 +432,7 @@ class ParallelLearner:
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         mesh_checkpoint.restore(self, weights, state)
+        self.speaking = Speaker(self.model) if self.strategy.uncut else None
 
     def facts(self) -> dict[str, Any]:
         """What this rank holds, for the report: see `dure.parallel.facts`."""

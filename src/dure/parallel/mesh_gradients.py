@@ -72,11 +72,16 @@ def sum_over_replicas(learner: ParallelLearner) -> None:
 
 def share_buffers(learner: ParallelLearner) -> None:
     """Buffers that a step changes, as running statistics, are everywhere those of the first data group."""
-    if learner.groups.data.size == 1 or not learner.written:
+    group = learner.groups.data
+    if group.size == 1 or not learner.written:
         return
     started = time.perf_counter()
-    buffers = dict(learner.model.named_buffers())
-    learner.groups.data.broadcast_values([buffers[name] for name in learner.written])
+    if learner.speaking is not None:  # nobody has looked into the model: those that forward passes have changed
+        flags = group.all_gather_values([float(changed) for changed in learner.speaking.changed()], "changed buffers")
+        learner.speaking.take(group, [flag > 0 for flag in flags[0]])
+    else:
+        buffers = dict(learner.model.named_buffers())
+        group.broadcast_values([buffers[name] for name in learner.written])
     learner.group.meter.communication("broadcast of buffers", started, time.perf_counter(), learner.step + 1)
 
 

@@ -6,8 +6,8 @@
 
 In a pipeline the gradients of a batch's micro-batches add up on the rank of their stage, whole, so that to divide them
 would save no memory; there it is stage 1. In stages 2 and 3 micro-batches follow one another, each forward and backward
-at once, and the gradients of each are reduced. A rank whose data group has more of them than its share takes part with
-nothing to compute.
+at once, and the gradients of each are reduced. A rank whose data group has more of them than its share computes an
+example that counts nothing, so that all gather the same units in the same order, whatever the model does with them.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"; Narayanan et
 al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
@@ -56,10 +56,11 @@ def zero_of(learner: ParallelLearner) -> ZeroRedundancy | None:
 
 
 def names_of(learner: ParallelLearner) -> dict[str, str]:
-    """The model's names of its parameters, by those that ZeRO knows them under."""
-    names = list(learner.parameters)
+    """The model's names of its parameters, by those that ZeRO knows them under: in stage 1 the places in a list."""
     assert learner.zero is not None
-    return {str(i): name for i, name in enumerate(names)} if learner.zero.stage == 1 else {n: n for n in names}
+    names = list(learner.parameters)
+    known = map(str, range(len(names))) if learner.zero.stage == 1 else names
+    return dict(zip(known, names, strict=True))
 
 
 @contextmanager
@@ -72,16 +73,8 @@ def whole(learner: ParallelLearner) -> Iterator[None]:
         yield
 
 
-def take_part(learner: ParallelLearner, passes: int, backward: bool = True) -> None:
-    """Takes part in so many passes of the data group for which there are no examples here."""
-    if learner.zero is None or learner.zero.stage == 1:
-        return
-    for _ in range(passes):
-        learner.zero.take_part(backward)
-
-
 def account(learner: ParallelLearner, computing: bool) -> None:
-    """Tells the meter what was sent since the last call. computing: it took that for computing so far."""
+    """Tells the meter what was sent since the last call. computing: it has counted these waits as computing."""
     if learner.zero is not None:
         waited = learner.zero.wire.account(learner.step + 1)
         if computing:

@@ -78,7 +78,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "zero of four": (Parallel(Mesh(2), 8, zero=4), "zero is 4, but ZeRO has the stages 1, 2 and 3"),  # type: ignore[arg-type]
     "gradients divided in a pipeline": (Parallel(Mesh(1, 2), 8, zero=2), "zero=1 there, or one stage"),
-    "parameters divided in stages": (Parallel(Mesh(2), 8, stages_per_rank=2, zero=3), "zero=1 there, or one stage"),
+    "parameters divided in stages": (
+        Parallel(Mesh(2), 8, schedule="interleaved", stages_per_rank=2, zero=3),
+        "zero=1 there, or one stage",
+    ),
+    "no schedule, and none used": (Parallel(Mesh(2), 8, schedule="bogus", zero=2), "there is no schedule 'bogus'"),
+    "a cut of one stage": (Parallel(Mesh(2), 8, cut=("2",), zero=3), "a model in one stage begins nowhere else"),
     "more data groups than examples": (Parallel(Mesh(2), 1), "a joint batch of 1 cannot be divided over 2"),
 }
 

@@ -30,6 +30,7 @@ from dure.parallel.tensor import (
     vocabulary_parallel_cross_entropy,
     whole_state_dict,
 )
+from dure.parallel.tensor.draws import mark_on_shards, modules_on_shards
 
 LAYERS, WIDTH, CONTEXT, BATCH = 2, 16, 8, 3
 
@@ -289,3 +290,10 @@ def dropped(group: Group) -> None:
 
 def test_dropout_leaves_ranks_alike() -> None:
     at_all_degrees(dropped)
+
+
+def test_a_module_on_shards_is_known_by_all_of_its_names() -> None:
+    shared = nn.Dropout(0.5)
+    model = nn.ModuleDict({"first": shared, "second": shared, "other": nn.Dropout(0.5)})
+    mark_on_shards(shared)
+    assert modules_on_shards(model) == {"first", "second"}

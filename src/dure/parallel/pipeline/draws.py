@@ -31,7 +31,7 @@ class Stream:
     told whether an operation is on a shard of a sequence, where each does so too.
     """
 
-    def __init__(self, seed: int, carried: bool, own: Callable[[bool], int | None] = lambda apart: None) -> None:
+    def __init__(self, seed: int, carried: bool, own: Callable[[bool], int | None] = lambda on_shards: None) -> None:
         self.seed, self.carried, self._own = seed, carried, own
         self._position = (0, 0)
 
@@ -39,13 +39,13 @@ class Stream:
         """The operations that follow belong to this micro-batch."""
         self._position = step, microbatch
 
-    def drawing(self, operation: Callable[..., Any], number: int, apart: bool = False) -> Callable[..., Any]:
-        """The operation, drawing from where it has to. apart: each rank for itself."""
+    def drawing(self, operation: Callable[..., Any], number: int, on_shards: bool = False) -> Callable[..., Any]:
+        """The operation, drawing from where it has to. on_shards: each rank for itself."""
         if self.carried:
             return operation
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            own = self._own(apart)
+            own = self._own(on_shards)
             numbers = (number,) if own is None else (number, own)
             seed = derive(self.seed, "micro-batch", *self._position, *numbers)
             torch.default_generator.manual_seed(seed)

@@ -179,8 +179,8 @@ class _Builder:
         if is_opaque(node):
             copy.target = behind(node, self.trace.layers)
         elif node in self.numbers:
-            apart = self.trace.draws_apart(node)
-            copy.target = self.stream.drawing(copy.target, self.numbers[node], apart)  # type: ignore[arg-type]
+            on_shards = self.trace.is_on_shards(node)
+            copy.target = self.stream.drawing(copy.target, self.numbers[node], on_shards)  # type: ignore[arg-type]
         elif self.remaining is not None:
             copy.target = self._apart(node, copy.target)
 

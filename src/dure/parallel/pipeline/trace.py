@@ -31,7 +31,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from dure.parallel.pipeline.memory import attribute, changed_by, company, families, inseparable, part_of, settle
 from dure.parallel.pipeline.unseen import unseen
-from dure.parallel.tensor.draws import drawn_apart
+from dure.parallel.tensor.draws import modules_on_shards
+from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness import generators_state, restore_generators
 
@@ -88,7 +89,7 @@ class Trace:
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         self.module, self.layers = exported(model, inputs)
         settle(self.module)
-        self._apart = drawn_apart(model)
+        self._on_shards = modules_on_shards(model)
         nodes = list(self.module.graph.nodes)
         self.root = families(self.module.graph)
         self.changed = {self.root[value] for node in nodes for value in changed_by(node)}
@@ -192,9 +193,9 @@ class Trace:
                     stack += [*source.all_input_nodes, *self.company[source]]
         return list(seen)
 
-    def draws_apart(self, node: fx.Node) -> bool:
+    def is_on_shards(self, node: fx.Node) -> bool:
         """Whether an operation is in a module in which every rank of a tensor group draws for itself."""
-        return any(path in self._apart for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+        return any(path in self._on_shards for path, _ in (node.meta.get("nn_module_stack") or {}).values())
 
     def numbers_of_draws(self) -> dict[fx.Node, int]:
         """The random operations, numbered through the model."""
@@ -214,6 +215,8 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
             warnings.simplefilter("ignore")
             with hidden(model) as layers, unseen(model) as beside:
                 module = torch.export.export(model, (inputs,), strict=False).module()
+    except LengthError:
+        raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(

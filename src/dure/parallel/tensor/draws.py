@@ -65,14 +65,16 @@ class Draws:
         self._common = None
 
 
-def mark_apart(module: nn.Module) -> None:
-    """From now on every rank draws for itself in this module, in programs that are made of its operations too."""
-    module._draws_apart = True  # type: ignore[assignment]
+def mark_on_shards(module: nn.Module) -> None:
+    """The module computes on shards, so that every rank draws for itself in programs made of its operations too."""
+    module._on_shards = True  # type: ignore[assignment]
 
 
-def drawn_apart(model: nn.Module) -> set[str]:
-    """The names of the modules in which every rank draws for itself."""
-    return {name for name, module in model.named_modules() if getattr(module, "_draws_apart", False)}
+def modules_on_shards(model: nn.Module) -> set[str]:
+    """All names of the modules in which every rank draws for itself."""
+    return {
+        name for name, module in model.named_modules(remove_duplicate=False) if getattr(module, "_on_shards", False)
+    }
 
 
 @contextmanager

@@ -104,12 +104,16 @@ def check_sequence(tensor: Tensor, dim: int, group: Group) -> Division:
     return Division(dim, (tensor.shape[dim],))
 
 
+class LengthError(ValueError):
+    """A sequence that the degree does not divide."""
+
+
 def check_length(length: int, group: Group) -> None:
-    """Raises ValueError if the degree does not divide a sequence."""
+    """Raises LengthError if the degree does not divide a sequence."""
     if length % group.size:
-        raise ValueError(
-            f"a sequence of {length} cannot be divided by the degree {group.size}: pad it to a multiple, or let "
-            f"sequence be False"
+        raise LengthError(
+            f"a sequence of {length} cannot be divided by the degree {group.size}: pad it to a multiple, or divide no "
+            "sequences"
         )
 
 

@@ -42,6 +42,11 @@ def _(tensor: Tensor, weights: list[Tensor], number: int, shape: list[int], open
     return like.new_empty(shape)
 
 
+def is_tracing() -> bool:
+    """Whether a model is traced here, and not by somebody else."""
+    return bool(_under_way)
+
+
 def opaque(
     function: Callable[[Tensor], Tensor],
     tensor: Tensor,

@@ -40,10 +40,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.parallel.tensor.draws import Draws, mark_apart
+from dure.parallel.tensor.draws import Draws, mark_on_shards
 from dure.parallel.tensor.functions import enter, enter_sequence, scatter_sequence, summed
 from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel, is_transposed
-from dure.parallel.tensor.opaque import of_shard, of_whole, opaque
+from dure.parallel.tensor.opaque import is_tracing, of_shard, of_whole, opaque
 from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
@@ -196,7 +196,7 @@ class Enter(Checked):
         group, draws, sequence = at.group, at.draws, self.sequence
 
         def entered(tensor: Tensor) -> Tensor:
-            if torch.compiler.is_exporting():
+            if is_tracing():
                 shape = tensor.shape if sequence is None else of_whole(tensor.shape, sequence, group)
                 return opaque(entered, tensor, shape, opens=1)
             if sequence is not None:
@@ -219,7 +219,7 @@ class Cut(Checked):
         group, dim = at.group, self.dim
 
         def shard(tensor: Tensor) -> Tensor:
-            if torch.compiler.is_exporting():
+            if is_tracing():
                 return opaque(shard, tensor, of_shard(tensor.shape, dim, group))
             return scatter_sequence(tensor, group, dim)
 
@@ -236,7 +236,7 @@ class Join(Checked):
         group, dim = at.group, self.dim
 
         def joined(tensor: Tensor) -> Tensor:
-            if torch.compiler.is_exporting():
+            if is_tracing():
                 return opaque(joined, tensor, of_whole(tensor.shape, dim, group))
             return enter_sequence(tensor, group, dim)
 
@@ -254,7 +254,7 @@ class OnShards:
             return summed(gradient, group)
 
         def watch(module: nn.Module, inputs: Any = None) -> None:
-            for parameter in () if torch.compiler.is_exporting() else module.parameters():
+            for parameter in () if is_tracing() else module.parameters():
                 hooks: Any = parameter._backward_hooks or {}
                 if parameter.requires_grad and over_ranks not in hooks.values():
                     parameter.register_hook(over_ranks)  # type: ignore[no-untyped-call]
@@ -273,14 +273,14 @@ class OwnDraws:
         draws = Draws(at.group, at.draws.device)
 
         def before(module: nn.Module, inputs: Any) -> None:
-            if module.training and not torch.compiler.is_exporting():
+            if module.training and not is_tracing():
                 draws.enter()
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             draws.leave()
 
         def install() -> None:
-            mark_apart(module)
+            mark_on_shards(module)
             module.register_forward_pre_hook(before)
             module.register_forward_hook(after, always_call=True)
 

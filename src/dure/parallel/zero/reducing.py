@@ -153,6 +153,9 @@ class Reducing:
         block, gradient, place = self.shares[number].block, self._take(number, 0), self._places.pop(number, None)
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True
+        if place is not None and gradient is None:  # autograd may have written there, and waits for another part
+            self.pool.leave(place)
+            place = None
         if self.wire.split_phase:
             place = place if place is not None else self._room(block.padded, block.dtype)
             return (place.copy_(gradient) if gradient is not None else place.zero_()), True

@@ -159,8 +159,10 @@ class ZeroRedundancy:
         masters = [share.master for share in self.trained if share.master is not share.own]
         gradients = [share.gradient for share in self.trained if share.gradient is not None] + self.reducing.local()
         own = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        divided = {id(parameter) for share in self.shares for parameter in share.parameters}
+        whole = [parameter for parameter in self.model.parameters() if id(parameter) not in divided]
         return Memory(
-            _nbytes([share.own for share in self.shares if not share.common])
+            _nbytes([*whole, *(share.own for share in self.shares if not share.common)])
             + sum(share.own.nbytes for share in self.shares if share.common),
             _nbytes(gradients),
             _nbytes([*state, *masters]),
@@ -194,7 +196,9 @@ class ZeroRedundancy:
     def take_part(self, backward: bool = True) -> None:
         """Takes part in a step of the other ranks for which this one has no examples: it adds zeros.
 
-        backward: False for a forward pass alone, as in an evaluation.
+        In stage 3 layers that a model uses several times in a pass are gathered as often, which nobody can know here:
+        for such a model compute any example, and multiply its loss by 0. backward: False for a forward pass alone, as
+        in an evaluation.
         """
         self.passes.take_part(backward)
 

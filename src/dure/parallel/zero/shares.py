@@ -140,6 +140,10 @@ class Pool:
         """Takes a tensor back that `take` gave."""
         self.free.append(self.used.pop(tensor.data_ptr()))
 
+    def leave(self, tensor: Tensor) -> None:
+        """A tensor that `take` gave stays with who has it."""
+        del self.used[tensor.data_ptr()]
+
     @property
     def buffers(self) -> list[Tensor]:
         """All of them."""

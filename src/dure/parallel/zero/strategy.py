@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from dure.buffers import load_passing_buffers, passing_buffers
@@ -21,7 +22,7 @@ from dure.collectives.arguments import check_algorithm
 from dure.counted import loss_of
 from dure.data.batches import check_joint_batch
 from dure.data.partition import Description
-from dure.devices import to_cpu
+from dure.devices import to_cpu, to_device
 from dure.errors import LossNotFiniteError
 from dure.evaluation import evaluate
 from dure.parallel.single import SingleLearner, check_gradient
@@ -125,6 +126,8 @@ class ZeROLearner(SingleLearner):
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
                 self.backward(piece, self.shares.of(piece, indices))
+            elif self.strategy.stage == 3:  # all gather the same units in the same order, whatever the model does
+                self.backward(indices[:1], 0.0)
             else:
                 self.zero.take_part()
         started = time.perf_counter()
@@ -185,7 +188,8 @@ class ZeROLearner(SingleLearner):
 
     def evaluate(self) -> dict[str, float]:
         def idle() -> None:
-            self.zero.take_part(backward=False)
+            if self.strategy.stage == 3 and self.test_examples is not None:
+                self.model(to_device(self.test_examples.batch(torch.zeros(1, dtype=torch.int64))[0], self.device))
 
         with self.zero.uncounted():
             return evaluate(self.task, self.model, self.test_examples, self.group, self.step, idle)
