@@ -28,7 +28,8 @@ def holdings(runs: Sequence[Run]) -> str:
         return ""
     lead = (
         "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank at the end of the run, "
-        "and the peak of its process, in which torch, the data and the activations are as well."
+        "and the peak of its process, in which torch, the data and the activations are as well. Buffers are those of "
+        "the model and, where ZeRO divides gradients or parameters, of its messages."
     )
     if any(rank.inside is not None for _, run in told for rank in run.ranks):
         lead += (
