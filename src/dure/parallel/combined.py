@@ -150,10 +150,10 @@ class Parallel:
         validate.check(schedule)
         model = seeded_model(task, 0)
         train, test = examples_for(model, task)
-        mesh_zero.check(self, task, model)
-        if self.mesh.tensor > 1:
+        mesh_zero.check(self, model)
+        if self.mesh.tensor > 1 or self.zero:
             check_element_wise(task.optimizer(list(model.parameters())))
-        elif self.mesh.pipeline > 1 and not self.zero:
+        elif self.mesh.pipeline > 1:
             check_parameter_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1 or self.plan.entries:
             check_plan(model, plan_of(model, self.sequence, self.plan), self.mesh.tensor)

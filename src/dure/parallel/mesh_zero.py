@@ -21,21 +21,17 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from dure.parallel.divisible import check_element_wise
 from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero.redundancy import ZeroRedundancy
-from dure.task import Task
 
 if TYPE_CHECKING:
     from dure.parallel.combined import Parallel, ParallelLearner
 
 
-def check(strategy: Parallel, task: Task, model: nn.Module) -> None:
-    """Raises ValueError where ZeRO does not fit the mesh, the optimizer or the model."""
+def check(strategy: Parallel, model: nn.Module) -> None:
+    """Raises ValueError where ZeRO does not fit the mesh or the model."""
     if strategy.zero not in (0, 1, 2, 3):
         raise ValueError(f"zero is {strategy.zero}, but ZeRO has the stages 1, 2 and 3; 0 divides nothing")
-    if strategy.zero:
-        check_element_wise(task.optimizer(list(model.parameters())))
     if strategy.zero < 2:
         return
     if strategy.mesh.pipeline > 1 or (strategy.stages_per_rank or 1) > 1:
