@@ -175,7 +175,7 @@ class Driver:
         position.seconds += time.perf_counter() - started
         position.step += 1
         position.samples += progress.samples
-        position.loss = progress.loss
+        position.loss = position.loss if progress.loss is None else progress.loss
         position.numbers = finite(progress.numbers or {})
         self._record(progress)
         if position.step % self.evaluate_every == 0:

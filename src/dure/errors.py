@@ -95,5 +95,9 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+class TooFewUpdatesError(DureError, ValueError):
+    """The updates that a federation's rule was given are too few for it, or none of them is finite."""
+
+
 class TooFewClientsError(DureError):
     """A federation could not go on because too few of its clients were there, or answered in time."""

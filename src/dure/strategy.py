@@ -42,8 +42,8 @@ bits that travel with a step's message, so that all ranks do the same after it."
 class Progress(NamedTuple):
     """What one step or round did: the same on every rank."""
 
-    loss: float
-    """Mean training loss over the joint batch, or over the examples of the round."""
+    loss: float | None
+    """Mean training loss over the joint batch, or over the examples of the round; None where there were none."""
     samples: int
     """Training examples processed, by all workers together."""
     wish: int = 0

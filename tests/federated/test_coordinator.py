@@ -205,7 +205,15 @@ def test_a_round_of_too_few_updates_for_its_rule_leaves_the_model_as_it_is() -> 
     assert len(result.refused) == 6
     assert "at least 7 updates" in result.refused[asked[0].ticket]
     assert torch.equal(model_of(one), before)
-    assert (one.round, result.clients) == (1, [])
+    assert (one.round, result.clients, result.loss) == (1, [], None)
+
+
+def test_a_rule_s_own_error_is_not_taken_for_too_few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = server(8)
+    one.model.aggregator = Krum(2)
+    monkeypatch.setattr(Krum, "combine_finite", lambda *given: (_ for _ in ()).throw(ValueError("a mistake in a rule")))
+    with pytest.raises(ValueError, match="a mistake in a rule"):
+        play(one, lambda count: list(range(count)))
 
 
 def test_a_round_asks_more_than_it_needs_and_refuses_who_comes_too_late() -> None:

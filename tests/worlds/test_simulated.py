@@ -46,6 +46,18 @@ def test_a_round_takes_as_long_as_its_slowest_client() -> None:
     assert numbers(run, "virtual_seconds") == [pytest.approx(expected, rel=1e-12)]
 
 
+def test_a_round_in_which_nobody_was_asked_has_no_loss(tmp_path: Path) -> None:
+    strategy = dure.FedAvg(clients=K, fraction=0.125, batch_size=4, selection="poisson")
+    run = dure.train(small_task(), strategy, dure.Simulated(engine="loop"), dure.Stop(rounds=12), out=tmp_path / "run")
+    empty = [not updates for updates in numbers(run, "updates")]
+    assert {True, False} == set(empty)
+    assert [step.loss is None for step in run.history.steps] == empty
+    assert [step.loss for step in dure.load_run(tmp_path / "run", network).history.steps] == [
+        step.loss for step in run.history.steps
+    ]
+    assert run.summary["train_loss"] == [step.loss for step in run.history.steps if step.loss is not None][-1]
+
+
 def test_every_byte_and_second_of_a_client_is_counted() -> None:
     run = train(dure.FedAvg(clients=4, batch_size=4), rounds=3, devices="stragglers:0.5:10")
     server, *clients = run.summary["per_worker"]

@@ -7,7 +7,6 @@ they are sent; the server is not told who they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -279,8 +278,3 @@ def check_poison(examples: Examples, attack: Attack) -> int:
     classes = len(examples.classes) if examples.classes else (int(labels.max()) + 1 if labels is not None else 0)
     attack.poison(*examples.batch(torch.tensor([0])), classes)
     return classes
-
-
-def finite_loss(loss: float, before: float) -> float:
-    """The loss, or the one before where nobody took part."""
-    return before if math.isnan(loss) else loss

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dure.errors import TooFewClientsError
+from dure.errors import TooFewClientsError, TooFewUpdatesError
 from dure.federated.algorithm import Algorithm
 from dure.federated.global_model import GlobalModel
 from dure.federated.messages import Assignment, Update
@@ -52,9 +52,9 @@ VAIN = 100
 
 
 class Result(NamedTuple):
-    """What a new model was made of. loss: mean over the samples; refused: by `fold`, ticket to reason."""
+    """What a new model was made of. loss: mean over the samples, None of none; refused: by `fold`, ticket to reason."""
 
-    loss: float
+    loss: float | None
     samples: int
     clients: list[int]
     staleness: list[int]
@@ -201,13 +201,13 @@ class Coordinator:
         """
         try:
             extra = self.model.finish(self.seed)
-        except ValueError as error:
+        except TooFewUpdatesError as error:
             self._refused |= {ticket: str(error) for ticket in self._combining}
             self._folded, extra = [], []
             self.model.skip()
         self.algorithm.absorb(extra, len(self._folded))
         samples = sum(one[1] for one in self._folded)
-        loss = sum(one[1] * one[2] for one in self._folded) / samples if samples else math.nan
+        loss = sum(one[1] * one[2] for one in self._folded) / samples if samples else None
         clients, staleness = [one[0] for one in self._folded], [one[3] for one in self._folded]
         result = Result(loss, samples, clients, staleness, self._refused)
         self._vain = 0 if self._folded else self._vain + bool(self._refused)

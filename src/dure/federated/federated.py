@@ -27,7 +27,7 @@ from dure.evaluation import evaluate, ratio
 from dure.federated import aggregate, sampling
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start
-from dure.federated.clients import Clients, LocalWork, check_poison, finite_loss, poisoned
+from dure.federated.clients import Clients, LocalWork, check_poison, poisoned
 from dure.federated.cohort.choose import Setting, check_engine, engine_for
 from dure.federated.cohort.job import Engine
 from dure.federated.cohort.optimizers import optimizer_of
@@ -274,7 +274,6 @@ class FederatedLearner:
         self.server.name = "server"
         self.counted = _meters(len(own))
         self.log = Log(None if attack is None else lying)
-        self._loss = 0.0
         place.ending.callback(self.clients.close)
 
     def flops_per_step(self) -> float:
@@ -308,8 +307,7 @@ class FederatedLearner:
         self.carrier.flown = []
         self._count(flown)
         self.log.flew(flown, result, round, before, coordinator.model.weights)
-        self._loss = finite_loss(result.loss, self._loss)
-        return Progress(self._loss, result.samples, wish, self._numbers(flown, result))
+        return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
 
     def _count(self, flown: list[Flight]) -> None:
         """Bytes of the server and of the clients, and the clients' seconds, which are their devices'."""
@@ -374,7 +372,6 @@ class FederatedLearner:
             "carrier": self.carrier.state(),
             "clients": self.clients.state(),
             "log": self.log.state(),
-            "loss": self._loss,
             "measured": self.personal.latest,
             "engine": [self.clients.chosen, self.clients.why, self.clients.chunk],
             "buffers": passing_buffers(self.model),
@@ -388,7 +385,7 @@ class FederatedLearner:
         self.clients.restore(state["clients"])
         self.clients.chosen, self.clients.why, self.clients.chunk = state["engine"]
         self.log.restore(state["log"])
-        self._loss, self.personal.latest = state["loss"], state.get("measured", {})
+        self.personal.latest = state.get("measured", {})
 
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went, for the report."""

@@ -105,7 +105,7 @@ class GlobalModel:
     def finish(self, seed: int) -> list[Tensor]:
         """Makes the new model of what was folded, if anything was; returns the mean of the updates' extras.
 
-        Raises ValueError if the updates are too few for the aggregator.
+        Raises TooFewUpdatesError if the updates are too few for the aggregator.
         """
         extra: list[Tensor] = []
         self._sum_deferred()

@@ -16,13 +16,14 @@ import msgspec
 class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults=True):
     """After a step or round: cumulative counters of rank 0 (a federation's server).
 
-    numbers: what else the strategy says about the round, by name; None where it says nothing.
+    loss: None where nothing was learned, as in a round in which no update counted. numbers: what else the strategy says
+    about the round, by name; None where it says nothing.
     """
 
     step: int
     epoch: float
     samples: int
-    loss: float
+    loss: float | None
     seconds: float
     bytes_sent: int
     bytes_received: int

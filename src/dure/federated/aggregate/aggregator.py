@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import Rows
 from dure.federated.turn import Turn
 from dure.written import write
@@ -55,7 +56,7 @@ class Folds(Aggregator):
         raise NotImplementedError
 
     def finish(self, folded: Any) -> list[Tensor]:
-        """The combined update. Raises ValueError if nothing was folded."""
+        """The combined update. Raises TooFewUpdatesError if nothing was folded."""
         raise NotImplementedError
 
 
@@ -73,12 +74,15 @@ class Collects(Aggregator):
         rows: the updates, in order of client, and their weights n_k. turn: for rules that draw. state: what the rule
         itself returned in the round before, None in the first; only rules that need it return one.
 
-        Raises ValueError if there are too few updates, or if none is finite.
+        Raises TooFewUpdatesError if there are too few updates, or if none is finite.
         """
-        self.check(len(rows))
+        try:
+            self.check(len(rows))
+        except ValueError as error:
+            raise TooFewUpdatesError(str(error)) from error
         finite = rows.finite()
         if not finite:
-            raise ValueError(f"{self}: of {len(rows)} updates none is finite; did training diverge?")
+            raise TooFewUpdatesError(f"{self}: of {len(rows)} updates none is finite; did training diverge?")
         return self.combine_finite(rows.only(finite), len(rows) - len(finite), turn, state)
 
     def combine_finite(

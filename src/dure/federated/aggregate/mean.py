@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.aggregator import Folds
 
 
@@ -46,9 +47,9 @@ def add(folded: Folded, sums: Sequence[Tensor], weight: float) -> Folded:
 
 
 def finish(folded: Folded) -> list[Tensor]:
-    """The mean. Raises ValueError if nothing was folded."""
+    """The mean. Raises TooFewUpdatesError if nothing was folded."""
     if folded.weight <= 0:
-        raise ValueError("the mean of no updates is not defined")
+        raise TooFewUpdatesError("the mean of no updates is not defined")
     return [(total / folded.weight).to(dtype) for total, dtype in zip(folded.sums, folded.dtypes, strict=True)]
 
 
