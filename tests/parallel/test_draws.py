@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _python_dispatch
 
+import dure
 from dure.parallel.draws import Draws, own_draws
+from small import FEATURES, small_task
 
 CPU = torch.device("cpu")
 X = torch.ones(6, 8, requires_grad=True)
@@ -71,3 +74,12 @@ def test_a_pass_is_repeated_once_when_it_is_found_to_draw_and_leaves_no_trace() 
     draws.run(lambda own: work(own, True))
     assert passes == [1, 2, 2, 3]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_where_threads_have_drawn_torch_knows_that_none_does_any_more() -> None:
+    task = small_task(
+        model=lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(), nn.Dropout(), nn.Linear(8, 3)).double()
+    )
+    for _ in range(3):
+        dure.train(task, dure.LayersPerCore(8, 4), dure.Threads(4), dure.Stop(steps=8))
+        assert not [name for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_") and value]

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.layers import handed_over
+from dure.parallel.layers import PipelineLearner, handed_over
+from dure.strategy import Place
 from small import CLASSES, EXAMPLES, FEATURES, largest_difference, same_bits, small_task
 
 STOP = dure.Stop(epochs=2)
@@ -88,10 +89,30 @@ def dropping() -> nn.Module:
     ).double()
 
 
-def test_dropout_is_the_same_in_every_run_and_that_of_one_worker_in_one_stage() -> None:
+def test_dropout_is_the_same_in_every_run_whatever_the_stages_and_that_of_one_worker_in_one_micro_batch() -> None:
     task = small_task(model=dropping, n=40)
     assert same_bits(piped(task, 8, 2, 3), piped(task, 8, 2, 3))
+    assert same_bits(piped(task, 8, 2, 3), piped(task, 8, 2, 2))
+    assert same_bits(piped(task, 8, 2, 3), piped(task, 8, 2, 3, balance="measured"))
+    assert same_bits(piped(task, 8, 1, 3), alone(task))
     assert same_bits(piped(task, 8, 1, 1), alone(task))
+    assert not same_bits(piped(task, 8, 2, 3), alone(task))
+
+
+def test_stages_on_other_devices_draw_other_numbers() -> None:
+    found: dict[torch.device, list[int]] = {}
+
+    def program(place: Place) -> None:
+        with place.ending:
+            learner = PipelineLearner(small_task(model=dropping), place, 5, dure.LayersPerCore(8, 2))
+        cpu, first, second = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
+        learner.chain.devices = [cpu, first, second, first]
+        seeds = learner._draws(2, lambda seed: seed)  # type: ignore[arg-type, return-value]
+        found.update(zip(learner.chain.devices, seeds, strict=True))  # type: ignore[arg-type]
+        assert seeds[1] is seeds[3]
+
+    dure.Threads(4).run(program, lambda event: None)
+    assert len({seed for seeds in found.values() for seed in seeds}) == 6
 
 
 def test_the_meters_count_what_stages_hand_over() -> None:

@@ -13,12 +13,13 @@ not looked after.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Value = TypeVar("Value")
@@ -31,6 +32,18 @@ def own_draws(seed: int, devices: Sequence[torch.device]) -> AbstractContextMana
     """Inside, the random operators of this thread draw from fresh generators of `seed`, on the CPU and on `devices`."""
     mode: AbstractContextManager[Any] = _OwnDraws(seed, devices)
     return mode
+
+
+@contextmanager
+def _flags_restored() -> Iterator[None]:
+    """torch notes for the whole process whether a thread is in such a mode, and each thread puts back what it has found
+    there: where they take turns it would look as if one had never left, and nothing were compiled any more."""
+    before = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(_python_dispatch, name, value)
 
 
 def global_generators(devices: Sequence[torch.device]) -> dict[torch.device, torch.Generator]:
@@ -94,7 +107,8 @@ class Draws:
     def run(self, work: Callable[[Callable[[int], AbstractContextManager[Any]]], Value]) -> Value:
         """work(own) does a pass of all workers, each of them inside `own(seed)`. It may be done twice."""
         if self.found:
-            return work(lambda seed: own_draws(seed, self.devices))
+            with _flags_restored():
+                return work(lambda seed: own_draws(seed, self.devices))
         common = global_generators(self.devices).values()
         before = [generator.get_state() for generator in common]
         modules = [module for model in self.models for module in model.modules()]

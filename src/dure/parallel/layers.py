@@ -12,9 +12,9 @@ are idle while the pipeline fills and empties: of S stages that take equally lon
 Larger M makes that less, and every micro-batch smaller, which operators like less.
 
 Layers are divided so that the most expensive stage is as cheap as can be (`divided_layers`): by counted operations, or
-by measured time; either way the numbers that are computed are the same, but for dropout, which is drawn from (seed,
-step, stage, micro-batch): where a stopwatch decides which layer is in which stage, runs need not repeat themselves to
-the bit. Batch norm sees a micro-batch.
+by measured time; either way the numbers that are computed are the same. Dropout is drawn from (seed, step,
+micro-batch), by generators that go with the micro-batch from stage to stage, so that it does not matter either which
+layer is in which stage, as long as these are on one device. Batch norm sees a micro-batch.
 
 What is handed over is counted as if memory were not shared: a stage hands its outputs on and the gradients of its
 inputs back, each once for every example (`handed_over`).
@@ -64,6 +64,7 @@ from dure.threads import flops_per_step
 Value = TypeVar("Value")
 
 Own = Callable[[int], AbstractContextManager[Any]]
+Draw = AbstractContextManager[Any]
 
 
 @dataclass(frozen=True)
@@ -232,14 +233,27 @@ class PipelineLearner(SingleLearner):
         belt = Belt(len(self.division))
         for microbatch in microbatches:
             belt.forwards[0].put(microbatch)
-        done = self.team.each(lambda stage: self._stage(stage, belt, sizes, targets, own), self.group.step)
+        draws = self._draws(len(sizes), own)
+        done = self.team.each(lambda stage: self._stage(stage, belt, sizes, targets, draws[stage]), self.group.step)
         return [one.value for one in done]
 
-    def _stage(self, stage: int, belt: Belt, sizes: list[int], targets: Any, own: Own) -> Work:
+    def _draws(self, microbatches: int, own: Own) -> list[list[Draw]]:
+        """For each stage those of each micro-batch, which stages on one device share: of one seed, two GPUs would draw
+        the same numbers."""
+        of_device = {
+            device: [
+                own(derive(self.seed, "step", self.step, number, *([place] if place else [])))
+                for number in range(microbatches)
+            ]
+            for place, device in enumerate(dict.fromkeys(self.chain.devices))
+        }
+        return [of_device[device] for device in self.chain.devices]
+
+    def _stage(self, stage: int, belt: Belt, sizes: list[int], targets: Any, draws: Sequence[Draw]) -> Work:
         """The life of a stage in a pass."""
         try:
             work = Work()
-            begun = [self._forward(stage, number, belt, work, own) for number in range(len(sizes))]
+            begun = [self._forward(stage, number, belt, work, draw) for number, draw in enumerate(draws)]
             if stage + 1 == len(self.division):
                 grads = work.timed("loss", lambda: self._loss([outputs for _, outputs in begun], sizes, targets, work))
                 for grad in grads:
@@ -251,13 +265,15 @@ class PipelineLearner(SingleLearner):
             belt.stop()
             raise
 
-    def _forward(self, stage: int, number: int, belt: Belt, work: Work, own: Own) -> tuple[Any, Any]:
-        """One micro-batch: (its inputs, where this stage's graph begins; its outputs)."""
+    def _forward(self, stage: int, number: int, belt: Belt, work: Work, draw: Draw) -> tuple[Any, Any]:
+        """One micro-batch: (its inputs, where this stage's graph begins; its outputs).
+
+        draw: inside it the micro-batch's generators are drawn from, where those of the stage before have stopped.
+        """
         leaves = parts.detached(belt.taken(belt.forwards[stage]))
-        draw = derive(self.seed, "step", self.step, number * len(self.division) + stage)
 
         def compute() -> Any:
-            with own(draw):
+            with draw:
                 return self.chain.stage(stage, to_device(leaves, self.chain.devices[stage]))
 
         outputs = work.timed(f"forward of micro-batch {number}", compute)
