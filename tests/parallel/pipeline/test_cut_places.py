@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from dure.parallel.pipeline.balance import SLACK, Costs, best_starts, crossing_bytes
+from dure.parallel.pipeline.balance import (
+    SLACK,
+    SPEED,
+    WORK_OF_AN_ELEMENT,
+    Costs,
+    best_starts,
+    costs_of,
+    crossing_bytes,
+)
 from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.program import crossing, stages_of
 from dure.parallel.pipeline.trace import Trace
@@ -38,6 +48,39 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(case: Costs, stages: int) -> N
     assert dearest(found) <= SLACK * best + 1e-9
     close = [cut for cut in cuts if dearest(cut) <= SLACK * best]
     assert sum(case.crossing[p] for p in found) <= min(sum(case.crossing[p] for p in cut) for cut in close) + 1e-9
+
+
+class Products(nn.Module):
+    """Products of values with weights, with others, and with themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.within, self.out = nn.Conv2d(1, 3, 3), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = self.within(self.seen(images).flatten(2).view(-1, 6, 6))
+        rows = nn.functional.scaled_dot_product_attention(rows, rows, rows)
+        alike = rows @ rows
+        scores: Tensor = self.out(torch.baddbmm(rows, alike, rows.softmax(-1)))
+        return scores
+
+
+class Squared(nn.Module):
+    """Products of a value with itself alone."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(inputs, inputs, inputs) @ torch.bmm(inputs, inputs)
+
+
+@pytest.mark.parametrize(("model", "shape"), [(Squared(), (2, 5, 5)), (Products(), (2, 1, 8, 6))])
+def test_what_operations_are_estimated_to_cost_are_all_their_products(model: nn.Module, shape: tuple[int, ...]) -> None:
+    inputs = torch.randn(*shape)
+    trace = Trace(model, inputs)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs)
+    numbers = sum(node.meta["val"].numel() for node in trace.moving)
+    seconds = sum(costs_of(trace, "estimated", [inputs]).own)
+    assert seconds * SPEED / 3 - WORK_OF_AN_ELEMENT * numbers == pytest.approx(counter.get_total_flops())
 
 
 class Writing(nn.Module):
