@@ -37,6 +37,7 @@ from dure.strategy import (
 )
 from dure.task import Task
 from dure.tasks import load_task
+from dure.worlds.fork_server import server
 from dure.worlds.torchrun import Torchrun
 
 Progress = Callable[[dict[str, Any]], None]
@@ -192,6 +193,8 @@ def prepare(
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and every < 1:
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
+    if world.name == "processes" and (world.workers or 1) > 1:
+        server.start()  # it loads torch while this process looks at what is asked
     strategy.check(task, world.workers)
     check_in(strategy, world)
     if isinstance(world, Conditions):

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 import dure
@@ -228,6 +229,7 @@ def test_the_command_of_a_run_that_has_ended_trains_no_more(tmp_path: Path, monk
         return dure.train(small_task(), dure.DataParallel(8), world, stop, seed=seed, out=tmp_path / "run")
 
     first, second = command(), command()
+    assert torch.get_num_threads() == 1, "what it was before"
     assert same_bits(first, second)
     assert [s.step for s in second.history.steps] == [s.step for s in first.history.steps]
     with pytest.raises(RunFolderError, match="holds another run, which differs in seed"):

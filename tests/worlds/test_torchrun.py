@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,20 +18,24 @@ from process_tree import end_family
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def test_torchrun_gives_the_bits_of_local_processes(tmp_path: Path) -> None:
+def test_torchrun_gives_the_bits_of_local_processes_also_where_a_run_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [*TORCHRUN, "-m", "dure", "train", "digits", "data-parallel", "--steps", "30", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    command = [*TORCHRUN, "-m", "dure", "train"]
+    first = [*command, "digits", "data-parallel", "--steps", "30", "--out", str(out)]
+    done = subprocess.run(first, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("run folder") == 1, "rank 0 alone talks to the user"
+    again = [*command, "--resume", str(out), "--steps", "40", "--json"]
+    done = subprocess.run(again, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert json.loads(done.stdout)["steps"] == 40, done.stdout
     local = dure.train(
-        dure.load_task("digits"), dure.DataParallel(), dure.Processes(2), dure.Stop(steps=30)
+        dure.load_task("digits"), dure.DataParallel(), dure.Processes(2), dure.Stop(steps=40)
     ).model.state_dict()
     trained = load_file(out / "model.safetensors")
     assert all(trained[name].equal(local[name]) for name in local)
 
 
-@pytest.mark.parametrize("system", ["pipeline", "parallel --tensor 2", "zero --stage 3"])
+@pytest.mark.parametrize("system", ["parallel --pipeline 2", "zero --stage 3"])
 def test_ranks_that_hold_parts_of_the_model_end_well(system: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [*TORCHRUN, "-m", "dure", "train", "digits", *system.split(), "--steps", "5", "--out", str(out)]
@@ -43,17 +46,16 @@ def test_ranks_that_hold_parts_of_the_model_end_well(system: str, tmp_path: Path
     assert all(trained[name].allclose(one[name], atol=1e-5) for name in one)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_other_ranks_name_a_lost_one(how: signal.Signals, tmp_path: Path) -> None:
+def test_the_other_ranks_name_a_lost_one(tmp_path: Path) -> None:
     script = tmp_path / "victim.py"
     script.write_text(
-        "import os, sys, torch, dure\n"
+        "import os, signal, sys, torch, dure\n"
         "from dure.collectives import all_reduce\n"
         "def program(place):\n"
         "    for step in range(1, 1000):\n"
         "        place.group.step = f'step {step}'\n"
         "        if step == 5 and place.group.rank == 2:\n"
-        f"            os.kill(os.getpid(), {int(how)})\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
         "        all_reduce(torch.ones(1000), place.group)\n"
         "try:\n"
         "    dure.Torchrun(deadline=4).run(program, print)\n"
@@ -91,13 +93,3 @@ def test_a_comparison_goes_on_behind_a_system_that_fails(tmp_path: Path) -> None
     assert found["runs"] == []
     assert len(found["failed"]) == 3
     assert all("lower the learning rate" in error for error in found["failed"].values())
-
-
-def test_rank_0_alone_tells_of_a_run_that_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    command = [*TORCHRUN, "-m", "dure", "train"]
-    first = [*command, "digits", "data-parallel", "--steps", "5", "--out", str(out)]
-    assert subprocess.run(first, capture_output=True, timeout=120).returncode == 0
-    again = [*command, "--resume", str(out), "--steps", "9", "--json"]
-    done = subprocess.run(again, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert json.loads(done.stdout)["steps"] == 9, done.stdout

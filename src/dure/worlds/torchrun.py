@@ -33,6 +33,7 @@ from dure.errors import DureError
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.strategy import Kind, Place
+from dure.threads import threads
 from dure.worlds.backend import Backend, check_backend, register_backend
 from dure.worlds.cores import threads_per_rank
 from dure.worlds.here import leads_here, under_torchrun
@@ -88,7 +89,10 @@ class Torchrun:
         return f"torchrun, {self.workers} rank{'s' if self.workers > 1 else ''}"
 
     def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
-        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        with threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
+            return self._run(program, report)
+
+    def _run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
         limit = timedelta(seconds=self.deadline)
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
         store.set_timeout(limit)
