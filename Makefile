@@ -46,7 +46,7 @@ test: lint types pytest
 
 pytest: | lint browser iproute2
 	@echo "documentation and tests"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: install-test
 	@echo "lint"

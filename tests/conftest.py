@@ -24,6 +24,14 @@ server.preload("pytest", "hypothesis")  # which ranks import that play a functio
 torch.set_num_threads(1)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
 
 
+SLOW = {"worlds", "parallel", "pipeline", "tensor", "test_example_scripts.py", "test_readme.py", "test_resume.py"}
+"""Files and folders that come first, so that at the end no worker waits long for another."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: SLOW.isdisjoint(item.path.parts))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sequences", type=int, default=40, help="random schedules of collectives for each backend")
     parser.addoption("--first-sequence", type=int, default=0, help="the seed of the first of them")
@@ -36,6 +44,12 @@ def hosts() -> Iterator[TwoHosts]:
             yield made
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Whatever the tests before have set: a sum by two threads has other bits."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,6 @@ def task(examples: int = 96) -> dure.Task:
 
 SYSTEMS = {
     "single-worker": ["single-worker", "--batch-size", "16", "--steps", "120"],
-    "data-parallel": ["data-parallel", "--workers", "2", "--batch-size", "16", "--steps", "120"],
     "threads": ["data-parallel", "--world", "threads", "--workers", "2", "--batch-size", "16", "--steps", "120"],
     "admm": ["admm", "--workers", "2", "--batch-size", "16", "--rounds", "40"],
     "fed-avg": ["fed-avg", "--clients", "6", "--fraction", "0.5", "--batch-size", "8", "--rounds", "40"],

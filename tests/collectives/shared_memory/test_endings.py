@@ -21,7 +21,7 @@ def script(folder: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
-@pytest.mark.parametrize(("core", "times"), [pytest.param("c", 5, marks=built), ("torch", 5)])
+@pytest.mark.parametrize(("core", "times"), [pytest.param("c", 4, marks=built), ("torch", 2)])
 def test_processes_end_with_status_0_and_say_nothing(core: str, times: int, tmp_path: Path) -> None:
     """Each is forked from one that has torch loaded, and ends as an interpreter does."""
     command = script(

@@ -71,13 +71,9 @@ def changed(folder: Path, **strategy: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [(Pipeline(12, 3, "zero-bubble", recompute=True), 2), (Parallel(Mesh(2, 2), 12, 2), 4)],
-    ids=["pipeline", "data and pipeline"],
-)
-def test_a_resumed_run_ends_with_the_same_bits(strategy: Any, ranks: int, tmp_path: Path) -> None:
-    task, world = small_task(n=48, model=Odd, optimizer=groups), dure.Processes(ranks)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    strategy = Parallel(Mesh(2, 2), 12, 3, "zero-bubble", recompute=True)
+    task, world = small_task(n=48, model=Odd, optimizer=groups), dure.Processes(4)
     whole = dure.train(task, strategy, world, dure.Stop(steps=8))
     dure.train(task, strategy, world, dure.Stop(steps=3), out=tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(steps=8))

@@ -61,7 +61,7 @@ def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
     """Every schedule, with fewer micro-batches than ranks and with more; what else there is to choose changes from one
     to the next."""
     found = []
-    for microbatches in {1: (3,), 2: (1, 2, 5), 3: (2, 4), 4: (3, 5)}[ranks]:
+    for microbatches in {1: (3,), 2: (1, 2, 5), 3: (4,), 4: (3,)}[ranks]:
         for options in schedules(ranks, microbatches):
             number = len(found)
             options = {"microbatches": microbatches, "batch_size": 10, **options}

@@ -16,7 +16,7 @@ from dure.parallel.pipeline.cut import CutModel
 from dure.strategy import Place
 
 WIDTH = 4
-MODELS = 14
+MODELS = 10
 
 KINDS = (
     "linear",
