@@ -137,6 +137,15 @@ def test_shakespeare_trains_with_every_model(tmp_path, model):
     assert task.reference["options"]["data"] == str(tmp_path)
 
 
+@pytest.mark.parametrize("model", ["lstm", "transformer"])
+def test_shakespeare_is_as_wide_as_it_is_told(tmp_path, model):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 20)
+    task = load_task("shakespeare", data=str(tmp_path), model=model, width=32)
+    assert 32 in list(task.model().parameters())[-2].shape
+    with pytest.raises(ValueError, match="width is 0, but a layer has at least one unit"):
+        load_task("shakespeare", data=str(tmp_path), model=model, width=0)
+
+
 @pytest.mark.parametrize(
     ("name", "missing", "published"),
     [

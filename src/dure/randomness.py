@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,18 @@ def shuffled(n: int, seed: int, epoch: int, client: int = 0) -> Tensor:
     Every strategy shuffles by this one rule, so that a lone worker and a federation of one client visit the same
     examples in the same order.
     """
-    return torch.randperm(n, generator=generator(seed, "shuffle", epoch, client))
+    own = _OWN.generator  # seeded anew each time: to make one takes as long as to draw the order of few examples
+    return torch.randperm(n, generator=own.manual_seed(derive(seed, "shuffle", epoch, client)))
+
+
+class _Own(threading.local):
+    """A thread's own generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+
+_OWN = _Own()
 
 
 def seed_generators(seed: int, purpose: str, *position: int, everything: bool = False) -> None:

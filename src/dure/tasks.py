@@ -116,23 +116,27 @@ def shakespeare(
     model: Literal["lstm", "transformer"] = "lstm",
     sequence_length: int = 80,
     lr: float | None = None,
+    width: int | None = None,
 ) -> Task:
     """The next character, in the plays of Shakespeare or in any plain text.
 
     Args:
         data: folder of plays in the Moby format (NAME<TAB>line), where each speaking role is a client; or a
             text file.
-        model: lstm is the FedAvg paper's, trained by SGD; transformer has 4 layers of width 128, trained by
-            AdamW.
+        model: lstm is the FedAvg paper's, trained by SGD; transformer has 4 layers and 4 heads, trained by AdamW.
         sequence_length: characters in one example.
         lr: learning rate; 1.0 for the lstm and 0.001 for the transformer unless given.
+        width: units of a layer; 256 for the lstm and 128 for the transformer unless given.
     """
+    if width is not None and width < 1:
+        raise ValueError(f"width is {width}, but a layer has at least one unit")
     text = read_shakespeare(data, sequence_length)
+    wide: dict[str, Any] = {} if width is None else {"width": width}
     factory = _chosen(
         model,
         {
-            "lstm": partial(models.CharLSTM, text.vocabulary),
-            "transformer": partial(models.Transformer, text.vocabulary, context=sequence_length),
+            "lstm": partial(models.CharLSTM, text.vocabulary, **wide),
+            "transformer": partial(models.Transformer, text.vocabulary, context=sequence_length, **wide),
         },
     )
     optimizer = (

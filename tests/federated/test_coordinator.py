@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dure.errors import TooFewClientsError
 from dure.federated import coordinator as module
@@ -182,7 +182,7 @@ def test_an_update_that_cannot_be_right_is_left_out_and_the_round_goes_on(change
             bad = tickets[1]
             for ticket in tickets:
                 update = answer(each.assignment(ticket))
-                each.fold(dataclasses.replace(update, **change) if ticket == bad else update)
+                each.fold(replace(update, **change) if ticket == bad else update)
             result = each.finish(0.0)
             assert reason in result.refused[bad]
         else:
@@ -344,7 +344,7 @@ def test_the_mixing_rate_depends_on_an_update_s_own_staleness_alone() -> None:
     first, second, third = assigned(one.tick(0.0))
     expected = start
     for staleness, assignment in enumerate((third, first, second)):
-        update = dataclasses.replace(answer(assignment), buffers=[])
+        update = replace(answer(assignment), buffers=[])
         combine(one, combines(one.update(assignment.ticket, 1.0)) or [], make=lambda a, u=update: u)  # type: ignore[misc]
         rate = 0.5 / (staleness + 1)
         models = [s + d for s, d in zip(start, update.delta, strict=True)]
@@ -488,7 +488,7 @@ def refuse_all(one: Coordinator, now: float = 0.0) -> None:
     for assignment in assigned(one.tick(now)):
         tickets = combines(one.update(assignment.ticket, now))
     assert tickets is not None
-    combine(one, tickets, now, lambda a: dataclasses.replace(answer(a), delta=[w * math.nan for w in a.weights]))
+    combine(one, tickets, now, lambda a: replace(answer(a), delta=[w * math.nan for w in a.weights]))
 
 
 def test_where_every_update_of_many_rounds_is_refused_it_gives_up_with_the_reason() -> None:

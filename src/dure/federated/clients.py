@@ -8,10 +8,11 @@ they are sent; the server is not told who they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from dure.data.examples import DatasetExamples, Examples

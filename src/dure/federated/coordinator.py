@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -398,8 +398,11 @@ class Coordinator:
     def mark(self) -> Callable[[], None]:
         """A way back to this moment between two models, as long as the next one is not made: cheap enough to be taken
         before each of them."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_answers"}
-        kept = {name: copy(one) if isinstance(one, dict | list | set) else one for name, one in values.items()}
+        kept = {
+            name: copy(one) if isinstance(one, dict | list | set) else one
+            for name, one in vars(self).items()
+            if name != "_answers"
+        }
 
         def back() -> None:
             for client in self._news[len(kept["_news"]) :]:  # the counts of all clients are too many to be copied

@@ -13,9 +13,10 @@ Source: T. Li et al., "Ditto: Fair and Robust Federated Learning Through Persona
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from dure.federated.algorithm import Algorithm, Memory, Own, Start

@@ -15,10 +15,11 @@ Source: M. G. Arivazhagan et al., "Federated Learning with Personalization Layer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from dure.federated.algorithm import Algorithm, Memory, Own, Start

@@ -14,8 +14,10 @@ weights n_k is its other scheme.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.cohort.job import Job

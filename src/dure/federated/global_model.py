@@ -97,8 +97,6 @@ class GlobalModel:
         for delta, weight in self._deferred:
             weights[delta.place] += weight
         total = [products.sum(weights).to(self.weights[0].device)]
-        if self._folded is None:
-            self._folded = self.aggregator.zero(total)
         self._folded = self.aggregator.add(self._folded, total, sum(weights))
         self._deferred = []
 

@@ -8,8 +8,9 @@ gives back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
+from msgspec.structs import force_setattr
 from torch import Tensor
 
 
@@ -18,8 +19,7 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True, gc=False):
     """The server asks a client to train from these weights.
 
     round: the number of the global model that these are. deadline: when the update has to be there, in the
@@ -40,13 +40,12 @@ class Assignment:
 
     def __post_init__(self) -> None:
         if not self.nbytes:
-            object.__setattr__(self, "nbytes", nbytes(self.weights) + nbytes(self.buffers) + nbytes(self.extra))
+            force_setattr(self, "nbytes", nbytes(self.weights) + nbytes(self.buffers) + nbytes(self.extra))
         if self.turn < 0:
-            object.__setattr__(self, "turn", self.round)
+            force_setattr(self, "turn", self.round)
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(msgspec.Struct, frozen=True, gc=False):
     """A client's answer: how its weights moved. The model itself never leaves the client.
 
     delta: weights after training less the weights received. buffers: after training. examples: n_k, how many the

@@ -18,10 +18,11 @@ Source: S. P. Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from dure.federated.algorithm import Algorithm, Memory, Start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from clients_at_work import jobs_of, results, same, vectors, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from clients_at_work import jobs_of, results, same, vectors, weights_of
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import nn
 
 import dure
 from dure.federated.cohort.batched import CACHE, BatchedEngine, batched_engine
-from dure.federated.cohort.factored import Factored, pays
+from dure.federated.cohort.factored import Factored, which_pay
 from dure.federated.cohort.loop import LoopEngine
 from dure.federated.cohort.processes import ProcessesEngine
 from dure.federated.cohort.products import Deferred
@@ -31,36 +30,43 @@ def test_it_computes_with_the_weights_that_steps_would_have_made(clients, steps,
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     active = [clients, *sorted((min(clients, at_work) for at_work, _ in steps[1:]), reverse=True)]
-    start = numbers(5, 7)
-    weights = start.repeat(clients, 1, 1)
+    start, bias = numbers(5, 7), numbers(5)
+    weights, biases = start.repeat(clients, 1, 1), bias.repeat(clients, 1)
     made = Factored(start, clients, sum(rows for _, rows in steps), LR)
     for at_work, (_, rows) in zip(active, steps, strict=True):
-        x, g, bias = numbers(at_work, rows, 7), numbers(at_work, rows, 5), numbers(at_work, 5)
-        own = weights[:at_work]
+        x, g = numbers(at_work, rows, 7), numbers(at_work, rows, 5)
+        own, own_biases = weights[:at_work], biases[:at_work]
         plain = torch.einsum("abn,amn->abm", x, own)
         torch.testing.assert_close(made.forward(x, None), plain)
-        torch.testing.assert_close(made.forward(x, bias[0]), plain + bias[0])
-        torch.testing.assert_close(made.forward(x, bias), plain + bias[:, None])
+        torch.testing.assert_close(made.forward(x, bias), plain + own_biases[:, None])
         torch.testing.assert_close(made.backward(g), torch.einsum("abm,amn->abn", g, own))
         made.step(g, x)
         own -= LR * torch.einsum("abm,abn->amn", g, x)
-    changes = torch.full((clients, 35), torch.nan, dtype=torch.float64)
-    made.change(changes)
-    torch.testing.assert_close(changes, (weights - start).flatten(1))
+        own_biases -= LR * g.sum(1)
     left, right = made.factors()
     torch.testing.assert_close(-LR * left.transpose(1, 2) @ right, weights - start)
+    torch.testing.assert_close(-LR * left.sum(1), biases - bias)
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape", "expected"),
-    [(3, (6, 6), False), (2, (6, 6), True), (0, (6, 6), False), (1, (9,), False), (17, (40, 30), True)],
+    ("rows", "shapes", "expected"),
+    [
+        (2, [(6, 6)], [True]),
+        (4, [(6, 6)], [False]),
+        (0, [(6, 6)], [False]),
+        (1, [(9,), (9, 9, 2)], [False, False]),
+        (5, [(6, 6), (6,), (60, 60)], [True, False, True]),
+        (6, [(6, 6), (6,), (60, 60)], [False, False, True]),
+        (29, [(6, 6), (6,), (60, 60)], [False, False, True]),
+        (31, [(6, 6), (6,), (60, 60)], [False, False, False]),
+    ],
 )
-def test_it_pays_while_the_factors_are_smaller(rows, shape, expected):
-    assert pays(rows, shape) is expected
+def test_it_pays_while_the_factors_are_smaller(rows, shapes, expected):
+    assert which_pay(rows, shapes) == expected
 
 
 def wide() -> nn.Module:
-    """Of its weights the first two are factored up to 17 and 13 rows, and the last is not."""
+    """All its weights are factored up to 5 rows, the second, of 40 units, and the first up to 10."""
     return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
 
 
@@ -108,7 +114,7 @@ def test_a_model_of_convolutions_too():
 
 
 def test_many_rows_or_weights_of_their_own_are_not_factored():
-    jobs = jobs_of([9, 4], [5, 5], weights_of(wide))
+    jobs = jobs_of([9, 4], [12, 12], weights_of(wide))
     assert not any(isinstance(one.delta, Deferred) for one in results(engine(), jobs))
     jobs = jobs_of([9, 4], [2, 2], weights_of(wide))
     apart = [replace(job, weights=weights_of(wide, seed=job.client)) for job in jobs]

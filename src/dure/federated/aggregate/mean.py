@@ -39,18 +39,22 @@ def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 
-def add(folded: Folded, sums: Sequence[Tensor], weight: float) -> Folded:
-    """Adds the weighted sum of some updates, which weigh `weight` together. The accumulator's memory is used again."""
+def add(folded: Folded | None, sums: Sequence[Tensor], weight: float) -> Folded:
+    """Adds the weighted sum of some updates, which weigh `weight` together, or begins with it. The memory of the
+    accumulator, which such a sum may be, is used again."""
+    if folded is None and all(total.dtype == wide(total.dtype) for total in sums):
+        return Folded(tuple(sums), weight, tuple(total.dtype for total in sums))
+    folded = zero(sums) if folded is None else folded
     for total, tensor in zip(folded.sums, sums, strict=True):
         total.add_(tensor)
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 
 def finish(folded: Folded) -> list[Tensor]:
-    """The mean. Raises TooFewUpdatesError if nothing was folded."""
+    """The mean, in the accumulator's memory. Raises TooFewUpdatesError if nothing was folded."""
     if folded.weight <= 0:
         raise TooFewUpdatesError("the mean of no updates is not defined")
-    return [(total / folded.weight).to(dtype) for total, dtype in zip(folded.sums, folded.dtypes, strict=True)]
+    return [total.div_(folded.weight).to(dtype) for total, dtype in zip(folded.sums, folded.dtypes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Mean(Folds):
     def fold(self, folded: Folded, update: Sequence[Tensor], weight: float) -> Folded:
         return fold(folded, update, weight)
 
-    def add(self, folded: Folded, sums: Sequence[Tensor], weight: float) -> Folded:
+    def add(self, folded: Folded | None, sums: Sequence[Tensor], weight: float) -> Folded:
         return add(folded, sums, weight)
 
     def finish(self, folded: Folded) -> list[Tensor]:

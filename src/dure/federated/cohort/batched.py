@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.errors import DureError
-from dure.federated.cohort.factored import few, pays
+from dure.federated.cohort.factored import which_pay
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
 from dure.federated.cohort.memory import Memory
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.plan import Step, plan
-from dure.federated.cohort.products import Deferred, Products
+from dure.federated.cohort.products import Deferred, Factors, Part, Products
 from dure.federated.cohort.program import Program, program_of
 from dure.federated.cohort.sgd import SGD, CannotBatchError, Weights, sgd_of
 from dure.task import Task
@@ -117,7 +117,8 @@ class BatchedEngine:
         self.memory = Memory()
         self._filled: dict[int, float] = {}
         """What of a cohort a job with so many rows fills."""
-        self._most_rows = max((few(weights.shape) for weights in program.weights), default=0)
+        self._pay: dict[int, list[bool]] = {}
+        """Which parameters are factored in steps of so many rows."""
         kind = device.type if device.type in CACHE else "cpu"
         self.room, self._formed = CACHE[kind], FORMED[kind]
         self.cohort: int = max(1, min(64, self.room // self._whole))
@@ -129,10 +130,10 @@ class BatchedEngine:
         """
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         kind_of = partial(self._kind, shared=self.together and not apart)
-        for some in windows(jobs, kind_of, self._share):
+        for some, kinds in windows(jobs, kind_of, self._share):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
-            for kind, places in alike(some, kind_of).items():
+            for kind, places in kinds.items():
                 trained, error = self._cohort([some[place] for place in places], kind)
                 results.update(zip(places, trained, strict=False))
                 if error is not None:
@@ -147,7 +148,7 @@ class BatchedEngine:
 
     def _kind(self, job: Job, shared: bool) -> Kind:
         added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
-        factors = shared and not added and self._rows(job) <= self._most_rows
+        factors = shared and not added and any(self._factored(self._rows(job)))
         return Kind(job.mu, job.anchor is not None, job.correction is not None, factors, job.lr_factor)
 
     def _rows(self, job: Job) -> int:
@@ -170,12 +171,21 @@ class BatchedEngine:
 
     def _kept(self, rows: int) -> int:
         """Bytes of the factors of so many rows, and of the weights that are not factored."""
-        elements = sum(
-            rows * sum(weights.shape) if pays(rows, weights.shape) else math.prod(weights.shape)
-            for weights in self.program.weights
-        )
-        nbytes: int = elements * self.inputs.element_size()
-        return nbytes
+        elements = 0
+        for weights, pays in zip(self.program.weights, self._factored(rows), strict=True):
+            if not pays:
+                elements += math.prod(weights.shape)
+            elif weights.beside is None:
+                elements += rows * sum(weights.shape)
+        return elements * int(self.inputs.element_size())
+
+    def _factored(self, rows: int) -> list[bool]:
+        """Which parameters are factored in steps of so many rows together: weights, and with them their biases."""
+        if rows not in self._pay:
+            weights = self.program.weights
+            pay = dict(zip(map(id, weights), which_pay(rows, [one.shape for one in weights]), strict=True))
+            self._pay[rows] = [pay[id(one if one.beside is None else one.beside)] for one in weights]
+        return self._pay[rows]
 
     @torch.no_grad()
     def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
@@ -206,13 +216,14 @@ class BatchedEngine:
         shares = self.together and len(start) == 1
         once = shares and len(steps) == 1 and not rule.momentum
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
+        pay = self._factored(rows)
         defers = rows > 0 and self.sums
-        changes, outputs = self._outputs(len(jobs), start, rows if defers else 0)
+        changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         with torch.inference_mode():  # what is made in here is read outside, and never changed
-            for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
-                if pays(rows, weights.shape):
-                    weights.factor(start[0, begin:end], len(jobs), rule.lr, rows)
+            for (weights, begin, end), output, pays in zip(self._parameters(), outputs, pay, strict=True):
+                if pays:
+                    weights.factor(start[0, begin:end], len(jobs), rule, rows)
                     continue
                 part = None if constant is None else constant[:, begin:end]
                 weights.load(start[:, begin:end], len(jobs), rule, jobs[0].mu, part, shares, output if once else None)
@@ -220,11 +231,7 @@ class BatchedEngine:
                 losses[at, : len(step.sizes)] = self._step(step, at == 0)
             self._write(start, outputs, once)
         if defers:
-            parts = [
-                output if output is not None else weights.factors()
-                for weights, output in zip(self.program.weights, outputs, strict=True)
-            ]
-            products = Products(parts, rule.lr)
+            products = Products(self._parts(outputs), rule.lr)
             if products.bounded():
                 own = jobs[0].weights[0]
                 return [Deferred(products, at, own) for at in range(len(jobs))], losses, _finite(losses)
@@ -232,20 +239,35 @@ class BatchedEngine:
         updates = changes.to(jobs[0].weights[0].device).unbind(0)
         return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
 
-    def _outputs(self, clients: int, like: Tensor, rows: int) -> tuple[Tensor, list[Tensor | None]]:
+    def _outputs(self, clients: int, like: Tensor, stay: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
         """Where the changes of the weights go, all of them and each parameter's, (C, n); none of those that stay
-        factors of so many rows."""
-        sizes = [0 if pays(rows, weights.shape) else end - begin for weights, begin, end in self._parameters()]
+        factors."""
+        if all(stay):
+            return like.new_empty(0), [None] * len(stay)
+        places = zip(self._parameters(), stay, strict=True)
+        sizes = [0 if stays else end - begin for (_, begin, end), stays in places]
         changes = self.memory.take(clients, sum(sizes), like)
         return changes, [
             part if size else None for part, size in zip(torch.split(changes, sizes, 1), sizes, strict=True)
         ]
 
+    def _parts(self, outputs: Sequence[Tensor | None]) -> list[Part]:
+        """Of products: the outputs, and where there is none the factors."""
+        weights = self.program.weights
+        biased = {id(one.beside) for one in weights}
+        parts: list[Part] = []
+        for one, output in zip(weights, outputs, strict=True):
+            if output is not None:
+                parts.append(output)
+            elif one.factored is not None:
+                parts.append(Factors(*one.factored.factors(), id(one) in biased))
+        return parts
+
     def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
         """Fills the outputs with what the weights are now less `start`; `once`, that stands there already."""
         for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
-            if output is not None and weights.factored is not None:
-                weights.factored.change(output)
+            if output is not None and weights.is_factored:
+                weights.change(output)
             elif output is not None and not once:
                 shape, before = weights.values.shape, start[:, begin:end].view(-1, *weights.shape)
                 torch.sub(weights.values, before, out=output.view(shape))
@@ -286,38 +308,33 @@ class BatchedEngine:
 
 def windows(
     jobs: Iterable[Job], kind_of: Callable[[Job], Kind], share_of: Callable[[Job, Kind], float]
-) -> Iterator[list[Job]]:
-    """The jobs in their order, each time until there is a cohort of some kind. share_of: what of one a job fills, and
-    with it each that is smaller, for a cohort has places of one size."""
+) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
+    """The jobs in their order, each time until there is a cohort of some kind; with the places of those of each kind,
+    which can be computed together. share_of: what of a cohort a job fills, and with it each that is smaller, for a
+    cohort has places of one size."""
     some: list[Job] = []
-    filled: dict[Kind, tuple[int, float]] = {}
+    kinds: dict[Kind, list[int]] = {}
+    largest: dict[Kind, float] = {}
     for job in jobs:
         kind = kind_of(job)
-        share = share_of(job, kind)
-        count, largest = filled.get(kind, (0, 0.0))
-        if count and _full(count, max(largest, share)):
-            yield some
-            some, filled, count, largest = [], {}, 0, 0.0
+        share = max(share_of(job, kind), largest.get(kind, 0.0))
+        if kind in kinds and _full(len(kinds[kind]), share):
+            yield some, kinds
+            some, kinds, largest = [], {}, {}
+            share = share_of(job, kind)
+        kinds.setdefault(kind, []).append(len(some))
         some.append(job)
-        filled[kind] = (count + 1, max(largest, share))
-        if _full(*filled[kind]):
-            yield some
-            some, filled = [], {}
+        largest[kind] = share
+        if _full(len(kinds[kind]), share):
+            yield some, kinds
+            some, kinds, largest = [], {}, {}
     if some:
-        yield some
+        yield some, kinds
 
 
 def _full(count: int, share: float) -> bool:
     """Whether one more would be too many."""
     return (count + 1) * share > 1 + 1e-9
-
-
-def alike(jobs: Sequence[Job], kind_of: Callable[[Job], Kind]) -> dict[Kind, list[int]]:
-    """The places of the jobs of each kind, which can be computed together."""
-    places: dict[Kind, list[int]] = {}
-    for place, job in enumerate(jobs):
-        places.setdefault(kind_of(job), []).append(place)
-    return places
 
 
 def _finite(tensor: Tensor) -> bool:

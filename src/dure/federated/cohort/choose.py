@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from dure.data.examples import Examples

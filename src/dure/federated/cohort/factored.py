@@ -9,28 +9,41 @@ which a layer can compute with as it is:
     forward     x Wᵀ = x W_0ᵀ - lr (x Rᵀ) L
     backward    g W  = g W_0  - lr (g Lᵀ) R
 
-All clients read one W_0, in one large product, and nobody writes m n elements in every step. It pays while the factors
-are smaller than the weight, T B (m + n) < m n: for the few small batches that a client has.
+All clients read one W_0, in one large product, and nobody writes m n elements in every step. It pays for the few small
+batches that a client has (`which_pay`).
+
+A layer's bias is the weight of an input that is always 1. So it has the factors L and a column of ones, which nobody
+needs to keep:
+
+    forward     x Wᵀ + b = x W_0ᵀ + b_0 - lr (x Rᵀ + 1) L
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def few(shape: tuple[int, ...]) -> int:
-    """So many rows are the most whose factors are smaller than a weight of this shape; 0 for what is no matrix."""
-    return (shape[0] * shape[1] - 1) // (shape[0] + shape[1]) if len(shape) == 2 else 0
-
-
-def pays(rows: int, shape: tuple[int, ...]) -> bool:
-    """Whether there are rows, and few."""
-    return 0 < rows <= few(shape)
+def which_pay(rows: int, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
+    """Which weights of these shapes are factored in steps of so many rows together: T B (m + n) < 2 m n, for beside a
+    weight of the client's own there would be its change. Where the factors of all would be larger than the weights,
+    only those are that are smaller by themselves."""
+    matrices = [len(shape) == 2 and rows > 0 for shape in shapes]
+    factors = [rows * sum(shape) if matrix else 0 for shape, matrix in zip(shapes, matrices, strict=True)]
+    weights = [math.prod(shape) for shape in shapes]
+    for most in (2, 1):
+        pay = [matrix and own < most * weight for matrix, own, weight in zip(matrices, factors, weights, strict=True)]
+        kept = sum(own if pays else weight for pays, own, weight in zip(pay, factors, weights, strict=True))
+        if kept <= sum(weights):
+            break
+    return pay
 
 
 class Factored:
-    """start: W_0, (m, n). clients: C. rows: of all steps of the client that has most."""
+    """A layer's weight. start: W_0, (m, n). clients: C. rows: of all steps of the client that has most."""
 
     def __init__(self, start: Tensor, clients: int, rows: int, lr: float) -> None:
         self.start, self.clients, self.rows, self.lr = start, clients, rows, lr
@@ -38,14 +51,12 @@ class Factored:
         self._used = 0
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias for the first A clients: x (A, B, n); bias (m,), or (A, m)."""
-        if bias is None or bias.ndim == 1:
-            y = torch.nn.functional.linear(x, self.start, bias)
-        else:
-            y = torch.matmul(x, self.start.T).add_(bias.unsqueeze(1))
+        """x Wᵀ + b for the first A clients: x (A, B, n); bias: b_0, (m,), if there is one."""
+        y = torch.nn.functional.linear(x, self.start, bias)
         if self._used:
             left, right = self._of(x.shape[0])
-            y.baddbmm_(torch.bmm(x, right.transpose(1, 2)), left, alpha=-self.lr)
+            along = torch.bmm(x, right.transpose(1, 2))
+            y.baddbmm_(along if bias is None else along.add_(1), left, alpha=-self.lr)
         return y
 
     def backward(self, g: Tensor) -> Tensor:
@@ -70,11 +81,6 @@ class Factored:
             if clients < self.clients:
                 factor[clients:, now] = 0
         self._used += rows
-
-    def change(self, out: Tensor) -> None:
-        """Writes W - W_0 of each client to out, (C, m n)."""
-        left, right = self.factors()
-        out.view(self.clients, *self.start.shape).baddbmm_(left.transpose(1, 2), right, beta=0, alpha=-self.lr)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """L and R of all steps."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+from msgspec.structs import force_setattr
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, gc=False):
     """Local training of one client.
 
         g <- gradient of the client's loss at w on batch t     for t = first_step .. first_step + steps - 1
@@ -39,11 +39,10 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.turn < 0:
-            object.__setattr__(self, "turn", self.round)
+            force_setattr(self, "turn", self.round)
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(msgspec.Struct, frozen=True, gc=False):
     """What came of a job. delta: the weights after training less `job.weights`. samples: examples processed; loss:
     mean over them. failure: the reason, if the client could not do it; everything else is then empty."""
 

@@ -47,14 +47,16 @@ class Linear:
     def __init__(self, weight: Weights, bias: Weights | None) -> None:
         self.weight, self.bias = weight, bias
         self.x = torch.empty(0)
+        if bias is not None:
+            bias.beside = weight
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.x = x
+        if self.weight.factored is not None:
+            return self.weight.factored.forward(x, None if self.bias is None else self.bias.shared)
         bias = None if self.bias is None else self.bias.begin(len(x))
         if self.bias is not None and self.bias.shared is not None:
             bias = self.bias.shared
-        if self.weight.factored is not None:
-            return self.weight.factored.forward(x, bias)
         weight = self.weight.begin(len(x))
         if self.weight.shared is not None:
             return F.linear(x, self.weight.shared, bias)
@@ -64,14 +66,13 @@ class Linear:
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         before, shared, factored = g, self.weight.shared, self.weight.factored
-        if needs_input and factored is not None:
-            before = factored.backward(g)
-        elif needs_input:
-            before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
         if factored is not None:
+            before = factored.backward(g) if needs_input else g
             factored.step(g, self.x)
-        else:
-            self.weight.product(g.transpose(1, 2), self.x)
+            return before
+        if needs_input:
+            before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
+        self.weight.product(g.transpose(1, 2), self.x)
         if self.bias is not None:
             self.bias.sum(g.sum(1))
         return before

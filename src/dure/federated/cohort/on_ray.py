@@ -10,7 +10,6 @@ this machine, and stopped at the end. It needs the extra `ray`.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from dure.data.examples import Examples
@@ -52,7 +52,7 @@ class Actor:
             given: dict[str, Any] = {
                 name: tensors[at] for name, at in zip(_SENT, places, strict=True) if at is not None
             }
-            return dataclasses.replace(job, **given)
+            return replace(job, **given)
 
         try:
             return list(self.engine.train([whole(*one) for one in jobs]))
@@ -126,7 +126,7 @@ class RayEngine:
                     places[key] = len(sets)
                     sets.append(known[key][1])
                 where.append(places[key])
-            light.append((dataclasses.replace(job, weights=(), buffers=(), anchor=None, correction=None), where))
+            light.append((replace(job, weights=(), buffers=(), anchor=None, correction=None), where))
         return actor.train.remote(light, *sets)
 
     def _results(self, chunk: list[Job], future: Any) -> list[Trained]:

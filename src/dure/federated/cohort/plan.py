@@ -36,7 +36,7 @@ def batches(job: Job, batch_size: int | None, seed: int, ordered: bool = True) -
         epoch, position = divmod(step, per_epoch)
         until = min(per_epoch, position + end - step)
         as_they_are = batch_size is None or (per_epoch == 1 and not ordered)
-        order = job.indices if as_they_are else job.indices[shuffled(n, seed, epoch, job.client)]
+        order = job.indices if as_they_are else job.indices.index_select(0, shuffled(n, seed, epoch, job.client))
         parts.append(order if until - position == per_epoch else order[position * size : until * size])
         sizes += [min(size, n - at * size) for at in range(position, until)]
         step += until - position

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,11 +22,28 @@ from torch import Tensor
 LARGE = 1e30
 """What no element of an update may come near: products that do not are finite, and so are sums of a million of them."""
 
-Part = tuple[Tensor, Tensor] | Tensor
-"""One parameter's updates: the factors L and R, (C, T, m) and (C, T, n), or what they are, (C, elements)."""
 
-Sizes = tuple[tuple[int, ...], ...]
-"""The shapes of a part's tensors."""
+class Factors(NamedTuple):
+    """Updates of a linear layer: of its weight, -lr L_kᵀ R_k, and of the bias behind it, if there is one: -lr L_kᵀ 1.
+
+    left: L, (C, T, m). right: R, (C, T, n).
+    """
+
+    left: Tensor
+    right: Tensor
+    bias: bool
+
+    def formed(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        """(..., m n) and, of the bias, (..., m), of factors that may be scaled: (..., T, m) and (..., T, n)."""
+        weight = (left.transpose(-2, -1) @ right).flatten(-2)
+        return [weight, left.sum(-2)] if self.bias else [weight]
+
+
+Part = Factors | Tensor
+"""Updates of a layer, or of a parameter: (C, elements)."""
+
+Sizes = tuple[tuple[tuple[int, ...], ...], bool]
+"""The shapes of a part's tensors, and whether there is a bias."""
 
 
 class Products:
@@ -38,60 +55,54 @@ class Products:
     @property
     def clients(self) -> int:
         """C."""
-        part = self.parts[0]
-        return len(part) if isinstance(part, Tensor) else len(part[0])
+        return len(_tensors(self.parts[0])[0])
 
     @property
     def elements(self) -> int:
         """Of all parts."""
-        return sum(
-            part.numel() if isinstance(part, Tensor) else part[0].numel() + part[1].numel() for part in self.parts
-        )
+        return sum(tensor.numel() for part in self.parts for tensor in _tensors(part))
 
     def bounded(self) -> bool:
         """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz."""
-        tensors = [tensor for part in self.parts for tensor in ((part,) if isinstance(part, Tensor) else part)]
-        norms = iter(torch.stack(torch._foreach_norm(tensors)).tolist())
-        bounds = [
-            next(norms) if isinstance(part, Tensor) else next(norms) * next(norms) * self.lr for part in self.parts
-        ]
-        return all(bound < LARGE for bound in bounds)  # False where there is a NaN
+        return all(self._bound(part) < LARGE for part in self.parts)  # False where there is a NaN
+
+    def _bound(self, part: Part) -> float:
+        if isinstance(part, Tensor):
+            return _norm(part)
+        ones = math.sqrt(part.right.shape[1]) if part.bias else 0.0
+        return _norm(part.left) * max(_norm(part.right), ones) * self.lr
 
     def all(self) -> Tensor:
         """(C, d), each by itself."""
-        return torch.cat(
-            [
-                part.flatten(1)
-                if isinstance(part, Tensor)
-                else (torch.bmm(part[0].transpose(1, 2), part[1]) * -self.lr).flatten(1)
-                for part in self.parts
-            ],
-            1,
-        )
+        formed: list[Tensor] = []
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                formed.append(part.flatten(1))
+            else:
+                formed += part.formed(part.left * -self.lr, part.right)
+        return torch.cat(formed, 1)
 
     def one(self, place: int) -> Tensor:
         """(d,), that of one client."""
-        return torch.cat(
-            [
-                part[place].reshape(-1)
-                if isinstance(part, Tensor)
-                else ((part[0][place] * -self.lr).T @ part[1][place]).view(-1)
-                for part in self.parts
-            ]
-        )
+        formed: list[Tensor] = []
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                formed.append(part[place].reshape(-1))
+            else:
+                formed += part.formed(part.left[place] * -self.lr, part.right[place])
+        return torch.cat(formed)
 
     def sum(self, weights: Sequence[float]) -> Tensor:
         """(d,), the weighted sum of all."""
-        first = self.parts[0] if isinstance(self.parts[0], Tensor) else self.parts[0][0]
-        shares = torch.tensor(weights, dtype=first.dtype, device=first.device)
+        like = _tensors(self.parts[0])[0]
+        shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
         scales = (shares * -self.lr).view(-1, 1, 1)
-        formed = []
+        formed: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, Tensor):
                 formed.append(shares @ part.flatten(1))
             else:
-                left = (part[0] * scales).flatten(0, 1)
-                formed.append((left.T @ part[1].flatten(0, 1)).view(-1))
+                formed += part.formed((part.left * scales).flatten(0, 1), part.right.flatten(0, 1))
         return torch.cat(formed)
 
     def write(self, memory: Tensor) -> list[Sizes]:
@@ -99,11 +110,12 @@ class Products:
         sizes: list[Sizes] = []
         at = 0
         for part in self.parts:
-            tensors = (part,) if isinstance(part, Tensor) else part
+            tensors = _tensors(part)
             for tensor in tensors:
                 memory[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
                 at += tensor.numel()
-            sizes.append(tuple(tuple(tensor.shape) for tensor in tensors))
+            bias = not isinstance(part, Tensor) and part.bias
+            sizes.append((tuple(tuple(tensor.shape) for tensor in tensors), bias))
         return sizes
 
     @staticmethod
@@ -111,14 +123,24 @@ class Products:
         """A copy of what was written there."""
         parts: list[Part] = []
         at = 0
-        for shapes in sizes:
+        for shapes, bias in sizes:
             tensors = []
             for shape in shapes:
                 elements = math.prod(shape)
                 tensors.append(memory[at : at + elements].view(shape).clone())
                 at += elements
-            parts.append(tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1]))
+            parts.append(tensors[0] if len(tensors) == 1 else Factors(tensors[0], tensors[1], bias))
         return Products(parts, lr)
+
+
+def _tensors(part: Part) -> Sequence[Tensor]:
+    return (part,) if isinstance(part, Tensor) else (part.left, part.right)
+
+
+def _norm(tensor: Tensor) -> float:
+    """The root of the sum of squares, infinite where that overflows."""
+    flat = tensor.reshape(-1)
+    return math.sqrt(float(torch.dot(flat, flat)))
 
 
 class Deferred(Sequence[Tensor]):

@@ -68,6 +68,9 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     reader = _Reader(model, weights)
     if len(reader.used) != len(parameters):
         raise CannotBatchError("the model does not use each of its parameters exactly once")
+    for before, one in pairwise([None, *weights.values()]):
+        if one is not None and one.beside not in (None, before):
+            raise CannotBatchError("the bias of a linear layer does not come right after its weight")
     program = Program(reader.chain, loss, list(weights.values()))
     _try(program, task, model, parameters, examples)
     return program

@@ -74,6 +74,8 @@ class Weights:
         """The weights that all clients have in this step, as in their first; None where each has its own."""
         self.factored: Factored | None = None
         """The weights themselves, where they are what all share and the factors of what each has added."""
+        self.beside: Weights | None = None
+        """Of a linear layer's bias, the layer's weight, with which it is factored; it comes right before."""
         self._only: Tensor | None = None
         """Where the change goes that a shared step makes, if there is no other; the weights are then never written."""
 
@@ -109,14 +111,27 @@ class Weights:
             self._gradient, self._velocity = (start.new_empty(self.values.shape) for _ in range(2))
         self.values.copy_(start)
 
-    def factor(self, start: Tensor, clients: int, lr: float, rows: int) -> None:
+    def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
         """Begins a cohort at `start`, (n,), whose steps have so many rows together; to gradients nothing is added."""
-        self.factored = Factored(start.view(self.shape), clients, rows, lr)
+        self.rule, self.shared = rule, start.view(self.shape)
+        if self.beside is None:
+            self.factored = Factored(self.shared, clients, rows, rule.lr)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Of what the clients have added to the weights."""
-        assert self.factored is not None
-        return self.factored.factors()
+    @property
+    def is_factored(self) -> bool:
+        """By themselves, or with the weight beside them."""
+        return (self if self.beside is None else self.beside).factored is not None
+
+    def change(self, out: Tensor) -> None:
+        """Writes what the clients have added to the factored weights to out, (C, n)."""
+        factored = (self if self.beside is None else self.beside).factored
+        assert factored is not None
+        left, right = factored.factors()
+        if self.beside is None:
+            matrices = (len(left), *self.shape)
+            out.view(matrices).baddbmm_(left.transpose(1, 2), right, beta=0, alpha=-self.rule.lr)
+        else:
+            torch.sum(left, 1, out=out).mul_(-self.rule.lr)
 
     def begin(self, active: int) -> Tensor:
         """The weights of the clients that are at work in this step, (A, *shape)."""
@@ -146,9 +161,9 @@ class Weights:
 
     def finish(self, first: bool) -> None:
         """Ends the step with what is not in the products. first: whether it is the clients' first step."""
-        self.shared = None
-        if self.factored is not None:
+        if self.is_factored:
             return
+        self.shared = None
         rule, active = self.rule, len(self.now)
         constant = None if self._constant is None else self._constant[:active]  # (1, n) holds for all
         if not rule.momentum:
