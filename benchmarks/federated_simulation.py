@@ -283,7 +283,8 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
                 end_all()
         if running.returncode:
             lines = errors.read_text().strip().splitlines()
-            raise RuntimeError(f"it ended with {running.returncode}: {lines[-1] if lines else 'no word'}")
+            telling = [line.strip() for line in lines if "Error" in line] or lines or ["no word"]
+            raise RuntimeError(f"it ended with {running.returncode}: {telling[-1]}")
     said = [what for line in output.splitlines() if (what := reported(line)) is not None]
     if memory:
         return {"peak_memory": watch.peak}
@@ -301,7 +302,7 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
 
 
 def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSON:
-    """All contenders on one federation, in turns. A contender that fails once is out."""
+    """All contenders on one federation, in turns. A contender that fails is begun anew, and is out the third time."""
     pythons: dict[str, Path] = {}
     skipped = dict(NOT_INSTALLABLE)
     for name in asked.peers_only:
@@ -310,15 +311,24 @@ def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSO
         except LookupError as error:
             skipped[name] = str(error)
     samples: dict[str, list[JSON]] = {name: [] for name in pythons}
+
+    def taken(name: str, memory: bool, tries: int = 3) -> JSON:
+        try:
+            return measure(pythons[name], CONTENDERS[name], file, row.threads, asked.patience, memory)
+        except RuntimeError as error:
+            show(f"{name}: {error}")
+            if tries == 1:
+                raise
+            return taken(name, memory, tries - 1)
+
     for number in range(asked.repeats + 1):
         for name in turns(list(pythons), number):
             if name in skipped:
                 continue
             try:
-                got = measure(pythons[name], CONTENDERS[name], file, row.threads, asked.patience, memory=number == 0)
+                got = taken(name, number == 0)
             except RuntimeError as error:
                 skipped[name] = str(error)
-                show(f"{name}: {error}")
                 continue
             samples[name].append(got)
             show(f"{number}/{asked.repeats} {line(name, got)}")

@@ -129,7 +129,8 @@ class Reshape:
         return x.reshape(*x.shape[:2], *self.shape)
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        return g.reshape(self.before)
+        before = g.reshape(self.before)
+        return innermost(before.flatten(0, 1)).view_as(before) if before.ndim == 5 else before
 
 
 class Pool:
