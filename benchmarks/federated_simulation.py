@@ -39,6 +39,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -283,7 +284,7 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
                 end_all()
         if running.returncode:
             lines = errors.read_text().strip().splitlines()
-            telling = [line.strip() for line in lines if "Error" in line] or lines or ["no word"]
+            telling = [line.strip() for line in lines if re.match(r"\s*[\w.]*Error: ", line)] or lines or ["no word"]
             raise RuntimeError(f"it ended with {running.returncode}: {telling[-1]}")
     said = [what for line in output.splitlines() if (what := reported(line)) is not None]
     if memory:
@@ -302,7 +303,8 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
 
 
 def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSON:
-    """All contenders on one federation, in turns. A contender that fails is begun anew, and is out the third time."""
+    """All contenders on one federation, in turns. A contender that fails is begun anew, and is out when it has failed
+    three times running."""
     pythons: dict[str, Path] = {}
     skipped = dict(NOT_INSTALLABLE)
     for name in asked.peers_only:
@@ -311,12 +313,14 @@ def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSO
         except LookupError as error:
             skipped[name] = str(error)
     samples: dict[str, list[JSON]] = {name: [] for name in pythons}
+    failures: dict[str, list[str]] = {}
 
     def taken(name: str, memory: bool, tries: int = 3) -> JSON:
         try:
             return measure(pythons[name], CONTENDERS[name], file, row.threads, asked.patience, memory)
         except RuntimeError as error:
             show(f"{name}: {error}")
+            failures.setdefault(name, []).append(str(error))
             if tries == 1:
                 raise
             return taken(name, memory, tries - 1)
@@ -334,7 +338,7 @@ def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSO
             show(f"{number}/{asked.repeats} {line(name, got)}")
     measured = {name: summary(samples[name]) for name in samples if name not in skipped}
     judge(measured, about["test_examples"])
-    return {**about, "contenders": measured, "skipped": skipped}
+    return {**about, "contenders": measured, "skipped": skipped, "failures": failures}
 
 
 def summary(samples: list[JSON]) -> JSON:

@@ -56,7 +56,7 @@ class Folds(Aggregator):
         raise NotImplementedError
 
     def finish(self, folded: Any) -> list[Tensor]:
-        """The combined update. Raises TooFewUpdatesError if nothing was folded."""
+        """The combined update, maybe in the memory of `folded`. Raises TooFewUpdatesError if nothing was folded."""
         raise NotImplementedError
 
 

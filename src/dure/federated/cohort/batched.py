@@ -216,6 +216,7 @@ class BatchedEngine:
         shares = self.together and len(start) == 1
         once = shares and len(steps) == 1 and not rule.momentum
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
+        assert not rows or len(start) == 1, "jobs whose weights are factored begin at the same ones"
         pay = self._factored(rows)
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
