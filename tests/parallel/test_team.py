@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -67,3 +68,18 @@ def test_who_only_gave_up_is_not_to_blame_and_errors_of_dure_stay_what_they_are(
 
     with pytest.raises(LossNotFiniteError, match="worker 2"):
         team.each(work, "step 1")
+
+
+def test_a_signal_that_another_thread_got_is_handled_while_the_workers_work(team: Team) -> None:
+    seen = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.set())
+
+    def work(worker: int) -> bool:
+        if worker == 0:
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        return seen.wait(30)
+
+    try:
+        assert [done.value for done in team.each(work, "step 1")] == [True] * len(team)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -30,6 +30,10 @@ CLOSE_SECONDS = 5.0
 """How long `close` waits for a worker that is still at work. It is a daemon: it does not keep the process alive."""
 
 
+LOOK_UP_SECONDS = 0.2
+"""How long the caller of `each` waits at a time."""
+
+
 class AbandonedError(Exception):
     """A worker stopped because another one had failed; that one's error is what the user gets."""
 
@@ -85,12 +89,21 @@ class Team:
         mixed = _mixed_precision(self.devices[0].type)
         for worker in asked:
             self._inboxes[worker].put((work, mixed))
-        outcomes = {outcome.worker: outcome for outcome in (self._outbox.get() for _ in asked)}
+        outcomes = {outcome.worker: outcome for outcome in (self._next() for _ in asked)}
         failed = [outcomes[worker] for worker in asked if outcomes[worker].error is not None]
         if failed:
             failed.sort(key=lambda outcome: isinstance(outcome.error, AbandonedError))
             self._fail(failed[0], step)
         return [done for worker in asked if (done := outcomes[worker].done) is not None]
+
+    def _next(self) -> _Outcome:
+        """What the next worker that is done says. A signal that the system gave to another thread is only seen by a
+        main thread that looks up from waiting."""
+        while True:
+            try:
+                return self._outbox.get(timeout=LOOK_UP_SECONDS)
+            except queue.Empty:
+                continue
 
     def _fail(self, outcome: _Outcome, step: str) -> None:
         error = outcome.error
