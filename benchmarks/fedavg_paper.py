@@ -196,10 +196,12 @@ def best_accuracy(run: Run) -> float:
 def trial(asked: argparse.Namespace, row: Row, rate: float) -> float:
     """Best test accuracy of a rate's trial; zero for a rate at which the loss diverges."""
     try:
-        return best_accuracy(trained(asked, row, rate, trial_rounds(row)))
+        rounds, accuracies = trained(asked, row, rate, trial_rounds(row)).history.curve("test_accuracy")
     except dure.errors.LossNotFiniteError as error:
         show(f"{row.name} lr {rate:g} diverges: {error}")
         return 0.0
+    within = [accuracy for round, accuracy in zip(rounds, accuracies, strict=True) if round <= trial_rounds(row)]
+    return max(within)  # an earlier command may have gone on for longer
 
 
 def trial_rounds(row: Row) -> int:
