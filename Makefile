@@ -82,7 +82,7 @@ $(BIN)/python:
 	  $(PYTHON) -m pip --quiet --python $(BIN)/python install $(PIP_ARGS) pip; } \
 	|| { rm -rf $(VENV); echo "no environment could be made: apt-get install python3-venv" >&2; exit 1; }
 
-CORE := $(wildcard src/dure/collectives/shared_memory/core/*.*) $(wildcard src/dure/collectives/shared_memory/core/*/*)
+CORE := $(wildcard src/dure/*/*/core/*.*) $(wildcard src/dure/collectives/shared_memory/core/*/*)
 
 # The pip of a new environment is as old as its Python: a newer one needs half the time for what follows.
 $(VENV)/.torch: constraints.txt | $(BIN)/python

@@ -21,6 +21,7 @@ FLOORS = [
         "counted",
         "lr_schedule",
         "allocator",
+        "c_library",
         "catalog",
         "compiler",
         "written",

@@ -71,8 +71,10 @@ def main() -> None:
         state, _ = algorithm.apply(state, list(clients))
         jax.block_until_ready(state.params)
         finished(number + 1)
-    predicted = np.asarray(scores(state.params, jnp.asarray(converted(federation.test_inputs)))).argmax(1)
-    ended(float((predicted == federation.test_targets).mean()), "fedjax", "jax")
+    ended(
+        federation.accuracy_of(lambda inputs: np.asarray(scores(state.params, jnp.asarray(converted(inputs))))),
+        *("fedjax", "jax"),
+    )
 
 
 if __name__ == "__main__":

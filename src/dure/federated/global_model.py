@@ -81,11 +81,13 @@ class GlobalModel:
         return alone and scale == 1 and start is None and type(self.aggregator) is Mean
 
     def _defer(self, delta: Deferred, weight: float) -> None:
-        """Takes an update that is summed with the others of its cohort."""
+        """Takes an update that is summed with the others of its cohort, when all are here or one of another comes."""
         if self._deferred and self._deferred[0][0].products is not delta.products:
             self._sum_deferred()
         self._deferred.append((delta, weight))
         self._shares.append(weight)
+        if len(self._deferred) == delta.products.clients:
+            self._sum_deferred()
 
     def _sum_deferred(self) -> None:
         """Folds the sum of a cohort, whose updates were never formed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import ray
@@ -42,6 +43,13 @@ def test_a_run_on_it_is_the_run_without_it() -> None:
     assert same_bits(on_ray, run("loop"))
 
 
+def wait_for_the_end(actor) -> None:
+    """Until then it may take another job."""
+    with suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote(), timeout=60)
+
+
 def test_a_client_s_own_error_and_a_lost_actor_name_the_client() -> None:
     broken = small_task(loss=lambda outputs, targets: outputs.sum() * float("nan"))
     jobs = jobs_of([9, 4, 1], [3, 1, 2], weights_of(broken.model))
@@ -50,6 +58,7 @@ def test_a_client_s_own_error_and_a_lost_actor_name_the_client() -> None:
         results(engine, jobs)
     for actor in engine.actors:
         ray.kill(actor)
+        wait_for_the_end(actor)
     with pytest.raises(WorkerFailedError, match=r"client 0 .*its actor was lost"):
         results(engine, jobs)
     engine.close()

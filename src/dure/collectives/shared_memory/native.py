@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.machinery
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.c_library import c_library
 from dure.collectives.shared_memory.calls import BEGUN_REDUCE_SCATTER, NUMBER_OF, SENSIBLE, SUM, Call, mismatch, unequal
 from dure.collectives.shared_memory.host import Deal, Host, Members, Progress, Pull
 from dure.collectives.shared_memory.pool import Mapping, Pool
@@ -96,11 +96,8 @@ class _Interpreter(Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled core; None where the package was installed without a C compiler."""
-    folder = Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        if (file := folder / f"_core{suffix}").exists():
-            return _declared(ctypes.CDLL(str(file)))
-    return None
+    core = c_library(Path(__file__).parent, "_core")
+    return None if core is None else _declared(core)
 
 
 def _declared(core: ctypes.CDLL) -> ctypes.CDLL:

@@ -27,6 +27,8 @@ from torch.nn import functional as F
 
 from dure.federated.cohort.sgd import Weights
 
+Pair = tuple[int, int]
+
 FEW = 32
 """Elements of a patch (channels times kernel) up to which patches are written out."""
 
@@ -136,13 +138,18 @@ class Reshape:
 class Pool:
     """nn.MaxPool2d and nn.AvgPool2d.
 
-    largest: whether it is the largest element that is taken, so that relu may as well come afterwards.
+    largest: whether it is the largest element that is taken, so that relu may as well come afterwards. window: of
+    windows that lie side by side, of which the largest is taken.
     """
 
     def __init__(
-        self, forward: Callable[[Tensor], tuple[Tensor, ...]], backward: Callable[..., Tensor], largest: bool
+        self,
+        forward: Callable[[Tensor], tuple[Tensor, ...]],
+        backward: Callable[..., Tensor],
+        largest: bool,
+        window: Pair | None = None,
     ) -> None:
-        self._forward, self._backward, self.largest = forward, backward, largest
+        self._forward, self._backward, self.largest, self.window = forward, backward, largest, window
         self.saved: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -163,15 +170,14 @@ def innermost(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
-Pair = tuple[int, int]
-
-
 def max_pool(kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil: bool) -> Pool:
     how = (kernel, stride, padding, dilation, ceil)
+    beside = kernel == stride and padding == (0, 0) and dilation == (1, 1) and not ceil
     return Pool(
         lambda images: torch.ops.aten.max_pool2d_with_indices(images, *how),
         lambda g, images, where: torch.ops.aten.max_pool2d_with_indices_backward(g, images, *how, where),
         True,
+        kernel if beside else None,
     )
 
 

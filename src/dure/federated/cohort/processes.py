@@ -1,8 +1,8 @@
 """Clients on several processes of this machine: any engine, in children forked from here.
 
 A child is a copy of this process from when the first job comes: model, data and all, none of it sent. What a job needs
-lies in memory that both see, allocated once: the weights go down once a child and round, for a child keeps what it was
-given last; a delta is written where the parent reads it, or the factors of a cohort's (`products`). All else is a short
+lies in memory that all see, allocated once: the weights go down once a round, for what was written there last is known;
+a delta is written where the parent reads it, or the factors of a cohort's (`products`). All else is a short
 message over a socket.
 
 Jobs are handed out in chunks, the largest first, to whoever is idle, from a window of them; results come back in the
@@ -72,9 +72,10 @@ class _Worker:
 
     pid: int
     connection: Connection
-    slots: Slots
     outputs: Outputs
     chunk: _Chunk | None = None
+    reads: set[int] = field(default_factory=set)
+    """Where what its chunk needs lies."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class ProcessesEngine:
         self.why = ""
         self.layout = Layout.of(model)
         self.window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
+        self._slots: Slots | None = None
         self._children: list[_Worker] = []
         self._pipe: list[int] = []
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
@@ -143,8 +145,10 @@ class ProcessesEngine:
             self._start()
         idle = (worker for worker in self._children if worker.chunk is None)
         for worker, chunk in zip(idle, waiting, strict=False):
-            needed: set[int] = set()
-            notes = [_note(job, worker.slots, needed) for job in chunk.jobs]
+            assert self._slots is not None
+            needed = {place for busy in self._children if busy.chunk is not None for place in busy.reads}
+            notes = [_note(job, self._slots, needed) for job in chunk.jobs]
+            worker.reads = {place for note in notes for place in note.places if place is not None}
             chunk.started, worker.chunk = True, chunk
             try:
                 worker.connection.send_bytes(pickle.dumps(notes, pickle.HIGHEST_PROTOCOL))
@@ -178,9 +182,11 @@ class ProcessesEngine:
 
     def _start(self) -> None:
         self._pipe[:] = os.pipe()
+        self._slots = slots = Slots(
+            self.layout, 3 * self.chunk * self.workers
+        )  # a job has at most three sets of tensors
         for _ in range(self.workers):
-            # a job has at most three sets of tensors
-            slots, outputs = Slots(self.layout, 3 * self.chunk), Outputs(self.layout, self.chunk)
+            outputs = Outputs(self.layout, self.chunk)
             ours, theirs = Pipe()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -192,7 +198,7 @@ class ProcessesEngine:
                     self.inner, theirs, slots.sets, outputs, self._pipe, [ours, *(c.connection for c in self._children)]
                 )
             theirs.close()
-            self._children.append(_Worker(pid, ours, slots, outputs))
+            self._children.append(_Worker(pid, ours, outputs))
 
 
 def _note(job: Job, slots: Slots, needed: set[int]) -> _Note:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from dure.data.examples import Examples
-from dure.federated.cohort import layers
+from dure.federated.cohort import layers, pooling
 from dure.federated.cohort.layers import Layer, Pair
 from dure.federated.cohort.losses import Loss, cross_entropy, hooked, loss_of
 from dure.federated.cohort.sgd import SGD, CannotBatchError, Weights
@@ -30,8 +30,9 @@ class Program:
     """The model's layers, its loss, and its weights in the order of its parameters."""
 
     def __init__(self, chain: Sequence[Layer], loss: Loss, weights: Sequence[Weights]) -> None:
-        self.chain, self.loss, self.weights = _cheaper(chain), loss, weights
-        self.first = next(at for at, layer in enumerate(self.chain) if isinstance(layer, layers.TRAINED))
+        self.chain, self.loss, self.weights = list(chain), loss, weights
+        trained = (*layers.TRAINED, pooling.PooledConvolution)
+        self.first = next(at for at, layer in enumerate(self.chain) if isinstance(layer, trained))
 
     def step(self, inputs: Tensor, targets: Tensor, sizes: Sequence[int], shares: Tensor, first: bool) -> Tensor:
         """One step of the A clients at the front: (A,), the loss of each before it.
@@ -71,7 +72,10 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     for before, one in pairwise([None, *weights.values()]):
         if one is not None and one.beside not in (None, before):
             raise CannotBatchError("the bias of a linear layer does not come right after its weight")
-    program = Program(reader.chain, loss, list(weights.values()))
+    chain = _cheaper(reader.chain)
+    if parameters[0].device.type == "cpu" and pooling.library() is not None:
+        chain = pooling.in_c(chain)
+    program = Program(chain, loss, list(weights.values()))
     _try(program, task, model, parameters, examples)
     return program
 

@@ -58,7 +58,7 @@ def _on_lines(nbytes: int) -> int:
 
 
 class Slots:
-    """What a child has of weights, anchors and corrections: sets of tensors, remembered by identity and version."""
+    """The weights, anchors and corrections that children read: sets of tensors, known by identity and version."""
 
     def __init__(self, layout: Layout, count: int) -> None:
         self.sets = layout.sets(layout.memory(count), count)
