@@ -20,7 +20,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of `mallopt`'s parameters."""
@@ -55,17 +55,20 @@ def memory_kept() -> Iterator[None]:
         with _lock:
             _runs -= 1
             if _runs == 0:
-                _set(*_USUAL, give_back=True)
+                _set(*_USUAL)
+                give_back()
 
 
-def _set(trim: int, mmap: int, give_back: bool = False) -> None:
-    """give_back: what is free now, so that it does not count as memory of the next run."""
+def give_back() -> None:
+    """Gives what is free now to the system: what was needed once, and not for every step."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set(trim: int, mmap: int) -> None:
     try:
-        libc = ctypes.CDLL(None)
-        mallopt, malloc_trim = libc.mallopt, libc.malloc_trim
+        mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library
         return
     mallopt(_TRIM_THRESHOLD, trim)
     mallopt(_MMAP_THRESHOLD, mmap)
-    if give_back:
-        malloc_trim(0)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import TooFewClientsError
-from dure.federated.cohort import processes
+from dure.federated.cohort import divided
 from dure.federated.cohort.batched import BatchedEngine
 from dure.federated.cohort.loop import LoopEngine
 from dure.fleet.devices import parse_devices
@@ -257,7 +257,7 @@ def test_what_is_never_combined_is_never_computed(monkeypatch: pytest.MonkeyPatc
     assert len(done) == sum(numbers(run, "updates")) < 4 * K
 
 
-@pytest.mark.parametrize("engine", ["batched", "batched-processes"])
+@pytest.mark.parametrize("engine", ["batched", "batched-processes", "batched-threads"])
 def test_a_resumed_run_computes_the_same_clients_together(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,8 +266,10 @@ def test_a_resumed_run_computes_the_same_clients_together(
     def noting(does: Any, place: int) -> Any:
         return lambda *args: together.append([job.client for job in args[place]]) or does(*args)
 
-    monkeypatch.setattr(BatchedEngine, "_cohort", noting(BatchedEngine._cohort, 1))
-    monkeypatch.setattr(processes, "_Chunk", noting(processes._Chunk, 0))
+    if engine == "batched":
+        monkeypatch.setattr(BatchedEngine, "_cohort", noting(BatchedEngine._cohort, 1))
+    else:
+        monkeypatch.setattr(divided, "Chunk", noting(divided.Chunk, 0))
     strategy = dure.FedBuff(clients=20, fraction=0.5, buffer=3, batch_size=4, partition="quantity-skew:0.5")
     world = dure.Simulated(devices="lognormal:1", engine=engine, processes=2)
     task = small_task(n=100)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,8 +99,7 @@ class GlobalModel:
         weights = [0.0] * products.clients
         for delta, weight in self._deferred:
             weights[delta.place] += weight
-        total = [products.sum(weights).to(self.weights[0].device)]
-        self._folded = self.aggregator.add(self._folded, total, sum(weights))
+        self._folded = self.aggregator.add(self._folded, partial(products.sum, weights), sum(weights))
         self._deferred = []
 
     def finish(self, seed: int) -> list[Tensor]:
@@ -116,7 +116,8 @@ class GlobalModel:
                 self.moments = self.optimizer.start(self.weights)
             pairs = zip(combined[:count], self.weights, strict=True)
             delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
-            self.weights, self.moments = self.optimizer.step(self.weights, delta, self.moments)
+            spare = isinstance(self.aggregator, Mean)  # others may have chosen somebody's update
+            self.weights, self.moments = self.optimizer.step(self.weights, delta, self.moments, spare)
             moved, counters = iter(combined[count:]), iter(self._counters)
             self.buffers = [
                 _moved(b, next(moved)) if b.is_floating_point() else next(counters) if _counts(b) else b

@@ -9,8 +9,8 @@
 A complex number is two real ones. Moments of weights in half precision are in single precision, where squares of small
 updates are not zero.
 
-State in, state out: `step` returns new tensors. Its cost is a few passes over d elements on the server; nothing more
-travels.
+State in, state out: `step` changes no weights and no state. Its cost is a few passes over d elements on the server;
+nothing more travels.
 
 Sources: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, algorithm 2 (β1 = 0.9, β2 = 0.99; Adagrad is
 used there with β1 = 0); T.-M. H. Hsu, H. Qi, M. Brown, 2019 (FedAvgM).
@@ -64,10 +64,14 @@ class ServerOptimizer:
         return first if self.rule == "sgd" else [*first, *(torch.full_like(m, self.tau**2) for m in first)]
 
     @torch.no_grad()
-    def step(self, weights: Sequence[Tensor], delta: Sequence[Tensor], state: State) -> tuple[list[Tensor], State]:
-        """(the new weights, the new state). weights, delta: as many tensors of the same shapes."""
+    def step(
+        self, weights: Sequence[Tensor], delta: Sequence[Tensor], state: State, spare: bool = False
+    ) -> tuple[list[Tensor], State]:
+        """(the new weights, the new state). weights, delta: as many tensors of the same shapes. spare: whether nobody
+        needs delta any more, so that its memory may be used again."""
         if self.rule == "sgd" and not self.beta1:
-            return [w.add(d, alpha=self.lr) for w, d in zip(weights, delta, strict=True)], state
+            pairs = zip(weights, delta, strict=True)
+            return [torch.add(w, d, alpha=self.lr, out=d if spare else None) for w, d in pairs], state
         kinds, count = weights, len(weights)
         weights, delta = list(map(_counted_in, weights)), list(map(_counted_in, delta))
         if self.rule == "sgd":

@@ -11,7 +11,16 @@ from dure.fleet.availability import Always, Availability, parse_availability
 from dure.fleet.devices import Devices, Equal, parse_devices
 from dure.written import parse_fields
 
-EngineName = Literal["auto", "loop", "batched", "loop-processes", "batched-processes", "loop-ray", "batched-ray"]
+EngineName = Literal[
+    "auto",
+    "loop",
+    "batched",
+    "loop-processes",
+    "batched-processes",
+    "batched-threads",
+    "loop-ray",
+    "batched-ray",
+]
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class Conditions:
         attackers: how many clients lie: a number, or a share below 1.
         attackers_change: others lie in every round, and not the same all along.
         engine: how local training is computed; auto measures which way is the fastest here.
-        processes: that compute, of this machine or of a Ray cluster; one a core by default.
+        processes: that compute, of this machine or of a Ray cluster, or threads; one a core by default.
     """
 
     devices: Devices = field(default_factory=Equal)

@@ -16,6 +16,7 @@ from dure.federated.cohort.batched import BatchedEngine
 from dure.federated.cohort.choose import NAMES, engine_for
 from dure.federated.cohort.loop import LoopEngine
 from dure.federated.cohort.processes import ProcessesEngine
+from dure.federated.cohort.threads import ThreadsEngine
 from process_tree import descendants
 from small import network, small_task
 
@@ -88,14 +89,14 @@ def test_every_engine_gives_the_loop_s_result_and_the_trial_leaves_no_trace(want
 
 
 def test_wanted_engines_are_of_the_kind_they_are_called():
-    kinds = {"loop": LoopEngine, "batched": BatchedEngine}
+    kinds = {"loop": LoopEngine, "batched": BatchedEngine, "batched-threads": ThreadsEngine}
     for name in HERE:
         engine, _ = chosen(name)
         assert isinstance(engine, kinds.get(name, ProcessesEngine))
 
 
 def test_an_engine_that_cannot_do_it_is_refused_in_one_line():
-    for name in ("batched", "batched-processes"):
+    for name in ("batched", "batched-processes", "batched-threads"):
         with pytest.raises(ValueError, match=f"the engine {name} cannot compute this: the optimizer is Adam"):
             chosen(name, optimizer=torch.optim.Adam)
     with pytest.raises(ValueError, match="there is no engine 'fast'; choose auto or one of loop, batched"):

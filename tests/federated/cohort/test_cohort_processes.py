@@ -177,7 +177,7 @@ found = engine.train(jobs_of([9, 9], [10**7, 10**7], weights_of()))
 import threading
 threading.Thread(target=next, args=(found,), daemon=True).start()
 time.sleep(0.2)
-print(*(child.pid for child in engine._children), flush=True)
+print(*(child.pid for child in engine._members), flush=True)
 time.sleep(600)
 """
 

@@ -6,7 +6,7 @@ in the round (McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,14 +39,15 @@ def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 
-def add(folded: Folded | None, sums: Sequence[Tensor], weight: float) -> Folded:
-    """Adds the weighted sum of some updates, which weigh `weight` together, or begins with it. The memory of the
-    accumulator, which such a sum may be, is used again."""
-    if folded is None and all(total.dtype == wide(total.dtype) for total in sums):
-        return Folded(tuple(sums), weight, tuple(total.dtype for total in sums))
-    folded = zero(sums) if folded is None else folded
-    for total, tensor in zip(folded.sums, sums, strict=True):
-        total.add_(tensor)
+def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
+    """Adds the weighted sum of some updates of one tensor, which weigh `weight` together, or begins with it.
+
+    sum_of: returns the sum, or has added it to the tensor that it is given.
+    """
+    if folded is None:
+        total = sum_of(None)
+        return Folded((total,), weight, (total.dtype,))
+    sum_of(folded.sums[0])
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 
@@ -69,8 +70,8 @@ class Mean(Folds):
     def fold(self, folded: Folded, update: Sequence[Tensor], weight: float) -> Folded:
         return fold(folded, update, weight)
 
-    def add(self, folded: Folded | None, sums: Sequence[Tensor], weight: float) -> Folded:
-        return add(folded, sums, weight)
+    def add(self, folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
+        return add(folded, sum_of, weight)
 
     def finish(self, folded: Folded) -> list[Tensor]:
         return finish(folded)

@@ -1,9 +1,9 @@
 """Which engine computes, by a short trial on the first jobs.
 
 Engines differ in rounding, so a repeated run has to choose alike, whatever else the machine does at the time. Therefore
-a rule proposes, from the model and the round alone: many clients at once where the model is one for it, several
-processes where a round has `LONG_ROUND` operations. The trial confirms, and overrules only what it finds `CLEARLY`
-slower.
+a rule proposes, from the model and the round alone: many clients at once where the model is one for it; several
+processes where a round has `LONG_ROUND` operations, or threads where each step of so many clients has `LONG_STEP`. The
+trial confirms, and overrules only what it finds `CLEARLY` slower.
 
 A trial takes the first steps of the first clients, for `SECONDS` an engine or as long as two steps take. Its results
 are thrown away: a run is to have the bits of one engine.
@@ -16,14 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from dure.allocator import give_back
 from dure.data.examples import Examples
 from dure.errors import DureError
 from dure.federated.cohort.batched import BatchedEngine, batched_engine
+from dure.federated.cohort.divided import DividedEngine
 from dure.federated.cohort.job import Engine, Job
 from dure.federated.cohort.loop import LoopEngine
 from dure.federated.cohort.optimizers import optimizer_of
@@ -31,6 +33,7 @@ from dure.federated.cohort.processes import ProcessesEngine, forks_here
 from dure.federated.cohort.products import Deferred
 from dure.federated.cohort.program import program_of
 from dure.federated.cohort.sgd import CannotBatchError, sgd_of
+from dure.federated.cohort.threads import ThreadsEngine
 from dure.strategy import examples_for, seeded_model
 from dure.task import Task
 from dure.threads import flops_per_step
@@ -40,7 +43,11 @@ SECONDS = 0.06
 LONG_ROUND = 2e9
 """Floating-point operations, some 40 ms; what several processes gain in a shorter round is lost in messages."""
 
-NAMES = ("loop", "batched", "loop-processes", "batched-processes", "loop-ray", "batched-ray")
+LONG_STEP = 2e8
+"""Floating-point operations of the forward pass of a step of all clients that one worker has at once, some milliseconds
+with the backward pass; in shorter steps threads wait for Python's lock."""
+
+NAMES = ("loop", "batched", "loop-processes", "batched-processes", "batched-threads", "loop-ray", "batched-ray")
 
 
 class Setting(NamedTuple):
@@ -87,7 +94,11 @@ def engine_for(
     asked_for_loop = wanted.startswith("loop")
     batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together, sums)
     made = _Made(loop, batched, model, jobs, workers, processes, chunk)
-    return _auto(made) if wanted == "auto" else made.wanted(wanted)
+    if wanted != "auto":
+        return made.wanted(wanted)
+    chosen = _auto(made)
+    give_back()  # what the others needed
+    return chosen
 
 
 def check_engine(task: Task, wanted: str) -> None:
@@ -147,9 +158,10 @@ class _Made:
             inner = self.batched
         if name.endswith("ray"):
             return self.on_ray(inner)
-        if not name.endswith("processes"):
-            return inner
-        return self.divided(inner)
+        if name.endswith("threads"):
+            assert isinstance(inner, BatchedEngine)
+            return self.on_threads(inner)
+        return self.on_processes(inner) if name.endswith("processes") else inner
 
     def on_ray(self, inner: LoopEngine | BatchedEngine) -> Engine:
         """On the machines of a Ray cluster."""
@@ -159,20 +171,43 @@ class _Made:
         cohort = inner.cohort if isinstance(inner, BatchedEngine) else 1
         return RayEngine(one.task, one.examples, one.batch_size, one.seed, batched, cohort, self.asked)
 
-    def divided(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
-        """On several processes: as many clients a child at once as the engine likes and a round has for each."""
-        chunk = self.chunk or 1
-        if not self.chunk and isinstance(inner, BatchedEngine):
-            chunk = max(1, min(inner.at_once(self.jobs[0]), -(-len(self.jobs) // self.workers)))
-        made = ProcessesEngine(inner, self.model, self.workers, chunk)
-        made.why = inner.why
+    def on_processes(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
+        """On several processes."""
+        return ProcessesEngine(inner, self.model, self.workers, self._chunk(inner))
+
+    def on_threads(self, inner: BatchedEngine) -> ThreadsEngine:
+        """On several threads, each with an engine like this one."""
+        return ThreadsEngine([inner, *(self._another(inner) for _ in range(self.workers - 1))], self._chunk(inner))
+
+    def _another(self, one: BatchedEngine) -> BatchedEngine:
+        setting = (one.batch_size, one.seed, one.together, one.sums)
+        made = batched_engine(self.loop.task, self.model, self.loop.examples, *setting)
+        assert isinstance(made, BatchedEngine)
         return made
+
+    def _chunk(self, inner: LoopEngine | BatchedEngine) -> int:
+        """As many clients a worker at once as the engine likes and a round has for each."""
+        if self.chunk or not isinstance(inner, BatchedEngine):
+            return self.chunk or 1
+        return max(1, min(inner.at_once(self.jobs[0]), -(-len(self.jobs) // self.workers)))
+
+    def divided(self, inner: LoopEngine | BatchedEngine) -> DividedEngine[Any] | None:
+        """On the cores, if that pays by the rule and is possible."""
+        if self.workers == 1 or len(self.jobs) == 1 or self.loop.device.type != "cpu":
+            return None
+        flops, batch = flops_per_step(self.loop.model, self.loop.examples, 1), self.loop.batch_size
+        if sum(_examples(job, batch) for job in self.jobs) * flops < LONG_ROUND:
+            return None
+        job = self.jobs[0]
+        of_a_step = flops * min(batch or len(job.indices), len(job.indices)) * self._chunk(inner)
+        if isinstance(inner, BatchedEngine) and of_a_step >= LONG_STEP:
+            return self.on_threads(inner)
+        return self.on_processes(inner) if forks_here() else None
 
 
 def _auto(made: _Made) -> Engine:
     chosen: LoopEngine | BatchedEngine = made.loop
-    several = made.workers > 1 and len(made.jobs) > 1 and forks_here()
-    if isinstance(made.batched, str) and not several:
+    if isinstance(made.batched, str) and (made.workers == 1 or len(made.jobs) == 1 or not forks_here()):
         chosen.why = f"no other can: {made.batched}"
         return chosen
     try:
@@ -185,23 +220,26 @@ def _auto(made: _Made) -> Engine:
             if together * CLEARLY >= rate:
                 chosen, rate = made.batched, together
             chosen.why = why
-        of_a_round = sum(_examples(job, made.loop.batch_size) for job in made.jobs)
-        if several and of_a_round * flops_per_step(made.loop.model, made.loop.examples, 1) >= LONG_ROUND:
-            return _on_processes(made, chosen, rate)
+        divided = made.divided(chosen)
+        if divided is not None:
+            return _confirmed(divided, chosen, rate, made.jobs)
     except DureError:  # what is wrong with a client is said when its turn comes
         chosen = made.loop
         chosen.why = "the trial failed"
     return chosen
 
 
-def _on_processes(made: _Made, alone: LoopEngine | BatchedEngine, rate: float) -> Engine:
-    divided = made.divided(alone)
+def _confirmed(
+    divided: DividedEngine[Any], alone: LoopEngine | BatchedEngine, rate: float, jobs: Sequence[Job]
+) -> Engine:
+    """divided, if it is not clearly slower than `alone`, which has this rate."""
     try:
-        gain = _rate(divided, made.jobs[: divided.chunk * divided.workers]) / rate
+        gain = _rate(divided, jobs[: divided.cohort]) / rate
     except BaseException:
         divided.close()
         raise
-    said = f"{alone.why}; {made.workers} processes are {gain:.1f} times as fast as one"
+    workers = f"{divided.workers} {divided.name.rpartition('-')[2]}"
+    said = f"{alone.why}; {workers} are {gain:.1f} times as fast as one"
     if gain * CLEARLY >= 1:
         divided.why = said
         return divided

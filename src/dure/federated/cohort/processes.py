@@ -5,9 +5,6 @@ lies in memory that all see, allocated once: the weights go down once a round, f
 a delta is written where the parent reads it, or the factors of a cohort's (`products`). All else is a short
 message over a socket.
 
-Jobs are handed out in chunks, the largest first, to whoever is idle, from a window of them; results come back in the
-jobs' order. What is computed depends on the chunks alone and not on who was faster.
-
 A fork copies only the thread that makes it: OpenMP's are gone in the child, which therefore computes with one thread
 and never asks for them: the bits are those of one process with one thread. With a GPU there is no forking: neither
 CUDA nor autograd's threads survive it.
@@ -25,11 +22,9 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
@@ -37,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import DureError, WorkerFailedError
+from dure.federated.cohort.divided import Chunk, DividedEngine, Worker
 from dure.federated.cohort.job import Engine, Job, Trained
 from dure.federated.cohort.loop import failed
 from dure.federated.cohort.shared import Layout, Outputs, Reply, Slots
@@ -51,29 +47,12 @@ def forks_here() -> bool:
 
 
 @dataclass(eq=False)
-class _Chunk:
-    """Jobs that one child does together. results: those that have come, and then perhaps an error."""
-
-    jobs: list[Job]
-    started: bool = False
-    done: bool = False
-    results: list[Trained] = field(default_factory=list)
-    error: DureError | None = None
-
-    @property
-    def examples(self) -> int:
-        """How much work it is, for a batch size that all have: the larger clients make more steps, or larger ones."""
-        return sum(job.steps * len(job.indices) for job in self.jobs)
-
-
-@dataclass(eq=False)
-class _Worker:
+class _Child(Worker):
     """The parent's side of a child."""
 
     pid: int
     connection: Connection
     outputs: Outputs
-    chunk: _Chunk | None = None
     reads: set[int] = field(default_factory=set)
     """Where what its chunk needs lies."""
 
@@ -94,85 +73,53 @@ class _Note:
     lr_factor: float
 
 
-class ProcessesEngine:
-    """Gives jobs to `workers` children, each with a copy of the engine `inner`; they start with the first job.
+class ProcessesEngine(DividedEngine[_Child]):
+    """Gives jobs to `workers` children, each with a copy of the engine `inner`.
 
-    model: like those that the jobs are for. chunk: how many jobs a child gets at once. why: it is this engine.
+    model: like those that the jobs are for.
     """
 
     def __init__(self, inner: Engine, model: nn.Module, workers: int, chunk: int = 1) -> None:
-        self.inner, self.workers, self.chunk = inner, workers, chunk
-        self.cohort = workers * chunk
-        self.name = f"{inner.name}-processes"
-        self.why = ""
+        self.inner = inner
         self.layout = Layout.of(model)
-        self.window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
+        window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
+        super().__init__(f"{inner.name}-processes", workers, chunk, window)
         self._slots: Slots | None = None
-        self._children: list[_Worker] = []
         self._pipe: list[int] = []
-        self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
-
-    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order; a bounded number is computed ahead of what is asked for.
-
-        Raises what the inner engine raises, when the results before it have been given, and WorkerFailedError when a
-        child dies.
-        """
-        source = iter(jobs)
-        pool: deque[_Chunk] = deque()
-        while True:
-            while len(pool) < self.window and (some := list(islice(source, self.chunk))):
-                pool.append(_Chunk(some))
-            if not pool:
-                return
-            self._hand_out(pool)
-            if not pool[0].done:
-                self._receive()
-                continue
-            chunk = pool.popleft()
-            yield from chunk.results
-            if chunk.error is not None:
-                raise chunk.error
+        self._end = weakref.finalize(self, _end, self._members, self._pipe, os.getpid())
 
     def close(self) -> None:
         """Ends the children. Another `train` would start new ones."""
-        _end(self._children, self._pipe, os.getpid())
+        _end(self._members, self._pipe, os.getpid())
 
-    def _hand_out(self, pool: Iterable[_Chunk]) -> None:
-        """The largest chunks to the idle children."""
-        waiting = sorted((chunk for chunk in pool if not chunk.started), key=lambda chunk: -chunk.examples)
-        if waiting and not self._children:
-            self._start()
-        idle = (worker for worker in self._children if worker.chunk is None)
-        for worker, chunk in zip(idle, waiting, strict=False):
-            assert self._slots is not None
-            needed = {place for busy in self._children if busy.chunk is not None for place in busy.reads}
-            notes = [_note(job, self._slots, needed) for job in chunk.jobs]
-            worker.reads = {place for note in notes for place in note.places if place is not None}
-            chunk.started, worker.chunk = True, chunk
-            try:
-                worker.connection.send_bytes(pickle.dumps(notes, pickle.HIGHEST_PROTOCOL))
-            except OSError:
-                self._lost(worker, chunk)
+    def _give(self, member: _Child, chunk: Chunk) -> None:
+        assert self._slots is not None
+        needed = {place for busy in self._members if busy.chunk is not None for place in busy.reads}
+        notes = [_note(job, self._slots, needed) for job in chunk.jobs]
+        member.reads = {place for note in notes for place in note.places if place is not None}
+        member.chunk = chunk
+        try:
+            member.connection.send_bytes(pickle.dumps(notes, pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            self._lost(member, chunk)
 
     def _receive(self) -> None:
-        """Waits for one child at least, and takes what has come."""
-        busy = {worker.connection: worker for worker in self._children if worker.chunk is not None}
+        busy = {member.connection: member for member in self._members if member.chunk is not None}
         for ready in wait(list(busy)):
-            worker = busy[ready]  # type: ignore[index]
-            chunk = worker.chunk
+            member = busy[ready]  # type: ignore[index]
+            chunk = member.chunk
             assert chunk is not None
             try:
-                reply, chunk.error = pickle.loads(worker.connection.recv_bytes())
+                reply, chunk.error = pickle.loads(member.connection.recv_bytes())
             except (EOFError, OSError):
-                self._lost(worker, chunk)
-            chunk.results += worker.outputs.read(reply, chunk.jobs)
-            chunk.done, worker.chunk = True, None
+                self._lost(member, chunk)
+            chunk.results += member.outputs.read(reply, chunk.jobs)
+            chunk.done, member.chunk = True, None
 
-    def _lost(self, worker: _Worker, chunk: _Chunk) -> NoReturn:
-        _, status = os.waitpid(worker.pid, 0)
-        self._children.remove(worker)
-        worker.connection.close()
+    def _lost(self, member: _Child, chunk: Chunk) -> NoReturn:
+        _, status = os.waitpid(member.pid, 0)
+        self._members.remove(member)
+        member.connection.close()
         self.close()
         code = os.waitstatus_to_exitcode(status)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
@@ -195,10 +142,10 @@ class ProcessesEngine:
                 pid = os.fork()
             if pid == 0:
                 _child(
-                    self.inner, theirs, slots.sets, outputs, self._pipe, [ours, *(c.connection for c in self._children)]
+                    self.inner, theirs, slots.sets, outputs, self._pipe, [ours, *(c.connection for c in self._members)]
                 )
             theirs.close()
-            self._children.append(_Worker(pid, ours, outputs))
+            self._members.append(_Child(pid, ours, outputs))
 
 
 def _note(job: Job, slots: Slots, needed: set[int]) -> _Note:
@@ -214,14 +161,14 @@ def _note(job: Job, slots: Slots, needed: set[int]) -> _Note:
     )
 
 
-def _end(children: list[_Worker], pipe: list[int], owner: int) -> None:
+def _end(children: list[_Child], pipe: list[int], owner: int) -> None:
     if os.getpid() != owner:
         return
-    for worker in children:
-        worker.connection.close()
+    for child in children:
+        child.connection.close()
         with suppress(ProcessLookupError, ChildProcessError):  # somebody else may have waited for it
-            os.kill(worker.pid, signal.SIGKILL)
-            os.waitpid(worker.pid, 0)
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
     children.clear()
     for descriptor in pipe:
         os.close(descriptor)

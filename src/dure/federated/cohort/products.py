@@ -92,18 +92,23 @@ class Products:
                 formed += part.formed(part.left[place] * -self.lr, part.right[place])
         return torch.cat(formed)
 
-    def sum(self, weights: Sequence[float]) -> Tensor:
-        """(d,), the weighted sum of all."""
+    def sum(self, weights: Sequence[float], onto: Tensor | None = None) -> Tensor:
+        """(d,), the weighted sum of all; with `onto`, (d,), added to that."""
         like = _tensors(self.parts[0])[0]
         shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
         scales = (shares * -self.lr).view(-1, 1, 1)
-        formed: list[Tensor] = []
+        sizes = [size for part in self.parts for size in _elements(part)]
+        total, beta = (like.new_empty(sum(sizes)), 0) if onto is None else (onto, 1)
+        places = iter(torch.split(total, sizes))
         for part in self.parts:
             if isinstance(part, Tensor):
-                formed.append(shares @ part.flatten(1))
-            else:
-                formed += part.formed((part.left * scales).flatten(0, 1), part.right.flatten(0, 1))
-        return torch.cat(formed)
+                next(places).addmv_(part.flatten(1).T, shares, beta=beta)
+                continue
+            left, right = (part.left * scales).flatten(0, 1), part.right.flatten(0, 1)
+            next(places).view(left.shape[1], right.shape[1]).addmm_(left.T, right, beta=beta)
+            if part.bias:
+                next(places).addmv_(left.T, left.new_ones(len(left)), beta=beta)
+        return total
 
     def write(self, memory: Tensor) -> list[Sizes]:
         """Copies the parts to flat memory, one after another; returns what `read` needs."""
@@ -131,6 +136,14 @@ class Products:
                 at += elements
             parts.append(tensors[0] if len(tensors) == 1 else Factors(tensors[0], tensors[1], bias))
         return Products(parts, lr)
+
+
+def _elements(part: Part) -> list[int]:
+    """Elements of a client's updates of the parameters that are in the part."""
+    if isinstance(part, Tensor):
+        return [part[0].numel()]
+    m, n = part.left.shape[2], part.right.shape[2]
+    return [m * n, m] if part.bias else [m * n]
 
 
 def _tensors(part: Part) -> Sequence[Tensor]:

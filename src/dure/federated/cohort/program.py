@@ -77,6 +77,8 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
         chain = pooling.in_c(chain)
     program = Program(chain, loss, list(weights.values()))
     _try(program, task, model, parameters, examples)
+    for each in program.weights:
+        each.forget()
     return program
 
 

@@ -111,6 +111,12 @@ class Weights:
             self._gradient, self._velocity = (start.new_empty(self.values.shape) for _ in range(2))
         self.values.copy_(start)
 
+    def forget(self) -> None:
+        """Gives back what it has of memory."""
+        self.values = self.now = self._own = torch.empty(0)
+        self._gradient = self._velocity = torch.empty(0)
+        self._constant = self.shared = self._only = None
+
     def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
         """Begins a cohort at `start`, (n,), whose steps have so many rows together; to gradients nothing is added."""
         self.rule, self.shared = rule, start.view(self.shape)
