@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +98,15 @@ class GlobalModel:
         weights = [0.0] * products.clients
         for delta, weight in self._deferred:
             weights[delta.place] += weight
-        self._folded = self.aggregator.add(self._folded, partial(products.sum, weights), sum(weights))
+        home = self.weights[0].device
+
+        def sum_onto(total: Tensor | None) -> Tensor:
+            if products.device == home:
+                return products.sum(weights, total)
+            moved = products.sum(weights).to(home)
+            return moved if total is None else total.add_(moved)
+
+        self._folded = self.aggregator.add(self._folded, sum_onto, sum(weights))
         self._deferred = []
 
     def finish(self, seed: int) -> list[Tensor]:
@@ -116,7 +123,7 @@ class GlobalModel:
                 self.moments = self.optimizer.start(self.weights)
             pairs = zip(combined[:count], self.weights, strict=True)
             delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
-            spare = isinstance(self.aggregator, Mean)  # others may have chosen somebody's update
+            spare = type(self.aggregator) is Mean  # others may have chosen somebody's update
             self.weights, self.moments = self.optimizer.step(self.weights, delta, self.moments, spare)
             moved, counters = iter(combined[count:]), iter(self._counters)
             self.buffers = [

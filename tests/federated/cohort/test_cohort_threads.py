@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -154,3 +156,59 @@ def test_they_are_taken_where_steps_are_long(monkeypatch, forks, long_step):
     assert engine.name == ("batched-threads" if long_step else "batched-processes" if forks else "batched")
     assert "2 threads are 1.0 times as fast as one" in engine.why or not long_step
     engine.close()
+
+
+def test_what_is_closed_ends_after_a_step_and_whoever_goes_on_gets_an_error(threads, monkeypatch):
+    engine = threads()
+    coming = engine.train(jobs_of([9, 9], [1, 10**6], weights_of()))
+    next(coming)
+    engine.close()
+    assert not alive()
+    with pytest.raises(WorkerFailedError, match=r"client 1 .* no longer wanted"):
+        next(coming)
+
+
+LEAVES = """
+import sys
+sys.path[:0] = {path!r}
+from clients_at_work import jobs_of, weights_of
+from dure.federated.cohort.threads import ThreadsEngine
+from test_cohort_threads import inner
+coming = ThreadsEngine([inner(), inner()]).train(jobs_of([9, 9], [1, 10**6], weights_of()))
+next(coming)
+"""
+
+
+def test_an_interpreter_that_ends_while_they_work_ends_well():
+    ended = subprocess.run([sys.executable, "-c", LEAVES.format(path=sys.path)], capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_no_error_whatever_leaves_the_caller_waiting(threads, monkeypatch, error):
+    engine = threads(1)
+
+    def raises(*_):
+        raise error
+
+    monkeypatch.setattr(engine.inners[0].program, "step", raises)
+    with pytest.raises(WorkerFailedError, match=f"client 0 failed in round 3: {type(error).__name__}"):
+        results(engine, jobs_of(SIZES, STEPS, weights_of()))
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_another_try_succeeds(threads, monkeypatch):
+    engine, jobs, start, count = threads(), jobs_of(SIZES, STEPS, weights_of()), threading.Thread.start, []
+    mine = torch.get_num_threads()
+
+    def refuses(self):
+        count.append(self)
+        if len(count) == 2:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with pytest.raises(WorkerFailedError, match=r"2 are too many \(can't start new thread\)"):
+        results(engine, jobs)
+    assert not alive()
+    assert torch.get_num_threads() == mine
+    assert same(results(engine, jobs), results(threads(1), jobs))

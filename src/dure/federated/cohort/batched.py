@@ -53,6 +53,10 @@ MOST = 256
 _NOTHING = Trained([], [], 0, 0.0)
 
 
+class AbandonedError(Exception):
+    """What was asked for is no longer wanted."""
+
+
 class Kind(NamedTuple):
     """What is added to the gradients of a job: mu, whether it has an anchor, a correction. factors: whether nothing is,
     it begins at weights that all share, and its batches are so few that these are factored. lr_factor: the job's."""
@@ -114,6 +118,8 @@ class BatchedEngine:
         self.offsets = [0, *accumulate(sizes)]
         self._whole = self.offsets[-1] * self.inputs.element_size()
         """Bytes of the weights."""
+        self.abandoned = False
+        """Whether nobody wants any more what it is at, so that it ends with an error before its next step."""
         self.memory = Memory()
         self._filled: dict[int, float] = {}
         """What of a cohort a job with so many rows fills."""
@@ -229,6 +235,8 @@ class BatchedEngine:
                 part = None if constant is None else constant[:, begin:end]
                 weights.load(start[:, begin:end], len(jobs), rule, jobs[0].mu, part, shares, output if once else None)
             for at, step in enumerate(steps):
+                if self.abandoned:
+                    raise AbandonedError("it was no longer wanted")
                 losses[at, : len(step.sizes)] = self._step(step, at == 0)
             self._write(start, outputs, once)
         if defers:

@@ -44,8 +44,8 @@ LONG_ROUND = 2e9
 """Floating-point operations, some 40 ms; what several processes gain in a shorter round is lost in messages."""
 
 LONG_STEP = 2e8
-"""Floating-point operations of the forward pass of a step of all clients that one worker has at once, some milliseconds
-with the backward pass; in shorter steps threads wait for Python's lock."""
+"""Floating-point operations of a step, forward and backward, of all clients that one worker has at once, a millisecond
+or two; in shorter steps threads wait for Python's lock."""
 
 NAMES = ("loop", "batched", "loop-processes", "batched-processes", "batched-threads", "loop-ray", "batched-ray")
 

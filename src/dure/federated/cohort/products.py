@@ -58,6 +58,11 @@ class Products:
         return len(_tensors(self.parts[0])[0])
 
     @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return _tensors(self.parts[0])[0].device
+
+    @property
     def elements(self) -> int:
         """Of all parts."""
         return sum(tensor.numel() for part in self.parts for tensor in _tensors(part))
