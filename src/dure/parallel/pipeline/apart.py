@@ -73,6 +73,14 @@ def _add(weight: Tensor, gradient: Tensor) -> None:
     set_gradient(weight, gradient if before is None else before.add_(gradient))
 
 
+def _add_product(weight: Tensor, one: Tensor, other: Tensor) -> None:
+    before = gradient_of(weight)
+    if before is None or before.dtype != one.dtype or before.layout is not torch.strided:
+        _add(weight, one @ other)
+    else:
+        before.addmm_(one, other)  # written once; a product of its own would be written, read and added
+
+
 class _Product(torch.autograd.Function):
     """x w + b with w of shape (in, out), or (out, in) if `across`."""
 
@@ -90,7 +98,7 @@ class _Product(torch.autograd.Function):
 
         def later() -> None:
             rows = x.reshape(-1, x.shape[-1]).conj()
-            _add(weight, outs.T @ rows if ctx.across else rows.T @ outs)
+            _add_product(weight, *((outs.T, rows) if ctx.across else (rows.T, outs)))
 
         ctx.remaining.append(later)
         back = g @ (weight if ctx.across else weight.T).conj() if ctx.needs_input_grad[0] else None
