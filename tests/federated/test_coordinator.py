@@ -37,12 +37,13 @@ def server(
     algorithm: Algorithm | None = None,
     lr: float = 1.0,
     dtype: torch.dtype = torch.float64,
+    optimizer: ServerOptimizer | None = None,
 ) -> Coordinator:
     """Weights of 6 and 2 elements; a batch norm's buffers: mean, count of batches, variance."""
     draws = torch.Generator().manual_seed(0)
     weights = [torch.randn(n, generator=draws).to(dtype) for n in (6, 2)]
     buffers = [torch.zeros(3, dtype=dtype), torch.tensor(5), torch.ones(3, dtype=dtype)]
-    model = GlobalModel(weights, buffers, optimizer=ServerOptimizer(lr=lr))
+    model = GlobalModel(weights, buffers, optimizer=optimizer or ServerOptimizer(lr=lr))
     return Coordinator(model, pacing or Rounds(), algorithm or Algorithm(), [10] * clients, seed=7)
 
 
@@ -416,46 +417,89 @@ def test_models_of_simulated_staleness_are_drawn_from_the_last_ones(stale: int) 
     assert all(value <= number for number, value in enumerate(seen))
 
 
-def event(one: Coordinator, out: list[int], now: float, draws: random.Random) -> float:
-    """One event drawn at random, and all that follows from it; the time after it. out: tickets that are at work."""
+def event(one: Coordinator, at_work: list[int], folded: list[int], now: float, draws: random.Random) -> float:
+    """One event drawn at random; the time after it. at_work, folded: tickets, as the driver knows them."""
+    if one.combining and draws.random() < 0.6:
+        if len(folded) < len(one.combining):
+            folded.append(one.combining[len(folded)])
+            one.fold(answer(one.assignment(folded[-1])))
+        else:
+            one.finish(now)
+            folded.clear()
+            at_work += [assignment.ticket for assignment in assigned(one.tick(now))]
+        return now
     now += 1.0
-    kind = draws.choice(["update", "update", "failed", "tick"]) if out else "tick"
+    kind = draws.choice(["update", "update", "failed", "tick"]) if at_work else "tick"
     if kind == "tick":
-        now = now if out or math.isinf(one.wake) else max(now, one.wake)
+        now = now if at_work or math.isinf(one.wake) else max(now, one.wake)
         actions = one.tick(now)
     else:
-        ticket = out.pop(draws.randrange(len(out)))
+        ticket = at_work.pop(draws.randrange(len(at_work)))
         actions = one.update(ticket, now) if kind == "update" else one.failed(ticket, "gone", now)
-    while actions:
-        out += [assignment.ticket for assignment in assigned(actions)]
-        tickets = combines(actions)
-        actions = []
-        if tickets is not None:
-            combine(one, tickets, now)
-            actions = one.tick(now)
+    at_work += [assignment.ticket for assignment in assigned(actions)]
     return now
 
 
-@pytest.mark.parametrize(
-    "pacing",
-    [Rounds(0.5, Uniform(1.4, 20.0, 2)), asynchronous(3), asynchronous(1, 2), Buffered(4, 3)],
-    ids=["rounds", "asynchronous", "stale", "buffered"],
-)
-@given(seed=SEEDS, at=st.integers(0, 39))
-def test_restored_at_any_event_it_goes_on_with_the_same_bits(pacing: Pacing, seed: int, at: int) -> None:
-    one, out, now, saved = server(8, pacing), [], 0.0, b""
-    for number in range(40):
+SERVERS: dict[str, Callable[[], Coordinator]] = {
+    "rounds": lambda: server(8, Rounds(0.5, Uniform(1.4, 20.0, 2))),
+    "poisson": lambda: server(8, Rounds(0.5, Poisson(1.4, 20.0))),
+    "adam": lambda: server(8, Rounds(0.5), optimizer=ServerOptimizer("adam", 0.1, 0.9)),
+    "asynchronous": lambda: server(8, asynchronous(3)),
+    "mixing": lambda: server(8, asynchronous(3), Mixing(0.5, "polynomial", 1.0, 0.0, 0.0)),
+    "stale": lambda: server(8, asynchronous(1, 2)),
+    "buffered": lambda: server(8, Buffered(4, 3), Discounted()),
+}
+
+
+@pytest.mark.parametrize("made", SERVERS.values(), ids=list(SERVERS))
+@given(seed=SEEDS, at=st.integers(0, 79))
+def test_restored_at_any_event_it_goes_on_with_the_same_bits(
+    made: Callable[[], Coordinator], seed: int, at: int
+) -> None:
+    one, at_work, folded, now, saved = made(), list[int](), list[int](), 0.0, b""
+    for number in range(80):
         if number == at:
-            saved = tree_to_bytes({"state": one.state(), "out": list(out), "now": now})
-        now = event(one, out, now, random.Random(1000 * seed + number))
+            saved = tree_to_bytes({"state": one.state(), "out": list(at_work), "folded": list(folded), "now": now})
+        now = event(one, at_work, folded, now, random.Random(1000 * seed + number))
     kept = tree_from_bytes(saved)
-    again, out, now = server(8, pacing), kept["out"], kept["now"]
+    again, at_work, folded, now = made(), kept["out"], kept["folded"], kept["now"]
     again.restore(kept["state"])
-    for number in range(at, 40):
-        now = event(again, out, now, random.Random(1000 * seed + number))
+    for ticket in folded:  # whose updates lie with the driver until the model is made
+        again.fold(answer(again.assignment(ticket)))
+    for number in range(at, 80):
+        now = event(again, at_work, folded, now, random.Random(1000 * seed + number))
     assert torch.equal(model_of(one), model_of(again))
     assert tree_to_bytes(again.state()) == tree_to_bytes(one.state())
     assert one.round > 0
+
+
+def test_who_is_restored_in_the_middle_of_its_work_forgets_what_was_folded() -> None:
+    one, other = server(3), server(3)
+    state = tree_to_bytes(one.state())
+    tickets = [assignment.ticket for assignment in assigned(one.tick(0.0))]
+    for ticket in tickets:
+        one.update(ticket, 0.0)
+    one.fold(answer(one.assignment(tickets[0])))
+    one.restore(tree_from_bytes(state))
+    play(one, in_order)
+    play(other, in_order)
+    assert torch.equal(model_of(one), model_of(other))
+
+
+def test_an_update_is_folded_once_and_only_where_it_is_combined() -> None:
+    one = server(2)
+    first, second = assigned(one.tick(0.0))
+    with pytest.raises(ValueError, match="nobody waits for the update with ticket 0, or it was folded already"):
+        one.fold(answer(first))
+    one.update(first.ticket, 0.0)
+    one.update(second.ticket, 0.0)
+    assert sorted(one.combining) == [first.ticket, second.ticket]
+    one.fold(answer(first))
+    with pytest.raises(ValueError, match="ticket 0"):
+        one.fold(answer(first))
+    one.fold(answer(second))
+    assert sorted(one.finish(0.0).clients) == [0, 1]
+    assert one.combining == []
 
 
 @pytest.mark.parametrize("pacing", [Rounds(0.5, Uniform(1.4)), asynchronous(3), asynchronous(1, 2), Buffered(4, 3)])

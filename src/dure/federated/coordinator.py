@@ -12,7 +12,9 @@ carries the messages:
 
 After `Combine` the driver gives it those updates, one after another in the order of the tickets, by `fold`, and calls
 `finish`, which makes the new global model. So a mean needs the memory of one model, however many clients there are, and
-the model depends on what clients sent and not on who was faster: tickets are in order of client.
+the model depends on what clients sent and not on who was faster: tickets are in order of client. Until `finish` the
+updates are still the driver's: a state taken between two `fold`s is that before the first, and who goes on from it gives
+all of `combining` again.
 
 When it asks whom and when it combines is its pacing's to say (`dure.federated.pacing`); what it makes of updates is
 the model's and the algorithm's. `state` and `restore` at any point go on with the same bits.
@@ -62,7 +64,7 @@ class Result(NamedTuple):
 
 
 class Open(NamedTuple):
-    """A ticket whose update has not been folded, and whether it has arrived."""
+    """A ticket of which no model has been made yet, and whether its update has arrived."""
 
     assignment: Assignment
     reported: bool = False
@@ -96,6 +98,7 @@ class Coordinator:
     _answers: dict[int, int] = field(default_factory=dict)
     _news: list[int] = field(default_factory=list)
     _combining: list[int] = field(default_factory=list)
+    _awaited: set[int] = field(default_factory=set)
     _probes: int = 0
     _found: tuple[int, int, int] = (-1, 0, 0)
     _order: Candidates | None = None
@@ -180,10 +183,21 @@ class Coordinator:
 
     # The new model
 
+    @property
+    def combining(self) -> list[int]:
+        """The tickets that the last `Combine` named, until `finish`; a restored driver folds their updates anew."""
+        return list(self._combining)
+
     def fold(self, update: Update, finite: bool = False) -> None:
         """Takes the next update of those that `Combine` named. One that cannot be right is left out, with its reason
-        in the result. finite: the driver knows that all its numbers are."""
-        known = self.open.pop(update.ticket).assignment
+        in the result. finite: the driver knows that all its numbers are.
+
+        Raises ValueError for an update that `Combine` has not named, or that was given already.
+        """
+        if update.ticket not in self._awaited:
+            raise ValueError(f"nobody waits for the update with ticket {update.ticket}, or it was folded already")
+        self._awaited.remove(update.ticket)
+        known = self.open[update.ticket].assignment
         reason = unfit(update, known, finite, self.model.aggregator.collects)
         if reason is not None:
             self._refused[update.ticket] = reason
@@ -211,7 +225,10 @@ class Coordinator:
         clients, staleness = [one[0] for one in self._folded], [one[3] for one in self._folded]
         result = Result(loss, samples, clients, staleness, self._refused)
         self._vain = 0 if self._folded else self._vain + bool(self._refused)
-        self._folded, self._refused, self._combining, self._news = [], {}, [], []
+        for ticket in self._combining:
+            del self.open[ticket]
+        self._combining, self._news = [], []
+        self._begin_anew()
         self._attempt, self._probes = 0, 0
         if isinstance(self.pacing, Rounds):
             self._close("the round is over")
@@ -222,6 +239,11 @@ class Coordinator:
             reason = next(iter(result.refused.values()))
             raise TooFewClientsError(f"in {VAIN} rounds in a row every update was refused: {reason}")
         return result
+
+    def _begin_anew(self) -> None:
+        """Forgets what was folded: all that is combined is waited for."""
+        self._awaited, self._folded, self._refused = set(self._combining), [], {}
+        self.model.forget()
 
     # Asking
 
@@ -337,6 +359,7 @@ class Coordinator:
         reported = [ticket for ticket, one in self.open.items() if one.reported][:most]
         self._reports -= len(reported)
         self._combining = sorted(reported, key=lambda ticket: (self.open[ticket].assignment.client, ticket))
+        self._awaited = set(self._combining)
         if not self.pacing.synchronous:
             self._asked -= len(reported)
         return [Combine(list(self._combining))]
@@ -416,7 +439,7 @@ class Coordinator:
         return back
 
     def state(self) -> dict[str, Any]:
-        """Everything, as a tree for checkpoints. Models that clients hold are written once each."""
+        """Everything but what was folded, as a tree for checkpoints. Models that clients hold are written once each."""
         handed_out = [(one.assignment, one.reported) for one in self.open.values()]
         models = {one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one, _ in handed_out}
         return {
@@ -457,3 +480,4 @@ class Coordinator:
         self._asked, self._reports, self._probes = rest
         self._answered, self._answers = set(state["answered"]), dict(state["answers"])
         self.began, self._combining, self._order = state["began"], list(state["combining"]), None
+        self._begin_anew()
