@@ -12,10 +12,11 @@ import dure
 from dure.fleet.permutation import Permutation
 from dure.randomness import derive
 from dure.strategy import seeded_model
-from small import largest_difference, small_task
+from small import examples, largest_difference, same_bits, small_task
 
 TOLERANCE = 1e-12
 SKEWED = dure.QuantitySkew(0.5)
+ENGINE = pytest.mark.parametrize("engine", ["loop", "batched"])
 
 
 def train(strategy: Any, rounds: int = 4, task: dure.Task | None = None, **world: Any) -> dure.Run:
@@ -41,6 +42,30 @@ def alone(batch_size: int | None, stop: dure.Stop) -> dure.Run:
 def test_fed_avg_is_what_others_are_without_what_is_theirs(strategy: Any) -> None:
     plain = dure.FedAvg(clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED)
     assert largest_difference(train(plain), train(strategy)) < TOLERANCE
+
+
+@ENGINE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_epochs": 2, "batch_size": 4},
+        {"batch_size": None},
+        {"batch_size": None, "local_steps": 3, "selection": "weighted"},
+        {"batch_size": 5, "aggregate": "median", "held_out": 0.2},
+    ],
+    ids=["batches", "one step", "by size", "median"],
+)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_without_a_pull_fed_prox_has_the_bits_of_fed_avg(engine: str, options: dict[str, Any], momentum: float) -> None:
+    task = small_task(optimizer=partial(torch.optim.SGD, lr=0.2, momentum=momentum, weight_decay=0.01))
+    shared: dict[str, Any] = {"clients": 5, "fraction": 0.6, "partition": SKEWED, **options}
+    plain, proximal = (
+        train(strategy, task=task, engine=engine, devices="lognormal:1")
+        for strategy in (dure.FedAvg(**shared), dure.FedProx(mu=0.0, **shared))
+    )
+    assert same_bits(plain, proximal)
+    assert [step.loss for step in plain.history.steps] == [step.loss for step in proximal.history.steps]
+    assert plain.summary["bytes_sent"] == proximal.summary["bytes_sent"]
 
 
 def test_scaffold_with_controls_of_zero_is_fed_avg() -> None:
@@ -119,12 +144,18 @@ def test_fed_async_takes_the_whole_model_or_nothing(alpha: float) -> None:
     assert max(float((one - other).detach().abs().max()) for one, other in pairs) < TOLERANCE
 
 
-def test_a_strong_pull_holds_clients_where_they_are() -> None:
-    task = small_task(lr=1e-9)
-    held = train(dure.FedProx(clients=3, batch_size=4, mu=1e6, local_epochs=3), task=task)
-    free = train(dure.FedProx(clients=3, batch_size=4, mu=0.0, local_epochs=3), task=task)
-    start = dure.train(task, dure.FedAvg(clients=3, server_lr=1e-300), stop=dure.Stop(rounds=1), seed=3)
-    assert largest_difference(held, start) < largest_difference(free, start)
+OWNERS: dict[str, Any] = {"clients": None, "partition": "natural-key", "batch_size": None, "local_steps": 3}
+
+
+@ENGINE
+@pytest.mark.parametrize("strategy", [dure.FedAvg, dure.FedProx, dure.Scaffold])
+def test_clients_with_the_same_data_are_together_what_each_is_alone(strategy: Any, engine: str) -> None:
+    one = examples(13)
+    keys = [name for name in "abcd" for _ in range(13)]
+    four = dure.Examples(one.inputs.repeat(4, 1), one.targets.repeat(4), keys=keys)
+    together = train(strategy(**OWNERS), task=small_task(train=four), engine=engine)
+    alone = train(strategy(clients=1, batch_size=None, local_steps=3), task=small_task(train=one), engine=engine)
+    assert largest_difference(together, alone) < TOLERANCE
 
 
 def test_slow_devices_change_nothing_where_everybody_is_waited_for() -> None:

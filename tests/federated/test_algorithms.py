@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,18 @@ from dure.federated.fed_async import staleness_weight
 from dure.federated.fed_per import PersonalLayers
 from dure.federated.federated import Federated, FederatedLearner
 from dure.federated.messages import Update
+from dure.federated.sampling import Weighted
 from dure.federated.server_optimizer import ServerOptimizer
 from dure.flat import FlatParameters
 from dure.strategy import Place, seeded_model
 from small import examples, largest_difference, network, same_bits, small_task
 
+ENGINE = pytest.mark.parametrize("engine", ["loop", "batched"])
+
 
 def train(strategy: Federated, rounds: int = 3, task: dure.Task | None = None, **world: Any) -> dure.Run:
-    return dure.train(task or small_task(), strategy, dure.Simulated(engine="loop", **world), dure.Stop(rounds=rounds))
+    conditions = dure.Simulated(**{"engine": "loop", **world})
+    return dure.train(task or small_task(), strategy, conditions, dure.Stop(rounds=rounds))
 
 
 def learner(strategy: Federated, rounds: int, task: dure.Task | None = None, **world: Any) -> FederatedLearner:
@@ -45,8 +50,56 @@ def learner(strategy: Federated, rounds: int, task: dure.Task | None = None, **w
             one.advance(0)
         kept.append(one)
 
-    dure.Simulated(engine="loop", **world).run(program, lambda event: None)
+    dure.Simulated(**{"engine": "loop", **world}).run(program, lambda event: None)
     return kept[0]
+
+
+def by_hand(
+    task: dure.Task, indices: Tensor, start: Tensor, steps: int, mu: float, lr: float, momentum: float, decay: float
+) -> Tensor:
+    """A client's model, in one vector, after steps of SGD over all its data with the proximal term."""
+    inputs, targets = task.train.batch(indices)
+    model = task.model()
+    w, velocity = start, torch.zeros_like(start)
+    for _ in range(steps):
+        nn.utils.vector_to_parameters(w, model.parameters())
+        gradients = torch.autograd.grad(F.cross_entropy(model(inputs), targets), list(model.parameters()))
+        gradient = nn.utils.parameters_to_vector(gradients) + mu * (w - start) + decay * w
+        velocity = momentum * velocity + gradient
+        w = w - lr * velocity
+    return w
+
+
+# All of them
+
+
+def held_by(names: list[str]) -> dure.Task:
+    """Examples in four unequal portions, the k-th of which client names[k] has."""
+    data = examples(41)
+    portions = torch.arange(4).repeat_interleave(torch.tensor([3, 8, 12, 18])).tolist()
+    return small_task(train=dure.Examples(data.inputs, data.targets, keys=[names[portion] for portion in portions]))
+
+
+OWNERS: dict[str, Any] = {"clients": None, "partition": "natural-key", "batch_size": None, "local_steps": 3}
+
+
+@ENGINE
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dure.FedAvg(**OWNERS),
+        dure.FedAvg(aggregate="median", **OWNERS),
+        dure.FedProx(mu=0.3, equal_weights=True, **OWNERS),
+        dure.FedAdam(server_lr=0.05, **OWNERS),
+        dure.Scaffold(**OWNERS),
+    ],
+    ids=lambda strategy: f"{strategy.name} {strategy.aggregate}",
+)
+@settings(max_examples=5)
+@given(st.permutations(["a", "b", "c", "d"]))
+def test_it_does_not_matter_which_client_has_which_data(strategy: Any, engine: str, names: list[str]) -> None:
+    before, after = (train(strategy, task=held_by(owners), engine=engine) for owners in (list("abcd"), names))
+    assert largest_difference(before, after) < 1e-12
 
 
 # SCAFFOLD
@@ -180,6 +233,90 @@ def test_many_proximal_steps_on_a_quadratic_find_its_closed_form(mu: float, curv
     assert float(run.model.at.detach()) == pytest.approx(curvature * minimum / (curvature + mu), abs=1e-9)
 
 
+@ENGINE
+@settings(max_examples=10)
+@given(st.floats(0, 2), st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([0.0, 0.9]))
+def test_the_proximal_gradient_is_beside_weight_decay_and_under_momentum(
+    engine: str, mu: float, decay: float, momentum: float
+) -> None:
+    task = small_task(optimizer=partial(torch.optim.SGD, lr=0.2, momentum=momentum, weight_decay=decay))
+    expected = nn.utils.parameters_to_vector(seeded_model(task, 0).parameters()).detach()
+    for _ in range(2):  # what a client is held near moves on with the rounds, and its momentum begins anew
+        expected = by_hand(task, torch.arange(len(task.train)), expected, 2, mu, 0.2, momentum, decay)
+    strategy = dure.FedProx(clients=1, local_steps=2, batch_size=None, mu=mu)
+    run = train(strategy, 2, task, engine=engine)
+    assert torch.allclose(nn.utils.parameters_to_vector(run.model.parameters()), expected, rtol=0, atol=1e-12)
+
+
+UNEQUAL: dict[str, Any] = {"clients": 5, "partition": "quantity-skew:0.5", "batch_size": None}
+
+
+@ENGINE
+@pytest.mark.parametrize("steps", [1, 3])
+def test_chosen_by_their_sizes_clients_count_alike(engine: str, steps: int) -> None:
+    strategy = dure.FedProx(
+        fraction=0.6, selection="weighted", equal_weights=True, mu=0.3, local_steps=steps, **UNEQUAL
+    )
+    one = learner(strategy, 0, engine=engine)
+    for number in range(3):
+        before = one.coordinator.model.weights[0].clone()
+        turns = dict(one.log.turns)
+        one.advance(0)
+        asked = [client for client, count in one.log.turns.items() if count > turns.get(client, 0)]
+        order = Weighted().order(0, number, 0, one.clients.sizes)
+        assert set(asked) == {order(0), order(1), order(2)}
+        parts = [one.clients.parts[client] for client in asked]
+        models = torch.stack([by_hand(one.task, part, before, steps, 0.3, 0.3, 0.0, 0.0) for part in parts])
+        after = one.coordinator.model.weights[0]
+        assert float((after - models.mean(0)).abs().max()) < 1e-12
+        weights = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+        assert float((after - weights @ models / weights.sum()).abs().max()) > 1e-4, "by examples it is another model"
+
+
+def test_in_a_run_clients_take_part_as_often_as_they_have_examples() -> None:
+    strategy = dure.FedProx(fraction=0.2, selection="weighted", equal_weights=True, local_steps=1, **UNEQUAL)
+    one, rounds = learner(strategy, 300), 300
+    assert max(one.clients.sizes) > 3 * min(one.clients.sizes)
+    for client, size in enumerate(one.clients.sizes):
+        p = size / sum(one.clients.sizes)
+        assert abs(one.log.turns[client] - rounds * p) < 4 * math.sqrt(rounds * p * (1 - p))
+
+
+def straight() -> nn.Module:
+    """A layer whose gradients by cross-entropy are at most the largest input, and 1 for a bias: those of logits are
+    probabilities less ones or zeros."""
+    return nn.Linear(6, 3).double()
+
+
+def moved(mu: float, lr: float, engine: str, rounds: int = 1) -> float:
+    """How far the model is from where it began, in the coordinate that moved farthest."""
+    task = small_task(model=straight, lr=lr)
+    strategy = dure.FedProx(clients=3, batch_size=4, local_epochs=3, mu=mu, partition="quantity-skew:0.5")
+    run = train(strategy, rounds, task, engine=engine)
+    pairs = zip(run.model.parameters(), seeded_model(task, 0).parameters(), strict=True)
+    return max(float((one - other).detach().abs().max()) for one, other in pairs)
+
+
+LARGEST = max(1.0, float(small_task().train.inputs.abs().max()))
+
+
+@ENGINE
+@settings(max_examples=10)
+@given(st.floats(0, 6), st.floats(0.05, 1), st.integers(1, 2))
+def test_a_pull_of_mu_lets_a_round_go_no_farther_than_a_gradient_over_mu(
+    engine: str, power: float, share: float, rounds: int
+) -> None:
+    """w - w_t becomes (1 - lr·mu)·(w - w_t) - lr·g: with lr·mu <= 1 it never exceeds |g|/mu."""
+    mu = 10**power
+    assert moved(mu, share / mu, engine, rounds) <= rounds * LARGEST / mu + 1e-14
+
+
+@ENGINE
+def test_ten_times_the_pull_is_a_tenth_of_the_way(engine: str) -> None:
+    ways = [moved(mu, 1 / mu, engine) for mu in (1e3, 1e4, 1e5, 1e6)]
+    assert [one / other for one, other in pairwise(ways)] == pytest.approx([10] * 3, rel=1e-2)
+
+
 # Server optimizers
 
 
@@ -300,6 +437,50 @@ def test_a_client_that_is_handed_a_model_again_goes_on_with_its_next_batches(
     pairs = [(update.client, update.round) for update in arrived]
     assert len(set(pairs)) < len(pairs), "no client was handed the same model twice"
     assert len({update.delta[0].numpy().tobytes() for update in arrived}) == len(arrived)
+
+
+# Byzantine gradient descent
+
+
+def under_attack(strategy: Federated, attack: str | None) -> tuple[dure.Run, dict[str, Any]]:
+    """Thirty rounds of twenty clients, of whom four lie, others in every round; the last evaluation."""
+    lies = {"attack": attack, "attackers": 4, "attackers_change": True} if attack is not None else {}
+    task = dure.load_task("digits", model="logistic", lr=2.0)
+    world = dure.Simulated(engine="batched", **lies)  # type: ignore[arg-type]
+    run = dure.train(task, strategy, world, dure.Stop(rounds=30), evaluate_every=30)
+    return run, run.history.evaluations[-1].metrics
+
+
+@pytest.mark.parametrize("attack", ["sign-flip:10", "gaussian:200"])
+def test_liars_who_change_every_round_destroy_the_mean_and_not_the_median_of_means(attack: str) -> None:
+    strategy = dure.ByzantineGD(clients=20, groups=10)
+    (_, clean), (run, attacked) = under_attack(strategy, None), under_attack(strategy, attack)
+    lies = [(number, client) for number, client, lie, *_ in run.summary["facts"][0]["updates"] if lie]
+    assert len(lies) == 4 * 30
+    assert len({client for _, client in lies}) > 15
+    assert clean["test_accuracy"] > 0.9
+    assert attacked["test_accuracy"] > clean["test_accuracy"] - 0.02
+    assert attacked["test_loss"] < 1.5 * clean["test_loss"]
+    _, mean = under_attack(dure.FedSGD(clients=20), attack)
+    assert not (mean["test_accuracy"] or 0) > 0.5
+
+
+def test_a_little_is_sent_by_all_liars_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[Update] = []
+    fold = Coordinator.fold
+    monkeypatch.setattr(Coordinator, "fold", lambda self, update, finite: arrived.append(update) or fold(self, update))
+    strategy = dure.FedAvg(clients=7, batch_size=4)
+    learner(strategy, 1)
+    computed = {update.client: update.delta[0] for update in arrived}
+    arrived.clear()
+    liars = set(learner(strategy, 1, attack="alie:1.5", attackers=3).clients.liars(0))
+    honest = torch.stack([computed[client] for client in range(7) if client not in liars])
+    assert len(arrived) == 7
+    assert len(honest) == 4
+    lie = honest.mean(0) - 1.5 * honest.std(0, correction=1)
+    for update in arrived:
+        expected = lie if update.client in liars else computed[update.client]
+        assert torch.allclose(update.delta[0], expected, rtol=0, atol=1e-14), update.client
 
 
 # Personalisation

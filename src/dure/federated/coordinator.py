@@ -13,8 +13,8 @@ carries the messages:
 After `Combine` the driver gives it those updates, one after another in the order of the tickets, by `fold`, and calls
 `finish`, which makes the new global model. So a mean needs the memory of one model, however many clients there are, and
 the model depends on what clients sent and not on who was faster: tickets are in order of client. Until `finish` the
-updates are still the driver's: a state taken between two `fold`s is that before the first, and who goes on from it gives
-all of `combining` again.
+updates are still the driver's: a state taken between two `fold`s is that before the first, and who goes on from it
+gives all of `combining` again.
 
 When it asks whom and when it combines is its pacing's to say (`dure.federated.pacing`); what it makes of updates is
 the model's and the algorithm's. `state` and `restore` at any point go on with the same bits.

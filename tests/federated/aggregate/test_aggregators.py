@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import chain
 
 import pytest
@@ -45,6 +46,7 @@ SYMMETRIC = [
     Mixing(F, Median()),
     Mixing(F, Krum(F)),
 ]
+FOLDING = [Mean()]
 DRAWING = [GeometricMedianOfMeans(5), Bucketing(2, Krum(1)), Bucketing(2, Median())]
 NOT_EQUIVARIANT = [clip(2.0, Krum(F)), clip(2.0, GeometricMedian())]
 M = 11
@@ -55,7 +57,7 @@ def all_of(*lists):
     return pytest.mark.parametrize("rule", list(chain(*lists)), ids=str)
 
 
-@all_of(SYMMETRIC, NOT_EQUIVARIANT)
+@all_of(SYMMETRIC, FOLDING, NOT_EQUIVARIANT, [clip(2.0, Mean())])
 @settings(max_examples=25)
 @given(DIMENSIONS, SEEDS, st.sampled_from([normal, tied]), st.permutations(range(M)))
 def test_the_order_of_updates_does_not_matter(rule, d, seed, matrix, permutation):
@@ -63,7 +65,7 @@ def test_the_order_of_updates_does_not_matter(rule, d, seed, matrix, permutation
     close(combine(rule, values[list(permutation)]), combine(rule, values), 1e-6)
 
 
-@all_of(SYMMETRIC, DRAWING)
+@all_of(SYMMETRIC, FOLDING, DRAWING)
 @settings(max_examples=25)
 @given(DIMENSIONS, SEEDS, st.floats(-100, 100))
 def test_updates_that_are_moved_move_the_result(rule, d, seed, size):
@@ -71,7 +73,7 @@ def test_updates_that_are_moved_move_the_result(rule, d, seed, size):
     close(combine(rule, values + move), combine(rule, values) + move, 1e-7)
 
 
-@all_of(SYMMETRIC, DRAWING)
+@all_of(SYMMETRIC, FOLDING, DRAWING)
 @settings(max_examples=25)
 @given(DIMENSIONS, SEEDS, st.integers(-60, 60))
 def test_updates_that_are_scaled_scale_the_result(rule, d, seed, power):
@@ -80,12 +82,22 @@ def test_updates_that_are_scaled_scale_the_result(rule, d, seed, power):
     close(combine(scaled, scale * values) / scale, combine(rule, values), 1e-7)
 
 
-@all_of(SYMMETRIC, DRAWING)
+@all_of(SYMMETRIC, FOLDING, DRAWING)
 @settings(max_examples=25)
 @given(DIMENSIONS, SEEDS)
 def test_equal_updates_give_that_update(rule, d, seed):
     value = normal(1, d, seed)
     close(combine(rule, value.expand(M, d)), value[0], 1e-14)
+
+
+@given(DIMENSIONS, SEEDS, st.lists(st.integers(1, 10**6), min_size=1, max_size=M), st.randoms(use_true_random=False))
+def test_the_mean_hangs_on_who_weighs_what_and_not_on_the_order(
+    d: int, seed: int, weights: list[int], draws: random.Random
+) -> None:
+    values, order = normal(len(weights), d, seed), list(range(len(weights)))
+    draws.shuffle(order)
+    close(combine(Mean(), values[order], [weights[k] for k in order]), combine(Mean(), values, weights), 1e-13)
+    close(combine(Mean(), values[:1].expand_as(values), weights), values[0], 1e-13)
 
 
 @all_of(SYMMETRIC, DRAWING, NOT_EQUIVARIANT)
@@ -139,7 +151,7 @@ def test_the_result_has_the_shapes_and_dtypes_of_an_update_and_the_updates_are_l
 @given(st.integers(1, 9), DIMENSIONS, SEEDS)
 def test_what_leaves_nobody_out_is_the_mean(m, d, seed):
     values = normal(m, d, seed)
-    rules = [TrimmedMean(0), GeometricMedianOfMeans(1), Mixing(0), Bucketing(m), CentredClipping(1e6)]
+    rules = [Mean(), TrimmedMean(0), GeometricMedianOfMeans(1), Mixing(0), Bucketing(m), CentredClipping(1e6)]
     for rule in rules + ([Krum(0, m), Bulyan(0)] if m >= 3 else []):
         close(combine(rule, values), values.mean(0))
 

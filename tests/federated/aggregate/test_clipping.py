@@ -8,16 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, rows, update, vector
+from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, rows, vector
 
 from dure.federated.aggregate import CentredClipping, Clipped, ClippedRows, Krum, Mean, Median, clip
-
-
-def folded(aggregator, matrix, weights):
-    total = aggregator.zero(update(matrix[0]))
-    for row, weight in zip(matrix, weights, strict=True):
-        total = aggregator.fold(total, update(row), weight)
-    return vector(aggregator.finish(total))
 
 
 def shortened(values: torch.Tensor, norm: float) -> torch.Tensor:
@@ -28,14 +21,14 @@ def shortened(values: torch.Tensor, norm: float) -> torch.Tensor:
 def test_clipped_updates_are_no_longer_than_the_norm(m, d, seed, norm):
     values, weights = normal(m, d, seed), [float(k + 1) for k in range(m)]
     expected = torch.tensor(weights, dtype=torch.float64) @ shortened(values, norm) / sum(weights)
-    close(folded(clip(norm, Mean()), values, weights), expected)
+    close(combine(clip(norm, Mean()), values, weights), expected)
     close(combine(clip(norm, Median()), values), combine(Median(), shortened(values, norm)))
 
 
 def test_zero_is_clipped_to_zero():
     zeros = torch.zeros(3, 4, dtype=torch.float64)
     assert torch.equal(combine(clip(1, Median()), zeros), zeros[0])
-    assert torch.equal(folded(clip(1, Mean()), zeros, [1, 1, 1]), zeros[0])
+    assert torch.equal(combine(clip(1, Mean()), zeros, [1, 1, 1]), zeros[0])
 
 
 def test_clipping_folds_around_what_folds_and_collects_around_what_collects():
@@ -53,8 +46,8 @@ def test_a_clipped_mean_leaves_out_what_is_not_finite(broken):
     values = normal(4, 6, 0)
     values[2, 5] = broken
     kept = [0, 1, 3]
-    expected = folded(Clipped(2.0), values[kept], [1.0, 2.0, 4.0])
-    assert torch.equal(folded(Clipped(2.0), values, [1.0, 2.0, 3.0, 4.0]), expected)
+    expected = combine(Clipped(2.0), values[kept], [1.0, 2.0, 4.0])
+    assert torch.equal(combine(Clipped(2.0), values, [1.0, 2.0, 3.0, 4.0]), expected)
 
 
 def test_a_float32_update_of_1e38_is_clipped_and_not_lost():

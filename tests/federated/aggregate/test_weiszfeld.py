@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import chain, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, rows, tied, update
 
@@ -15,6 +16,7 @@ from dure.federated.aggregate import RFA, GeometricMedian, GeometricMedianOfMean
 from dure.federated.aggregate.weiszfeld import coordinates, descent
 from dure.federated.turn import Turn
 
+Matrix = Callable[[int, int, int], torch.Tensor]
 POINTS = st.integers(1, 12)
 
 
@@ -46,6 +48,32 @@ def test_its_objective_is_no_worse_than_anywhere_else(m, d, seed, matrix):
     nearby = result + 1e-4 * normal(5, d, seed + 1)
     for other in (*values, values.mean(0), values.median(0).values, torch.zeros(d), *nearby):
         assert found <= objective(values, other) * (1 + 1e-10)
+
+
+def no_less_than(values: torch.Tensor, z: torch.Tensor) -> float:
+    """A bound that the objective is nowhere below: (sum of u_i·x_i) for any u_i no longer than 1 that sum to 0.
+
+    They are chosen to make it high: as unit vectors from z to the points, and at z so that they sum to 0.
+    """
+    towards = values - z
+    distances = towards.norm(dim=1, keepdim=True)
+    here = distances <= 1e-13 * (1 + values.norm(dim=1).max())
+    u = torch.where(here, 0.0, towards / torch.where(here, 1.0, distances))
+    balance = -u.sum(0) / max(int(here.sum()), 1)
+    u = torch.where(here, balance / max(float(balance.norm()), 1.0), u)
+    u = u - u.mean(0)
+    u = u / max(float(u.norm(dim=1).max()), 1.0)
+    return float((u * towards).sum())
+
+
+@given(POINTS, DIMENSIONS, SEEDS, st.sampled_from([normal, tied]))
+def test_its_objective_is_the_least_to_a_relative_accuracy_of_1e_12(m: int, d: int, seed: int, matrix: Matrix) -> None:
+    """But where the others pull at an update by barely more than it withstands: it only creeps away from there."""
+    values = matrix(m, d, seed)
+    assume(not any(1e-9 < excess(values, value) < 5e-3 for value in values))
+    result = combine(GeometricMedian(), values)
+    found = objective(values, result)
+    assert found - no_less_than(values, result) <= 1e-12 * found + 1e-15 * m
 
 
 @given(POINTS, DIMENSIONS, SEEDS, st.sampled_from([0.0, 0.3]))
@@ -165,6 +193,48 @@ def test_ten_groups_of_twenty_withstand_four_liars_each_in_a_group_of_its_own_an
         values[group[0]] = 1e6
     error = float(combine(rule, values).norm())
     assert error < 2 * math.sqrt(30) if holds else error > 1e4
+
+
+def of_liars(liars: list[int], seed: int) -> tuple[float, float, int]:
+    """Of twenty updates in ten groups of turn `seed` the liars' are far out: (how far the result is from the centre of
+    the honest groups' means, how far it can be, how many groups are spoiled).
+
+    The means are h points no farther than r from their centre. Seen from a distance D > r, each pulls towards it with
+    at least sqrt(1 - (r/D)²), and each of the q other groups away with at most 1: D is at most h·r / sqrt(h² - q²).
+    """
+    values, rule, turn = normal(20, 5, seed), GeometricMedianOfMeans(10), Turn(seed, 0)
+    honest = [group for group in rule.groups(20, turn) if not set(group) & set(liars)]
+    means = torch.stack([values[group].mean(0) for group in honest])
+    values[liars] = 1e6
+    h, q, centre = len(honest), 10 - len(honest), means.mean(0)
+    r = float((means - centre).norm(dim=1).max())
+    return float((combine(rule, values, turn=turn) - centre).norm()), h * r / math.sqrt(h**2 - q**2) if q < h else 0, q
+
+
+def at_random(liars: int, seed: int) -> list[int]:
+    return torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:liars].tolist()
+
+
+def each_in_a_group(liars: int, seed: int) -> list[int]:
+    return [group[0] for group in GeometricMedianOfMeans(10).groups(20, Turn(seed, 0))[:liars]]
+
+
+def test_four_liars_move_it_no_farther_than_the_honest_are_spread_and_at_random_less_than_at_worst() -> None:
+    errors = {at_random: 0.0, each_in_a_group: 0.0}
+    for place in errors:
+        for seed in range(25):
+            error, most, spoiled = of_liars(place(4, seed), seed)
+            assert error <= most
+            assert spoiled == 4 or place is at_random
+            errors[place] += error
+    assert errors[at_random] < errors[each_in_a_group]
+
+
+def test_five_liars_at_random_break_it_exactly_where_each_has_a_group_of_its_own() -> None:
+    outcomes = [of_liars(at_random(5, seed), seed) for seed in range(12)]
+    assert {spoiled for _, _, spoiled in outcomes} >= {4, 5}
+    for error, most, spoiled in outcomes:
+        assert error > 1e4 if spoiled == 5 else error <= most
 
 
 def rfa(values: torch.Tensor, weights: torch.Tensor, nu: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dure.federated.aggregate import Collects, Rows
+from dure.federated.aggregate import Aggregator, Collects, Folds, Rows
 from dure.federated.turn import Turn
 
 TURN = Turn(seed=3, number=5)
@@ -39,7 +39,7 @@ def vector(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def combine(
-    aggregator: Collects,
+    aggregator: Aggregator,
     matrix: Tensor,
     weights: Sequence[float] | None = None,
     state: Tensor | None = None,
@@ -47,6 +47,12 @@ def combine(
     turn: Turn = TURN,
 ) -> Tensor:
     """What the aggregator makes of the rows of a matrix, as one vector."""
+    if isinstance(aggregator, Folds):
+        folded = aggregator.zero(update(matrix[0]))
+        for row, weight in zip(matrix, weights or [1.0] * len(matrix), strict=True):
+            folded = aggregator.fold(folded, update(row), weight)
+        return vector(aggregator.finish(folded))
+    assert isinstance(aggregator, Collects)
     before = None if state is None else update(state)
     return vector(aggregator.combine(rows(matrix, weights, numbers), turn, before)[0])
 

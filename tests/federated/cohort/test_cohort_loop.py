@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from clients_at_work import jobs_of, plain, results, same, vectors, weights_of
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import nn
 
+import dure
 from dure.errors import LossNotFiniteError, WorkerFailedError
 from dure.federated.cohort import loop
 from dure.federated.cohort.loop import LoopEngine
@@ -122,6 +125,20 @@ def test_mu_and_a_correction_are_added_to_every_gradient(small, monkeypatch):
     assert torch.equal(vectors(results(engine(), job(mu=0.5))), plainly)
     two = partial(jobs_of, [9], [2], weights)
     assert not torch.equal(vectors(results(engine(), two(mu=0.5))), vectors(results(engine(), two())))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:3])
+def test_the_same_examples_in_the_same_order_make_the_same_model(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """Three copies of the examples, in batches that are drawn for one client: the bits of one copy."""
+    data = small_task().train
+    copies = dure.Examples(data.inputs.repeat(3, 1), data.targets.repeat(3))
+    jobs = jobs_of([41] * 3, [7] * 3, weights_of(), mu=0.1)
+    alike = [replace(job, client=0) for job in jobs]
+    first, *others = results(engine(train=copies, optimizer=optimizer), alike)
+    assert all(same([first], [other]) for other in others)
+    assert not same([first], results(engine(train=copies, optimizer=optimizer), jobs[1:2]))
 
 
 def noisy() -> nn.Module:

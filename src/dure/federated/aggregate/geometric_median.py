@@ -4,7 +4,8 @@ Withstands any minority of broken updates: an outlier pulls with the same unit f
 (1 - a)·m updates, a < 1/2, lie within r of a point, the median lies within 2(1 - a)/(1 - 2a)·r of it. All updates weigh
 the same, for a broken client would claim a large n_k; `rfa` is the rule with weights.
 
-Right to a relative accuracy of 1e-12 of the objective: `weiszfeld.py` says how. Equivariant to translation and scale.
+Right to a relative accuracy of 1e-12 of the objective, or of 1e-8 where an update is all but the minimum itself and the
+iteration has not got away from it in 10,000 steps: `weiszfeld.py` says how. Equivariant to translation and scale.
 
 Cost: the median of each coordinate and 2·m²·d operations; memory: a block of at least 4·m² numbers, and 2 vectors.
 

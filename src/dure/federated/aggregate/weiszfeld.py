@@ -43,7 +43,7 @@ ACCURACY = 1e-12
 """Relative accuracy of the objective at which the iteration stops."""
 
 STEPS = 10_000
-"""The most steps, for minima next to a point, to which the iteration creeps."""
+"""The most steps, for minima next to a point, to which the iteration creeps: f may be 1e-8 from its least there."""
 
 SAME = 1e-13
 """Points are the same if they are nearer than this, relative to their distance from the centre: QR knows no better."""
