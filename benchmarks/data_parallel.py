@@ -18,9 +18,11 @@ unhidden exchange is saved. Beside it stands what dure's own meter says.
     torch, 25 MB; torch, 1 MB   over gloo; bucket_cap_mb, the default and a better one
     dure                        over dure's backend, buckets chosen by measurement
     dure, ring                  the ring of dure.collectives in place of the backend's own all-reduce
+    dure, ZeRO 2                gradients are scattered behind backward, parameters gathered behind the next forward
 
     python benchmarks/data_parallel.py > benchmarks/results/data_parallel.json
     python benchmarks/data_parallel.py --link 1gbit > benchmarks/results/data_parallel_link.json
+    python benchmarks/data_parallel.py --link 1gbit --batch 32 > benchmarks/results/data_parallel_link_32.json
 
 Progress and a table go to standard error, the result as JSON to standard output. docs/data-parallel.md has the figures.
 """
@@ -49,7 +51,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.models import Transformer
-from dure.parallel import DistributedDataParallel
+from dure.parallel import DistributedDataParallel, ZeroRedundancy
 from dure.strategy import Place
 from dure.worlds.cores import available_cores
 
@@ -96,20 +98,26 @@ SMALL = {"mlp": (partial(mlp, 100), images, 8), "transformer": (partial(transfor
 
 
 class Training:
-    """A model in training, on one rank. parts: how many ranks share the joint batch."""
+    """A model in training, on one rank. parts: how many ranks share the joint batch. zero: a group to divide it over."""
 
-    def __init__(self, model: tuple[Any, Any, int], wrap: Callable[[nn.Module], nn.Module], parts: int) -> None:
+    def __init__(self, model: tuple[Any, Any, int], wrap: Callable[[nn.Module], nn.Module], parts: int, zero: Any) -> None:
         make, data, batch = model
         torch.manual_seed(0)
         self.model = wrap(make())
         inputs, targets = data(batch)
         self.inputs, self.targets = (each.chunk(parts)[dist.get_rank() % parts] for each in (inputs, targets))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.zero = None if zero is None else ZeroRedundancy(self.model, self.optimizer, 2, zero)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(self.inputs), self.targets).backward()
         self.optimizer.step()
+
+    def settle(self) -> None:
+        """Waits for what is still on its way."""
+        if self.zero is not None:
+            self.zero.group.settle()
 
 
 # Who competes.
@@ -126,9 +134,11 @@ def dure_ddp(group: Any, **options: Any) -> Callable[[nn.Module], nn.Module]:
 class Contender:
     """One way to train. alone: rank 0 has the joint batch, with so many threads, and the others wait."""
 
-    def __init__(self, model: Any, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, alone: int = 0) -> None:
+    def __init__(
+        self, model: Any, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, alone: int = 0, zero: Any = None
+    ) -> None:
         self.alone = alone
-        self.training = Training(model, wrap, 1 if alone else dist.get_world_size())
+        self.training = Training(model, wrap, 1 if alone else dist.get_world_size(), zero)
 
     def seconds_per_step(self, steps: int, group: Any) -> float:
         """Of the slowest rank. group: one whose ranks sleep while they wait."""
@@ -137,10 +147,12 @@ class Contender:
         torch.set_num_threads(self.alone or before)
         if takes_part:
             self.training.step()  # what others have pushed out of the caches comes back
+            self.training.settle()
         dist.barrier(group)
         started = time.perf_counter()
         for _ in range(steps if takes_part else 0):
             self.training.step()
+        self.training.settle()
         seconds = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float64)
         torch.set_num_threads(before)
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
@@ -165,6 +177,7 @@ def over_a_link(model: Any, gloo: Any, shared: Any) -> dict[str, Contender]:
         "torch, 1 MB": Contender(model, torch_ddp(gloo, 1)),
         "dure": Contender(model, dure_ddp(shared)),
         "dure, ring": Contender(model, dure_ddp(shared, all_reduce="ring")),
+        "dure, ZeRO 2": Contender(model, zero=shared),
         "dure, unhidden": Contender(model, dure_ddp(shared, overlap="after")),
         "no exchange": Contender(model),
     }
@@ -275,14 +288,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of all contenders; at least 2")
     parser.add_argument("--steps", type=int, default=8, help="of a contender in a round")
     parser.add_argument("--link", metavar="RATE", help="two hosts and a cable of this rate, as 1gbit")
+    parser.add_argument("--batch", type=int, help="the joint batch; by default 112 of the MLP, 16 of the transformer")
     parser.add_argument("--small", action="store_true", help="tiny models, for a first try")
     asked = parser.parse_args()
     known = SMALL if asked.small else MODELS
     names = asked.models or (["transformer"] if asked.link else list(MODELS))
-    models = {name: known[name] for name in names}
+    models = {name: (*known[name][:2], asked.batch or known[name][2]) for name in names}
     world = dure.Processes(2, backend="gloo")
     about: JSON = {"benchmark": "data_parallel", "ranks": 2, "cores": available_cores(), "rounds": asked.rounds}
-    about |= {"steps": asked.steps, "torch": torch.__version__, "link": asked.link}
+    about |= {"steps": asked.steps, "torch": torch.__version__, "link": asked.link, "batch": asked.batch}
     hosts, addresses, cable = (nullcontext(), None, "") if asked.link is None else two_hosts(asked.link)
     try:
         with hosts as pair:

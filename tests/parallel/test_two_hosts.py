@@ -1,4 +1,4 @@
-"""Data parallel between hosts, two all-reduces under way at once: the path of one process, and what is counted."""
+"""Data parallel and ZeRO between hosts, messages under way at once: the path of one process, and what is counted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 
 import cloudpickle
 import loops
+import torch
 import torch.distributed as dist
-from loops import batches, both, network, part, train
+from loops import batches, both, distance, network, part, train, vector
+from torch.nn import functional as F
 
 import dure
 import two_hosts as emulation
 from dure.collectives.group import Group
-from dure.parallel import DistributedDataParallel
+from dure.parallel import DistributedDataParallel, ZeroRedundancy
 from dure.strategy import Place
 from two_hosts import ADDRESSES, TwoHosts
 
@@ -60,6 +62,36 @@ def test_hosts_walk_the_path_of_one_process_with_any_buckets(hosts: TwoHosts) ->
         assert far < 1e-12
         assert bits == other
     assert len({bits for _, bits in first}) == 1, "two numbers have one sum"
+
+
+def test_zero_walks_the_path_of_one_process_too(hosts: TwoHosts) -> None:
+    def body(place: Place) -> list[tuple[float, bool, bytes, list[int]]]:
+        joint, alone, results = batches(5, 8), network(), []
+        train(alone, joint)
+        for stage in (1, 2, 3):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            zero = ZeroRedundancy(model, optimizer, stage, place.group, units=60)
+            sent = []
+            for batch in joint:
+                before = place.group.meter.counters.bytes_sent
+                inputs, targets = part(batch, place)
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+                place.group.settle()
+                sent.append(place.group.meter.counters.bytes_sent - before - zero.bytes_per_step())
+            whole = network()
+            whole.load_state_dict(zero.state_dict(everywhere=True))
+            results.append((distance(whole, alone), zero.wire.planned, vector(whole).numpy().tobytes(), sent[1:]))
+        return results
+
+    first, second = on_two_hosts(hosts, body)
+    assert [row[2] for row in first] == [row[2] for row in second]
+    for far, planned, _, beyond in first:
+        assert far < 1e-12
+        assert planned
+        assert not any(beyond), "bytes beyond the formula"
 
 
 def test_transfers_follow_each_other_and_are_all_told(hosts: TwoHosts) -> None:

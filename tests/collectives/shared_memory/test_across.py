@@ -150,6 +150,40 @@ def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hos
     Stage(hosts, ALONE, "torch").play(body)
 
 
+def test_scatters_and_gathers_may_be_under_way_too(hosts: TwoHosts) -> None:
+    def body(rank: int) -> None:
+        everybodys, ends = [], []
+        for number, (dtype, op) in enumerate(sorted(SENSIBLE, key=str)):
+            n = 500 + 7 * number
+            given = [((torch.arange(2 * n) + r) % 4).to(dtype) for r in range(2)]
+            own, whole = torch.empty(n, dtype=dtype), torch.empty(2 * n, dtype=dtype)
+            whole[rank * n : (rank + 1) * n] = given[rank][:n]
+            begun = world().begin_reduce_scatter(own, given[rank].clone(), op)
+            ends += [begun.end, world().begin_all_gather(whole, whole[rank * n : (rank + 1) * n])]
+            assert begun.is_read()
+            everybodys.append((own, reduced(given, op)[rank * n : (rank + 1) * n]))
+            everybodys.append((whole, torch.cat([each[:n] for each in given])))
+        times = [end() for end in reversed(ends)]  # in any order
+        assert all(0 < moment <= time.perf_counter() for moment in times)
+        for own, expected in everybodys:
+            same_bits(own, expected)
+        start = bytes_over_the_cable()
+        dist.barrier()
+        idle = [now - then for now, then in zip(bytes_over_the_cable(), start, strict=True)]
+        whole, own = torch.ones(S // 4), torch.ones(S // 8)
+        for begin in (
+            lambda: world().begin_reduce_scatter(own, whole).end,
+            lambda: world().begin_all_gather(whole, own),
+        ):
+            dist.barrier()  # what was sent before has left
+            start = bytes_over_the_cable()
+            begin()()
+            for now, then, more in zip(bytes_over_the_cable(), start, idle, strict=True):
+                assert now - then <= 1.05 * S / 2 + 30_000 + 3 * more
+
+    Stage(hosts, ALONE, "torch").play(body)
+
+
 @on_both_layouts
 def test_copies_and_messages_arrive(hosts: TwoHosts, core: Core, layout: Layout) -> None:
     size = len(layout)
@@ -345,12 +379,28 @@ def planned_sums() -> None:
         end()
 
 
-@pytest.mark.parametrize("dies", [True, False], ids=["killed", "hung"])
-def test_who_is_lost_while_planned_sums_are_under_way_is_named(hosts: TwoHosts, tmp_path: Path, dies: bool) -> None:
+def planned_scatters() -> None:
+    for begun in [world().begin_reduce_scatter(torch.ones(500_000), torch.ones(1_000_000)) for _ in range(4)]:
+        begun.end()
+
+
+def planned_gathers() -> None:
+    for end in [world().begin_all_gather(torch.ones(1_000_000), torch.ones(500_000)) for _ in range(4)]:
+        end()
+
+
+@pytest.mark.parametrize(
+    ("calls", "dies"),
+    [(planned_sums, True), (planned_sums, False), (planned_scatters, True), (planned_gathers, True)],
+    ids=["sums, killed", "sums, hung", "scatters, killed", "gathers, killed"],
+)
+def test_who_is_lost_while_planned_calls_are_under_way_is_named(
+    hosts: TwoHosts, tmp_path: Path, calls: Callable[[], None], dies: bool
+) -> None:
     def fate() -> None:
         threading.Timer(0.1, killed).start() if dies else time.sleep(LIMIT + 2)
 
-    told = survivors(Stage(hosts, ALONE, "torch"), tmp_path, 1, fate, planned_sums, 20.0 if dies else LIMIT)
+    told = survivors(Stage(hosts, ALONE, "torch"), tmp_path, 1, fate, calls, 20.0 if dies else LIMIT)
     assert told[0].error.ranks == (1,)
     assert told[0].seconds < LIMIT + 2 + SOON
 

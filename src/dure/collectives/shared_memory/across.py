@@ -10,7 +10,7 @@ The first rank of each host is its leader, and only leaders use the network for 
 With two hosts every byte that has to cross the link crosses it once per direction. What ranks send each other one by
 one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision is summed in float32 and rounded
 once. Before every call the leaders exchange what their ranks have called, so that all ranks see the same mistake; but
-for all-reduces that ranks have agreed on before (`begin_all_reduce`), which have connections of their own.
+for calls that ranks have agreed on before (`begin_all_reduce` and its like), which have connections of their own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.calls import (
     ALL_GATHER,
@@ -43,6 +44,7 @@ from dure.collectives.shared_memory.calls import (
     OPERATIONS,
     PRODUCT,
     REDUCE,
+    REDUCE_SCATTER,
     SUM,
     Call,
     bytes_of,
@@ -76,7 +78,7 @@ def address_towards(store: Store) -> str | None:
 
 
 class UnderWay:
-    """A sum that was begun. finish: waits for it; ended: when it had ended, in seconds of `time.perf_counter`."""
+    """What was begun. finish: waits for it; ended: when it had ended, in seconds of `time.perf_counter`."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self.finish = finish
@@ -145,21 +147,10 @@ class Across:
         if root in (-1, self._rank):
             self._finish(work, op, tensor)
 
-    def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
-        """Where every rank has a host of its own, and knows that all begin this."""
-        self._number += 1
-        doing = str(Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())), f"call {self._number}"
-        work, operation = _workable(tensor, op)
-        sum_of_all = self._planned.allreduce([work], _options(operation))
-
-        def finish() -> None:
-            self._host.doing = doing
-            self._wait(sum_of_all)
-            self._finish(work, op, tensor)
-
-        return UnderWay(sum_of_all, finish)
-
     def _finish(self, total: Tensor, op: int, into: Tensor) -> None:
+        if op == AVG and total.dtype == into.dtype:
+            torch.div(total, self._size, out=into)
+            return
         if op == AVG:
             total.div_(self._size)
         if total is not into:
@@ -220,16 +211,26 @@ class Across:
         here = self._hosts[self._here]
         near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
         self._host.exchange(Call(ALL_GATHER), [mine], near)
-        for index, ranks in enumerate(self._hosts):
-            whole = torch.cat([flat[rank] for rank in ranks])
-            if self._leads:
-                options = dist.BroadcastOptions()
-                options.rootRank = index
-                self._wait(self._leaders.broadcast([whole], options))
+        wholes = [torch.cat([flat[rank] for rank in ranks]) for ranks in self._hosts]
+        if self._leads:
+            self._swap(wholes)
+        for index, (ranks, whole) in enumerate(zip(self._hosts, wholes, strict=True)):
             if index != self._here:
                 self._share(whole, 0)
                 for rank, part in zip(ranks, torch.split(whole, [flat[rank].numel() for rank in ranks]), strict=True):
                     flat[rank].copy_(part)
+
+    def _swap(self, wholes: Sequence[Tensor]) -> None:
+        """On a leader: what each host has, to all others, both ways at once. wholes: a host's bytes each."""
+        mine = wholes[self._here]
+        lengths = [0 if index == self._here else whole.numel() for index, whole in enumerate(wholes)]
+        leaving = torch.cat([mine] * (len(wholes) - 1)) if len(wholes) > 2 else mine
+        given = [0 if index == self._here else mine.numel() for index in range(len(wholes))]
+        arriving = torch.empty(sum(lengths), dtype=torch.uint8)
+        self._between(lambda leaders: leaders.alltoall_base(arriving, leaving, lengths, given, dist.AllToAllOptions()))
+        for whole, part in zip(wholes, torch.split(arriving, lengths), strict=True):
+            if whole is not mine:
+                whole.copy_(part)
 
     def _to_each(self, parts: Sequence[Tensor], pulls: dict[int, Pull], deals: Sequence[Deal]) -> None:
         """From rank to rank; what a rank keeps stays with the caller."""
@@ -254,6 +255,40 @@ class Across:
             self._host.exchange(call, [tensor], {})
         else:
             self._host.exchange(call, [], {place: Pull(0, tensor)})
+
+    # Where every rank has a host of its own, and knows that all begin the same.
+
+    def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
+        work, operation = _workable(tensor, op)
+        call = Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())
+        under_way = self._planned.allreduce([work], _options(operation))
+        return self._begun(call, under_way, lambda: self._finish(work, op, tensor))
+
+    def begin_reduce_scatter(self, source: Tensor, out: Tensor, op: int) -> UnderWay:
+        """source: contiguous, a block a rank."""
+        work, operation = _workable(source.view(-1), op)
+        arriving = torch.empty_like(work)
+        call = Call(REDUCE_SCATTER, NUMBER_OF[out.dtype], op, -1, source.numel())
+        under_way = self._planned.alltoall_base(arriving, work, [], [], dist.AllToAllOptions())
+        blocks = list(arriving.view(self._size, -1))
+        return self._begun(call, under_way, lambda: self._finish(reduced(blocks, operation), op, out.view(-1)))
+
+    def begin_all_gather(self, whole: Tensor, own: Tensor) -> UnderWay:
+        """whole: contiguous, a block a rank; own: contiguous, maybe its place in `whole`."""
+        call = Call(ALL_GATHER, NUMBER_OF[own.dtype], 0, -1, own.numel())
+        gathering = self._planned._allgather_base(bytes_of(whole), bytes_of(own), AllgatherOptions())
+        return self._begun(call, gathering, lambda: None)
+
+    def _begun(self, call: Call, work: Any, then: Callable[[], None]) -> UnderWay:
+        self._number += 1
+        doing = str(call), f"call {self._number}"
+
+        def finish() -> None:
+            self._host.doing = doing
+            self._wait(work)
+            then()
+
+        return UnderWay(work, finish)
 
     # Agreement.
 

@@ -76,9 +76,10 @@ class Options:
 
 
 class Begun(NamedTuple):
-    """A call under way. end: waits until the result is there; is_read: whether the source may be written to again."""
+    """A call under way. end: waits until the result is there, and tells since when, in seconds of `time.perf_counter`;
+    is_read: whether the source may be written to again."""
 
-    end: Callable[[], None]
+    end: Callable[[], float]
     is_read: Callable[[], bool]
 
 
@@ -176,22 +177,32 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
         """`all_reduce`, where all ranks know that all of them begin it, for as many elements, as by a plan.
 
-        What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`. Between hosts
-        of one rank each the next one may be begun before, and nobody asks the others first, which takes longer than a
-        short sum: ranks that begin different things there wait until the group's time-out is over. Elsewhere it is
-        done at once, and checked.
+        What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`. Where ranks are
+        `apart` the next one may be begun before, and nobody asks the others first, which takes longer than a short
+        sum: ranks that begin different things there wait until the group's time-out is over. Elsewhere it is done at
+        once, and checked.
         """
         across, tensor = self._across, reducible(tensor, op)
-        if across is None or len(self.hosts) < self._size or not tensor.is_contiguous():
+        if across is None or not self.apart or not tensor.is_contiguous():
             self.all_reduce(tensor, op)
             ended = time.perf_counter()
             return lambda: ended
-        under_way: list[UnderWay] = []
-        self._line.now(self._telling(lambda: under_way.append(across.begin_all_reduce(tensor, op))))
+        return self._begin(lambda: across.begin_all_reduce(tensor, op))
+
+    @property
+    def apart(self) -> bool:
+        """Whether every rank has a host of its own, so that what all begin by a plan is begun at once."""
+        return self._across is not None and len(self.hosts) == self._size
+
+    def _begin(self, call: Callable[[], UnderWay]) -> Callable[[], float]:
+        """Begins what is planned; what is returned waits for its end, and tells when that was."""
+        begun: list[UnderWay] = []
+        self._line.now(self._telling(lambda: begun.append(call())))
+        (under_way,) = begun
 
         def end() -> float:
-            self._line.now(self._telling(under_way[0].finish))
-            return under_way[0].ended or time.perf_counter()  # it may not have been noted yet
+            self._line.now(self._telling(under_way.finish))
+            return under_way.ended or time.perf_counter()  # it may not have been noted yet
 
         return end
 
@@ -268,17 +279,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM) -> Begun:
         """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between, nothing is copied.
 
-        output, source: contiguous. Where ranks share memory by the C core; elsewhere it is done at once. A source that
-        is not in shared memory (`empty_shared`) is copied there first. Any other call ends those that are under way.
+        output, source: contiguous. Where ranks share memory by the C core a source that is not in shared memory
+        (`empty_shared`) is copied there first, and any other call ends those that are under way. Where ranks are
+        `apart`, all must know that all begin it, as with `begin_all_reduce`. Elsewhere it is done at once.
         """
         check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
         if not (output.is_contiguous() and source.is_contiguous()):
             raise ValueError("begin_reduce_scatter takes contiguous tensors: call contiguous() first")
+        across = self._across
+        if across is not None and self.apart and source.numel():
+            return Begun(self._begin(lambda: across.begin_reduce_scatter(source, output, op)), lambda: True)
         if not self.split_phase or not source.numel():
             blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
             self._line.now(self._telling(lambda: self._reduce_blocks(output, blocks, op)))
-            return Begun(lambda: None, lambda: True)
+            ended = time.perf_counter()
+            return Begun(lambda: ended, lambda: True)
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             source = empty_shared(source.shape, dtype=source.dtype).copy_(source)
         begun: list[int] = []
@@ -287,9 +303,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         while lent and host.is_read(lent[0][0]):
             lent.popleft()
         lent.append((number, source, output))
-        return Begun(
-            lambda: self._promptly(lambda: host.end_call(number)), lambda: self._closed or host.is_read(number)
-        )
+
+        def end() -> float:
+            self._promptly(lambda: host.end_call(number))
+            return time.perf_counter()
+
+        return Begun(end, lambda: self._closed or host.is_read(number))
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
@@ -395,6 +414,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 copy_back([dense], [output])
 
         return self._issue(run, opts, outputs)
+
+    def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
+        """`all_gather_single`, begun on all ranks and ended by what is returned, which tells when it had ended.
+
+        output, source: contiguous; the source may be its place in the output. Where ranks are `apart`, all must know
+        that all begin it, as with `begin_all_reduce`; elsewhere it is done at once.
+        """
+        check_tensor(output)
+        check_tensor(source)
+        check_gathered(output, source, self._size)
+        if not (output.is_contiguous() and source.is_contiguous()):
+            raise ValueError("begin_all_gather takes contiguous tensors: call contiguous() first")
+        across = self._across
+        if across is not None and self.apart and source.numel():
+            return self._begin(lambda: across.begin_all_gather(output, source))
+        blocks = list(output.view(-1).chunk(self._size)) if output.numel() else [source] * self._size
+        self._line.now(self._telling(lambda: self._gather_all(blocks, source)))
+        ended = time.perf_counter()
+        return lambda: ended
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -6,11 +6,12 @@ gradients would be 0, and clipping to it would do nothing, silently.
 An `Away` parameter has no elements either, between two gatherings. It keeps its shape, dtype and identity, so that a
 model can be counted, printed and walked through; memory it has none. Whoever computes with it asks for it: inside the
 model's forward pass its unit is gathered on the spot, which serves modules that use parameters of others; anywhere
-else that is an error that says what to do.
+else that is an error that says what to do. In stages 1 and 2, on its way behind an update, it is waited for.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,10 @@ class Away(Divided):
                 parameter.__dict__["_fetch"](parameter)
         with _bare():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.__dict__["_fetch"](self)  # from here on it is of its own class
+        return copy.deepcopy(self, memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _bare():

@@ -21,6 +21,7 @@ from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.divisible import check_element_wise
 from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero import checkpoint
+from dure.parallel.zero.arriving import Arriving
 from dure.parallel.zero.away import watch_gradient
 from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
 from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
@@ -58,8 +59,9 @@ class ZeroRedundancy:
         reduce: what becomes of the ranks' gradients: their mean, or their sum.
         precision: "bf16" computes and sends in bfloat16, and updates parameters in their own dtype.
         units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None chooses.
-        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. None takes
-            one, but none where the ranks of one host keep all of its cores busy: it would take their time.
+        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. Above 0
+            stages 1 and 2 gather what was updated behind the next forward pass. None takes one, but none where the
+            ranks of one host keep all of its cores busy: it would take their time.
         algorithm: "native" is the backend's own; "ring" and "one_shot" go over sends.
         in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share a host and the
             backend is dure, so that no unit is copied; False gathers copies there too.
@@ -109,6 +111,7 @@ class ZeroRedundancy:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
         self.passes = self._passes(cuts, prefetch)
+        self.arriving = Arriving(model, self.trained if stage < 3 else [], self.wire)
         if precision == "bf16":
             shorten_numbers(model, lambda: self.passes.rests)
         self._quiet = copy.copy(self.group)
@@ -172,6 +175,7 @@ class ZeroRedundancy:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What is sent inside is not counted by the group's meter: that of an evaluation, for example."""
+        self.arriving.settle()
         self.wire.group, before = self._quiet, self.wire.group
         waits, transfers = list(self.wire.waits), list(self.wire.transfers)
         try:
@@ -262,7 +266,7 @@ class ZeroRedundancy:
             raise RuntimeError(
                 "step() before backward(): no rank has a gradient (one without examples calls take_part())"
             )
-
+        self.arriving.settle()
         self._whole.meet()  # others may still compute with what is updated now
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -272,9 +276,8 @@ class ZeroRedundancy:
         self._whole.meet()
         if self.stage < 3:
             self._check_home()
-            whole = [(share.whole, share.own) for share in self.trained if share.whole is not None]
-            for handle in [self.wire.all_gather(*pair) for pair in whole]:
-                self.wire.wait(handle, "parameters")
+            order = [action.number for action in reversed(self.passes.orders.events) if action.kind == "reduce"]
+            self.arriving.begin(self.trained[number] for number in order)
 
     def _check_home(self) -> None:
         for share in self.trained:
@@ -301,6 +304,7 @@ class ZeroRedundancy:
         All ranks enter and leave it together. What is changed must be changed on all ranks alike. Needs memory for
         the whole model.
         """
+        self.arriving.settle()
         with self._whole.gathered():
             yield
 
@@ -309,6 +313,7 @@ class ZeroRedundancy:
 
         All ranks call it. Ranks that get nothing need room for one block at a time.
         """
+        self.arriving.settle()
         return self._whole.state_dict(everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -316,6 +321,7 @@ class ZeroRedundancy:
 
         Raises ValueError, before anything changes, if it is not the model's.
         """
+        self.arriving.settle()
         self._whole.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -338,6 +344,7 @@ class ZeroRedundancy:
 
         Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
         """
+        self.arriving.settle()
         self._whole.meet()
         checkpoint.load(Path(folder), self.model, self.shares, self.division)
         self._whole.meet()

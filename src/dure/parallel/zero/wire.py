@@ -33,9 +33,9 @@ class Span(NamedTuple):
 
 
 class Later(Handle[None]):
-    """What is begun, and carried out by who waits for it. is_read: whether the message may be written to again."""
+    """What is begun, and ended by who waits for it. is_read: whether the message may be written to again."""
 
-    def __init__(self, end: Callable[[], None], is_read: Callable[[], bool]) -> None:
+    def __init__(self, end: Callable[[], None], is_read: Callable[[], bool] = lambda: True) -> None:
         super().__init__(end)
         self.is_read = is_read
 
@@ -49,7 +49,8 @@ class Wire:
     """Messages of one group. beside: whether they travel beside the program, in the order of their issue.
 
     split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared memory, where the
-    others read it, maybe after this rank has ended it.
+    others read it, maybe after this rank has ended it. planned: whether all that goes beside is begun at once, by the
+    order that all ranks follow: where each has a host of its own, gloo's threads carry it, and none of Python's.
 
     mean: whether sums of gradients are divided by N. transfers: those that have ended since they were last asked for;
     waits: when the program waited for one.
@@ -59,16 +60,17 @@ class Wire:
         check_algorithm("way to send", algorithm, ALGORITHMS)
         self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
         backend = group.process_group
-        self.split_phase = (
-            not beside and algorithm == "native" and isinstance(backend, SharedMemoryGroup) and backend.split_phase
-        )
+        self.split_phase = self.planned = False
+        if algorithm == "native" and isinstance(backend, SharedMemoryGroup):
+            self.split_phase, self.planned = not beside and backend.split_phase, beside and backend.apart
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
 
     def all_gather(self, whole: Tensor, own: Tensor) -> Handle[None]:
         """Fills `whole`, N chunks, with the ranks' `own`, each of one chunk; `own` may be its place in `whole`."""
+        if self.planned and whole.numel():
+            return self._begin_all_gather(whole, own)
         chunks = list(whole.view(self.group.size, -1))
-
         mine = chunks[self.group.rank]
         apart = own.data_ptr() != mine.data_ptr()
 
@@ -90,7 +92,7 @@ class Wire:
 
     def reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
         """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk."""
-        if self.split_phase and message.numel():
+        if (self.split_phase or self.planned) and message.numel():
             return self._begin_reduce_scatter(message, into)
         chunks = list(message.view(self.group.size, -1))
         divides = self.mean and self.algorithm == "native" and self.group.backend(message.device) in _AVERAGING
@@ -117,7 +119,25 @@ class Wire:
         op, name = AVG if self.mean else SUM, "native reduce-scatter"
         begun = group.perform(name, lambda: backend.begin_reduce_scatter(into, message, op), message)
         self.count(into)
-        return Later(lambda: group.perform(name, begun.end, message), begun.is_read)
+        return Later(self._ending(name, begun.end, message), begun.is_read)
+
+    def _begin_all_gather(self, whole: Tensor, own: Tensor) -> Handle[None]:
+        backend, name = self.group.process_group, "native all-gather"
+        assert isinstance(backend, SharedMemoryGroup)
+        end = self.group.perform(name, lambda: backend.begin_all_gather(whole, own), whole)
+        self.count(own)
+        return Later(self._ending(name, end, whole))
+
+    def _ending(self, name: str, end: Callable[[], float], tensor: Tensor) -> Callable[[], None]:
+        """What waits for the end of a call that begins now."""
+        group, started = self.group, time.perf_counter()
+
+        def ending() -> None:
+            ended = group.perform(name, end, tensor)
+            if self.planned:
+                self.transfers.append(Span(name, started, ended))
+
+        return ending
 
     def meet(self) -> None:
         """Waits until all ranks are here."""
@@ -167,8 +187,9 @@ class Wire:
         arrival: when the last rank came to the last message: until then this one was idle. Transfers during which the
         program did not wait are hidden.
         """
-        waits, transfers, meter = self.waits, self.transfers, self.group.meter
-        self.waits, self.transfers = [], []
+        waits, transfers, meter = self.waits, self.transfers[:], self.group.meter
+        self.waits = []
+        del self.transfers[: len(transfers)]  # others may be ending now
         for number, wait in enumerate(waits):
             last = arrival if number == len(waits) - 1 else None
             meter.communication(wait.name, wait.start, wait.end, step, last)

@@ -1,0 +1,85 @@
+"""Stages 1 and 2: behind an update, parameters become whole while the next forward pass has begun.
+
+Every rank sends its chunk of each block in the order in which forward needs them, and the program goes on. Until a
+block has arrived its parameters are `Away`: a module waits for what it holds before it computes, and whoever else asks
+for a parameter (a norm, a `state_dict`, a module that uses another's) waits for it there. Megatron-LM has the like as
+`overlap_param_gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dure.collectives.handle import Handle
+from dure.parallel.zero.away import bring_back, send_away
+from dure.parallel.zero.shares import Share
+from dure.parallel.zero.wire import Wire
+
+
+class _Coming(NamedTuple):
+    """A block on its way, and the classes that its parameters have when it is here."""
+
+    share: Share
+    handle: Handle[None]
+    kinds: list[type[nn.Parameter]]
+
+
+class Arriving:
+    """The blocks of one rank that are on their way to it. shares: those that will be; none in stage 3."""
+
+    def __init__(self, model: nn.Module, shares: Sequence[Share], wire: Wire) -> None:
+        self.wire = wire
+        self._coming: dict[int, _Coming] = {}
+        if not wire.beside or not shares:
+            return
+        holder = {id(parameter): share for share in shares for parameter in share.parameters}
+        for module in model.modules():
+            own = {id(holder[id(p)]): holder[id(p)] for p in module.parameters(recurse=False) if id(p) in holder}
+            if own or module is model:
+                module.register_forward_pre_hook(self._before(list(own.values())), prepend=True)
+
+    def _before(self, shares: list[Share]) -> Callable[..., None]:
+        def before(module: nn.Module, inputs: Any) -> None:
+            if not self._coming:
+                return
+            if not torch.is_grad_enabled():  # modules may choose other operators while a parameter is away
+                self.settle()
+            for share in shares:
+                self._settle(share)
+
+        return before
+
+    def begin(self, shares: Iterable[Share]) -> None:
+        """Sends and receives the chunks of these blocks, in this order, which is that of all ranks."""
+        for share, handle in [(share, self._gather(share)) for share in shares]:
+            if handle.is_completed():
+                self.wire.wait(handle, "parameters")
+                continue
+            self._coming[id(share)] = _Coming(share, handle, [type(parameter) for parameter in share.parameters])
+            for parameter in share.parameters:
+                send_away(parameter, self._fetch(share), stays=True)
+
+    def _gather(self, share: Share) -> Handle[None]:
+        assert share.whole is not None
+        return self.wire.all_gather(share.whole, share.own)
+
+    def _fetch(self, share: Share) -> Callable[[nn.Parameter], None]:
+        return lambda parameter: self._settle(share)
+
+    def _settle(self, share: Share) -> None:
+        coming = self._coming.get(id(share))
+        if coming is None:
+            return
+        self.wire.wait(coming.handle, "parameters")
+        for parameter, kind in zip(share.parameters, coming.kinds, strict=True):
+            bring_back(parameter, kind, None)
+        del self._coming[id(share)]
+
+    def settle(self) -> None:
+        """Waits for all blocks."""
+        for coming in list(self._coming.values()):
+            self._settle(coming.share)
