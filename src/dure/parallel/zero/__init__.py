@@ -23,6 +23,7 @@ block of layers) computes, in forward and once more in backward, its parameters 
     away        parameters that are not here
     gathering   units gathered and freed; what autograd saves of them
     reducing    gradients, the tail behind them, latecomers
+    arriving    stages 1 and 2: parameters that come behind the next forward pass
     passes      forward and backward passes: from hooks to messages
     optimizer   an optimizer over pieces, and its whole state
     whole       the whole model, to look at, to save and to load
