@@ -98,9 +98,11 @@ SMALL = {"mlp": (partial(mlp, 100), images, 8), "transformer": (partial(transfor
 
 
 class Training:
-    """A model in training, on one rank. parts: how many ranks share the joint batch. zero: a group to divide it over."""
+    """A model in training, on one rank. parts: how many ranks share the joint batch. zero: a group that divides it."""
 
-    def __init__(self, model: tuple[Any, Any, int], wrap: Callable[[nn.Module], nn.Module], parts: int, zero: Any) -> None:
+    def __init__(
+        self, model: tuple[Any, Any, int], wrap: Callable[[nn.Module], nn.Module], parts: int, zero: Any
+    ) -> None:
         make, data, batch = model
         torch.manual_seed(0)
         self.model = wrap(make())
