@@ -41,6 +41,12 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     _count_all_reduce(flat, group)
 
 
+def is_planned(group: Group) -> bool:
+    """Whether what all ranks begin by a plan is carried by the backend alone, several calls at once."""
+    backend = group.process_group
+    return isinstance(backend, SharedMemoryGroup) and backend.apart
+
+
 def begin_all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> Callable[[], float]:
     """`all_reduce`, where all ranks know what comes, as by a plan; over other backends than dure's it is done at once.
 

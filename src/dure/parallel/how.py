@@ -1,7 +1,7 @@
 """How gradients are summed: the settings, and what dure chooses where they leave it open.
 
-beside    all-reduces run on a thread (a GPU: on a stream) while backward goes on: between hosts, on GPUs, and where
-          cores are idle
+beside    all-reduces run while backward goes on, on a thread (a GPU: on a stream; between hosts of one rank each: on
+          threads of gloo alone): between hosts, on GPUs, and where cores are idle
 after     they run when backward is done, in one message: where the ranks of one host keep all of its cores busy.
           Whatever would run beside them would take their time, and ranks that meet once a step wait for each other
           once
@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import torch
 
+from dure.collectives import native
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.group import Group
@@ -75,6 +76,11 @@ def bits_follow_the_plan(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
 def shares_memory(group: Group, kinds: Sequence[Kind]) -> bool:
     """Whether the ranks read each other's gradients from memory that they share."""
     return len(group.hosts()) == 1 and all(group.backend(kind.device) == "dure" for kind in kinds)
+
+
+def needs_no_thread(how: How, group: Group) -> bool:
+    """Whether nobody here has to wait for an all-reduce before the next one is begun."""
+    return how.algorithm == "native" and not how.compresses and native.is_planned(group)
 
 
 def runs_beside(how: How, group: Group, kinds: Sequence[Kind]) -> bool:

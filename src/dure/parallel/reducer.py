@@ -29,7 +29,7 @@ from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 from dure.parallel.buckets import ALL, LONG, Kind, Plan
 from dure.parallel.direct import Direct
-from dure.parallel.how import How, bits_follow_the_plan, first_plan, runs_beside, shares_memory
+from dure.parallel.how import How, bits_follow_the_plan, first_plan, needs_no_thread, runs_beside, shares_memory
 from dure.parallel.messages import Messages
 from dure.parallel.trials import Trials
 from dure.record.meter import Counters
@@ -97,6 +97,7 @@ class Reducer:
             for index, parameter in enumerate(self.parameters)
         ]
         self.beside = False
+        self._at_once = needs_no_thread(self.how, self.group)
         self._shares_memory = shares_memory(self.group, self.kinds)
         self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
         self.messages: Messages | None = None
@@ -195,6 +196,7 @@ class Reducer:
             self._leave(self.next)
         for handle in self._handles:
             handle.wait()
+        self._end(0)
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         self.numbers = self._arrived(messages)
@@ -226,6 +228,9 @@ class Reducer:
             used = [float(index not in self.missing) for index in range(self._flags)]
             messages.write_tail([*self.owner.tail_numbers(self._entered), *used])
         transfer = partial(self._transfer, messages, number, flat, views)
+        if self.beside and self._at_once:
+            self._begin(messages, number, flat, views)
+            return
         if not self.beside or self.group.size == 1:
             transfer()
             return
@@ -240,9 +245,16 @@ class Reducer:
 
     def _transfer(self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
         """Begins an all-reduce, and ends the one before: two are under way, so that the link never waits for us."""
+        self._begin(messages, number, flat, views)
+        self._end(int(number < messages.count - 1))
+
+    def _begin(self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
         self._entered[number] = time.perf_counter()
         self._under_way.append((number, messages.begin(number, flat, views)))
-        while len(self._under_way) > (number < messages.count - 1):
+
+    def _end(self, left: int) -> None:
+        """Waits until so many all-reduces are under way at most."""
+        while len(self._under_way) > left:
             earlier, end = self._under_way.popleft()
             ended = end()
             start = max(self._entered[earlier], self.transfers[-1].end if self.transfers else 0.0)

@@ -60,9 +60,10 @@ class Wire:
         check_algorithm("way to send", algorithm, ALGORITHMS)
         self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
         backend = group.process_group
-        self.split_phase = self.planned = False
-        if algorithm == "native" and isinstance(backend, SharedMemoryGroup):
-            self.split_phase, self.planned = not beside and backend.split_phase, beside and backend.apart
+        self.planned = beside and algorithm == "native" and native.is_planned(group)
+        self.split_phase = (
+            not beside and algorithm == "native" and isinstance(backend, SharedMemoryGroup) and backend.split_phase
+        )
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
 
