@@ -109,7 +109,7 @@ class Training:
         inputs, targets = data(batch)
         self.inputs, self.targets = (each.chunk(parts)[dist.get_rank() % parts] for each in (inputs, targets))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.zero = None if zero is None else ZeroRedundancy(self.model, self.optimizer, 2, zero)
+        self.zero = None if zero is None else ZeroRedundancy(self.model, self.optimizer, 2, zero, overlap_gather=True)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -119,7 +119,7 @@ class Training:
     def settle(self) -> None:
         """Waits for what is still on its way."""
         if self.zero is not None:
-            self.zero.group.settle()
+            self.zero.settle()
 
 
 # Who competes.

@@ -68,10 +68,10 @@ def test_zero_walks_the_path_of_one_process_too(hosts: TwoHosts) -> None:
     def body(place: Place) -> list[tuple[float, bool, bytes, list[int]]]:
         joint, alone, results = batches(5, 8), network(), []
         train(alone, joint)
-        for stage in (1, 2, 3):
+        for stage, overlap in [(1, False), (1, True), (2, False), (2, True), (3, False)]:
             model = network()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            zero = ZeroRedundancy(model, optimizer, stage, place.group, units=60)
+            zero = ZeroRedundancy(model, optimizer, stage, place.group, units=60, overlap_gather=overlap)
             sent = []
             for batch in joint:
                 before = place.group.meter.counters.bytes_sent
@@ -79,18 +79,19 @@ def test_zero_walks_the_path_of_one_process_too(hosts: TwoHosts) -> None:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
-                place.group.settle()
                 sent.append(place.group.meter.counters.bytes_sent - before - zero.bytes_per_step())
             whole = network()
             whole.load_state_dict(zero.state_dict(everywhere=True))
-            results.append((distance(whole, alone), zero.wire.planned, vector(whole).numpy().tobytes(), sent[1:]))
+            results.append(
+                (distance(whole, alone), zero.wire.planned == overlap, vector(whole).numpy().tobytes(), sent[1:])
+            )
         return results
 
     first, second = on_two_hosts(hosts, body)
     assert [row[2] for row in first] == [row[2] for row in second]
-    for far, planned, _, beyond in first:
+    for far, as_asked, _, beyond in first:
         assert far < 1e-12
-        assert planned
+        assert as_asked
         assert not any(beyond), "bytes beyond the formula"
 
 

@@ -22,8 +22,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
     "2": {"stage": 2},
     "3": {"stage": 3},
-    "1 ahead": {"stage": 1, "prefetch": 1},
-    "2 ahead": {"stage": 2, "prefetch": 1},
     "3 copied": {"stage": 3, "in_place": False, "prefetch": 0},
     "3 ahead": {"stage": 3, "in_place": False, "prefetch": 2},
 }
@@ -217,7 +215,6 @@ def program(make: Callable[[], nn.Module], examples: int, place: Place) -> dict[
         for batch in joint:
             before = place.group.meter.counters.bytes_sent
             walk(model, [batch], place, zero, optimizer)
-            place.group.settle()
             beyond.append(place.group.meter.counters.bytes_sent - before - zero.bytes_per_step())
         with torch.no_grad(), zero.gathered():
             again = copy.deepcopy(model.state_dict())

@@ -211,13 +211,16 @@ class Across:
         here = self._hosts[self._here]
         near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
         self._host.exchange(Call(ALL_GATHER), [mine], near)
-        wholes = [torch.cat([flat[rank] for rank in ranks]) for ranks in self._hosts]
+        wholes = [
+            torch.cat([flat[rank] for rank in ranks]) if len(ranks) > 1 else flat[ranks[0]] for ranks in self._hosts
+        ]
         if self._leads:
             self._swap(wholes)
         for index, (ranks, whole) in enumerate(zip(self._hosts, wholes, strict=True)):
             if index != self._here:
                 self._share(whole, 0)
-                for rank, part in zip(ranks, torch.split(whole, [flat[rank].numel() for rank in ranks]), strict=True):
+                parts = torch.split(whole, [flat[rank].numel() for rank in ranks]) if len(ranks) > 1 else ()
+                for rank, part in zip(ranks, parts, strict=False):
                     flat[rank].copy_(part)
 
     def _swap(self, wholes: Sequence[Tensor]) -> None:

@@ -281,7 +281,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         output, source: contiguous. Where ranks share memory by the C core a source that is not in shared memory
         (`empty_shared`) is copied there first, and any other call ends those that are under way. Where ranks are
-        `apart`, all must know that all begin it, as with `begin_all_reduce`. Elsewhere it is done at once.
+        `apart`, all must know that all begin it, as with `begin_all_reduce`; gloo ends a process that was sent another
+        number of elements. Elsewhere it is done at once.
         """
         check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
@@ -419,7 +420,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """`all_gather_single`, begun on all ranks and ended by what is returned, which tells when it had ended.
 
         output, source: contiguous; the source may be its place in the output. Where ranks are `apart`, all must know
-        that all begin it, as with `begin_all_reduce`; elsewhere it is done at once.
+        that all begin it, as with `begin_reduce_scatter`; elsewhere it is done at once.
         """
         check_tensor(output)
         check_tensor(source)

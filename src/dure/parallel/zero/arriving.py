@@ -1,13 +1,16 @@
-"""Stages 1 and 2: behind an update, parameters become whole while the next forward pass has begun.
+"""Stages 1 and 2, if asked for: parameters become whole while the next forward pass has begun.
 
-Every rank sends its chunk of each block in the order in which forward needs them, and the program goes on. Until a
-block has arrived its parameters are `Away`: a module waits for what it holds before it computes, and whoever else asks
-for a parameter (a norm, a `state_dict`, a module that uses another's) waits for it there. Megatron-LM has the like as
-`overlap_param_gather`.
+Behind an update every rank sends its chunk of each block in the order in which forward needs them, and the program
+goes on. Until a block has arrived its parameters are `Away`: a module waits for what it holds before it computes, and
+whoever else asks for a parameter (a norm, a `state_dict`, a module that uses another's) waits for it there. Who reads
+memory without asking, as compiled code and views that were made before, would read what is on its way.
+
+Source: Megatron-LM's `overlap_param_gather`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +18,7 @@ import torch
 from torch import nn
 
 from dure.collectives.handle import Handle
-from dure.parallel.zero.away import bring_back, send_away
+from dure.parallel.zero.away import Divided, bring_back, send_away
 from dure.parallel.zero.shares import Share
 from dure.parallel.zero.wire import Wire
 
@@ -29,12 +32,14 @@ class _Coming(NamedTuple):
 
 
 class Arriving:
-    """The blocks of one rank that are on their way to it. shares: those that will be; none in stage 3."""
+    """How the blocks of one rank become whole behind an update. shares: those that will, if the wire is planned while
+    the program goes on."""
 
     def __init__(self, model: nn.Module, shares: Sequence[Share], wire: Wire) -> None:
         self.wire = wire
         self._coming: dict[int, _Coming] = {}
-        if not wire.beside or not shares:
+        self._turn = threading.RLock()
+        if not wire.planned:
             return
         holder = {id(parameter): share for share in shares for parameter in share.parameters}
         for module in model.modules():
@@ -56,10 +61,11 @@ class Arriving:
     def begin(self, shares: Iterable[Share]) -> None:
         """Sends and receives the chunks of these blocks, in this order, which is that of all ranks."""
         for share, handle in [(share, self._gather(share)) for share in shares]:
-            if handle.is_completed():
+            kinds = [type(parameter) for parameter in share.parameters]
+            if not self.wire.planned or handle.is_completed() or not {nn.Parameter, Divided}.issuperset(kinds):
                 self.wire.wait(handle, "parameters")
                 continue
-            self._coming[id(share)] = _Coming(share, handle, [type(parameter) for parameter in share.parameters])
+            self._coming[id(share)] = _Coming(share, handle, kinds)
             for parameter in share.parameters:
                 send_away(parameter, self._fetch(share), stays=True)
 
@@ -71,15 +77,27 @@ class Arriving:
         return lambda parameter: self._settle(share)
 
     def _settle(self, share: Share) -> None:
-        coming = self._coming.get(id(share))
-        if coming is None:
-            return
-        self.wire.wait(coming.handle, "parameters")
-        for parameter, kind in zip(share.parameters, coming.kinds, strict=True):
-            bring_back(parameter, kind, None)
-        del self._coming[id(share)]
+        with self._turn:
+            coming = self._coming.get(id(share))
+            if coming is None:
+                return
+            self.wire.wait(coming.handle, "parameters")
+            for parameter, kind in zip(share.parameters, coming.kinds, strict=True):
+                bring_back(parameter, kind, None)
+            del self._coming[id(share)]
 
     def settle(self) -> None:
         """Waits for all blocks."""
         for coming in list(self._coming.values()):
             self._settle(coming.share)
+
+
+def check_reads(model: nn.Module) -> None:
+    """Raises ValueError if a module is compiled: nothing tells when compiled code reads a parameter."""
+    for name, module in model.named_modules():
+        compiled = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
+        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"overlap_gather needs to see who reads a parameter, and {name or 'the model'} is compiled: "
+                "leave overlap_gather out, or do not compile"
+            )

@@ -21,7 +21,7 @@ from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.divisible import check_element_wise
 from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero import checkpoint
-from dure.parallel.zero.arriving import Arriving
+from dure.parallel.zero.arriving import Arriving, check_reads
 from dure.parallel.zero.away import watch_gradient
 from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
 from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
@@ -59,9 +59,13 @@ class ZeroRedundancy:
         reduce: what becomes of the ranks' gradients: their mean, or their sum.
         precision: "bf16" computes and sends in bfloat16, and updates parameters in their own dtype.
         units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None chooses.
-        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. Above 0
-            stages 1 and 2 gather what was updated behind the next forward pass. None takes one, but none where the
-            ranks of one host keep all of its cores busy: it would take their time.
+        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. None takes
+            one, but none where the ranks of one host keep all of its cores busy: it would take their time.
+        overlap_gather: in stages 1 and 2 `step` does not wait for the updated parameters, which arrive behind the next
+            forward pass; whoever reads one before waits for it. Where every rank has a host of its own and the backend
+            is dure; elsewhere it changes nothing. Compiled code, and views of parameters that were made before a step,
+            do not wait: call `settle` before they read, and before the process group is destroyed. Ranks must send the
+            same in every step: what is sent is not compared any more.
         algorithm: "native" is the backend's own; "ring" and "one_shot" go over sends.
         in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share a host and the
             backend is dure, so that no unit is copied; False gathers copies there too.
@@ -84,9 +88,12 @@ class ZeroRedundancy:
         prefetch: int | None = None,
         algorithm: Algorithm = "native",
         in_place: bool = True,
+        overlap_gather: bool = False,
         tail: Tail = NO_TAIL,
     ) -> None:
-        check_settings(stage, precision, prefetch)
+        check_settings(stage, precision, prefetch, overlap_gather)
+        if overlap_gather:
+            check_reads(model)
         if reduce not in ("mean", "sum"):
             raise ValueError(f"gradients cannot be reduced to a {reduce!r}; choose mean or sum")
         self.model, self.stage, self.group = model, stage, Group.of(process_group)
@@ -95,7 +102,7 @@ class ZeroRedundancy:
         check_element_wise(self.optimizer)
         check_weights_stay(model, self.group.size)
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
-        self.wire = Wire(self.group, algorithm, beside=prefetch > 0, mean=reduce == "mean")
+        self.wire = Wire(self.group, algorithm, prefetch > 0, reduce == "mean", planned=overlap_gather)
         for tensor in (*model.parameters(), *model.buffers()):
             self.group.broadcast_values([tensor], counted=False)
         in_place = in_place and algorithm == "native"
@@ -111,7 +118,7 @@ class ZeroRedundancy:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
         self.passes = self._passes(cuts, prefetch)
-        self.arriving = Arriving(model, self.trained if stage < 3 else [], self.wire)
+        self.arriving = Arriving(model, self.trained, self.wire)
         if precision == "bf16":
             shorten_numbers(model, lambda: self.passes.rests)
         self._quiet = copy.copy(self.group)
@@ -175,9 +182,9 @@ class ZeroRedundancy:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What is sent inside is not counted by the group's meter: that of an evaluation, for example."""
-        self.arriving.settle()
-        self.wire.group, before = self._quiet, self.wire.group
         waits, transfers = list(self.wire.waits), list(self.wire.transfers)
+        self.settle()
+        self.wire.group, before = self._quiet, self.wire.group
         try:
             yield
         finally:
@@ -196,6 +203,10 @@ class ZeroRedundancy:
             yield
         finally:
             self.passes.sends = before
+
+    def settle(self) -> None:
+        """Waits for parameters that are still on their way (`overlap_gather`)."""
+        self.arriving.settle()
 
     def take_part(self, backward: bool = True) -> None:
         """Takes part in a step of the other ranks for which this one has no examples: it adds zeros.
@@ -266,7 +277,7 @@ class ZeroRedundancy:
             raise RuntimeError(
                 "step() before backward(): no rank has a gradient (one without examples calls take_part())"
             )
-        self.arriving.settle()
+        self.settle()
         self._whole.meet()  # others may still compute with what is updated now
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -304,7 +315,7 @@ class ZeroRedundancy:
         All ranks enter and leave it together. What is changed must be changed on all ranks alike. Needs memory for
         the whole model.
         """
-        self.arriving.settle()
+        self.settle()
         with self._whole.gathered():
             yield
 
@@ -313,7 +324,7 @@ class ZeroRedundancy:
 
         All ranks call it. Ranks that get nothing need room for one block at a time.
         """
-        self.arriving.settle()
+        self.settle()
         return self._whole.state_dict(everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -321,7 +332,7 @@ class ZeroRedundancy:
 
         Raises ValueError, before anything changes, if it is not the model's.
         """
-        self.arriving.settle()
+        self.settle()
         self._whole.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -344,7 +355,7 @@ class ZeroRedundancy:
 
         Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
         """
-        self.arriving.settle()
+        self.settle()
         self._whole.meet()
         checkpoint.load(Path(folder), self.model, self.shares, self.division)
         self._whole.meet()
@@ -358,7 +369,7 @@ def prefetch_of(group: Group, device: torch.device) -> int:
     return 1 - int(group.all_gather_values([float(busy)], "choice of prefetching")[0][0])
 
 
-def check_settings(stage: int, precision: str, prefetch: int | None) -> None:
+def check_settings(stage: int, precision: str, prefetch: int | None, overlap_gather: bool = False) -> None:
     """Raises ValueError for settings that there are not."""
     if stage not in get_args(Stage):
         raise ValueError(f"ZeRO has no stage {stage}; choose 1, 2 or 3")
@@ -366,6 +377,9 @@ def check_settings(stage: int, precision: str, prefetch: int | None) -> None:
         raise ValueError(f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed")
+    if overlap_gather and (stage == 3 or prefetch == 0):
+        why = "stage 3 gathers when layers compute" if stage == 3 else "prefetch=0 sends nothing beside the computation"
+        raise ValueError(f"overlap_gather is of stages 1 and 2, beside the computation; {why}: leave it out")
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> torch.device:

@@ -50,6 +50,8 @@ class ZeRO:
         precision: full, or bf16 to compute in bfloat16 and update in full.
         unit_size: elements that are gathered at once in stage 3; by default a million.
         prefetch: units gathered ahead in stage 3, beside the computation; by default one, or none on busy cores.
+        overlap_gather: in stages 1 and 2 updated parameters arrive behind the next forward pass, where every rank has a
+            host of its own and the backend is dure (`ZeroRedundancy`); elsewhere it changes nothing.
     """
 
     stage: Stage = 2
@@ -60,6 +62,7 @@ class ZeRO:
     precision: Precision = "full"
     unit_size: int | None = None
     prefetch: int | None = None
+    overlap_gather: bool = False
 
     name: ClassVar[str] = "zero"
     kind: ClassVar[Kind] = "ranks"
@@ -71,7 +74,7 @@ class ZeRO:
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
-        check_settings(self.stage, self.precision, self.prefetch)
+        check_settings(self.stage, self.precision, self.prefetch, self.overlap_gather)
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
         check_gradient(self.accumulate, self.clip_norm)
         if self.unit_size is not None and self.unit_size < 1:
@@ -105,6 +108,7 @@ class ZeROLearner(SingleLearner):
             units=strategy.unit_size,
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
+            overlap_gather=strategy.overlap_gather,
             tail=Tail(1 + 3 * self.group.size + len(list(self.model.buffers())), self._say),
         )
         self.buffers = Speaker(self.model)

@@ -50,17 +50,21 @@ class Wire:
 
     split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared memory, where the
     others read it, maybe after this rank has ended it. planned: whether all that goes beside is begun at once, by the
-    order that all ranks follow: where each has a host of its own, gloo's threads carry it, and none of Python's.
+    order that all ranks follow, and ended by who waits for it: if that is asked for, where each has a host of its own.
+    Nobody checks then that all have begun the same.
 
     mean: whether sums of gradients are divided by N. transfers: those that have ended since they were last asked for;
     waits: when the program waited for one.
     """
 
-    def __init__(self, group: Group, algorithm: Algorithm, beside: bool, mean: bool = False) -> None:
+    def __init__(
+        self, group: Group, algorithm: Algorithm, beside: bool, mean: bool = False, planned: bool = False
+    ) -> None:
         check_algorithm("way to send", algorithm, ALGORITHMS)
         self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
         backend = group.process_group
-        self.planned = beside and algorithm == "native" and native.is_planned(group)
+        self.planned = planned and beside and algorithm == "native" and native.is_planned(group)
+        self._last_end = 0.0
         self.split_phase = (
             not beside and algorithm == "native" and isinstance(backend, SharedMemoryGroup) and backend.split_phase
         )
@@ -135,8 +139,9 @@ class Wire:
 
         def ending() -> None:
             ended = group.perform(name, end, tensor)
-            if self.planned:
-                self.transfers.append(Span(name, started, ended))
+            if self.planned:  # several are under way, one behind the other
+                self.transfers.append(Span(name, min(ended, max(started, self._last_end)), ended))
+                self._last_end = max(self._last_end, ended)
 
         return ending
 
