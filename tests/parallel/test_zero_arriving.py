@@ -222,6 +222,7 @@ def test_without_a_link_between_hosts_a_step_waits_as_ever() -> None:
     assert on_ranks(2, program, backend="gloo") == [False, False]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("how", "options", "reason"),
     [
