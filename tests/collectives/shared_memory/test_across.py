@@ -122,6 +122,13 @@ def test_reductions_are_right_and_the_same_on_all_ranks(hosts: TwoHosts, core: C
     Stage(hosts, layout, core).play(body)
 
 
+def over_the_cable(call: Callable[[], object]) -> list[int]:
+    """Bytes that this host receives and sends while something is called."""
+    start = bytes_over_the_cable()
+    call()
+    return [now - then for now, then in zip(bytes_over_the_cable(), start, strict=True)]
+
+
 def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hosts(hosts: TwoHosts) -> None:
     def body(rank: int) -> None:
         everybodys, ends = [], []
@@ -138,14 +145,12 @@ def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hos
         assert all(0 < moment <= time.perf_counter() for moment in times)
         for own, whole in everybodys:
             same_bits(own, whole)
-        start = bytes_over_the_cable()
-        dist.barrier()
-        idle = [now - then for now, then in zip(bytes_over_the_cable(), start, strict=True)]
-        start = bytes_over_the_cable()
-        for end in [world().begin_all_reduce(torch.ones(S // 16)) for _ in range(4)]:
-            end()
-        for now, then, more in zip(bytes_over_the_cable(), start, idle, strict=True):
-            assert now - then <= 1.05 * S + 30_000 + 3 * more
+        idle = over_the_cable(dist.barrier)
+        sums = over_the_cable(
+            lambda: [end() for end in [world().begin_all_reduce(torch.ones(S // 16)) for _ in range(4)]]
+        )
+        for sent, more in zip(sums, idle, strict=True):
+            assert sent <= 1.05 * S + 30_000 + 3 * more
 
     Stage(hosts, ALONE, "torch").play(body)
 
@@ -167,19 +172,15 @@ def test_scatters_and_gathers_may_be_under_way_too(hosts: TwoHosts) -> None:
         assert all(0 < moment <= time.perf_counter() for moment in times)
         for own, expected in everybodys:
             same_bits(own, expected)
-        start = bytes_over_the_cable()
-        dist.barrier()
-        idle = [now - then for now, then in zip(bytes_over_the_cable(), start, strict=True)]
+        idle = over_the_cable(dist.barrier)
         whole, own = torch.ones(S // 4), torch.ones(S // 8)
         for begin in (
             lambda: world().begin_reduce_scatter(own, whole).end,
             lambda: world().begin_all_gather(whole, own),
         ):
             dist.barrier()  # what was sent before has left
-            start = bytes_over_the_cable()
-            begin()()
-            for now, then, more in zip(bytes_over_the_cable(), start, idle, strict=True):
-                assert now - then <= 1.05 * S / 2 + 30_000 + 3 * more
+            for sent, more in zip(over_the_cable(lambda begin=begin: begin()()), idle, strict=True):  # type: ignore[misc]
+                assert sent <= 1.05 * S / 2 + 30_000 + 3 * more
 
     Stage(hosts, ALONE, "torch").play(body)
 
