@@ -82,13 +82,13 @@ def set_own_threads(count: int) -> None:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads inside the block."""
-    before = torch.get_num_threads()
-    if count != before:
-        torch.set_num_threads(count)
+def threads(count: int | None) -> Iterator[None]:
+    """So many threads inside the block; None leaves them as they are."""
+    if count is None or count == (before := torch.get_num_threads()):
+        yield
+        return
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        if count != before:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)

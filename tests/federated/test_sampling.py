@@ -55,6 +55,13 @@ def chosen(selection: Selection, seed: int, round: int, sizes: list[int], fracti
     return [order(position) for position in range(selection.wanted(seed, round, len(sizes), fraction))]
 
 
+@pytest.mark.parametrize("likely", [0, 1, 20, 21, 60, 1000])
+def test_how_many_are_likely_to_be_asked_does_not_change_the_order(likely: int) -> None:
+    for kind in (Uniform(), Weighted()):
+        one, other = kind.order(7, 3, 1, [5] * 90), kind.order(7, 3, 1, [5] * 90, likely)
+        assert [one(at) for at in range(90)] == [other(at) for at in range(90)]
+
+
 def expected_to_be(count: int, p: float) -> bool:
     """Whether a count of independent draws is within four deviations of what the probability says."""
     return abs(count - DRAWS * p) < 4 * math.sqrt(DRAWS * p * (1 - p))

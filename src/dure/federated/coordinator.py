@@ -140,7 +140,7 @@ class Coordinator:
         if self.pacing.synchronous and self._combining:
             del self.open[ticket]
             return [self._late(ticket)]
-        self.open[ticket] = known._replace(reported=True)
+        self.open[ticket] = Open(known.assignment, reported=True)
         self._reports += 1
         client = known.assignment.client
         self.busy.pop(client, None)
@@ -296,7 +296,8 @@ class Coordinator:
         count = len(self.sizes)
         if isinstance(self.pacing, Rounds):
             if self._order is None:
-                self._order = self.pacing.selection.order(self.seed, self.round, self._attempt, self.sizes)
+                order, (asked, _) = self.pacing.selection.order, self._wanted()
+                self._order = order(self.seed, self.round, self._attempt, self.sizes, asked)
             return self._order(position)
         epoch, position = divmod(position, count)
         if self._order is None or position == 0:

@@ -235,6 +235,7 @@ class FederatedLearner:
         self.model = seeded_model(task, seed)
         self.flat, self.buffers = FlatParameters(self.model), Buffers(self.model)
         examples, self.test_examples = examples_for(self.model, task)
+        threads = torch.get_num_threads()  # a round has fewer, where a client's step deserves no more
         own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
         attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
         lying = partial(_liars, len(own), conditions.attackers, seed, conditions.attackers_change)
@@ -253,7 +254,7 @@ class FederatedLearner:
             lambda jobs, chosen, chunk: strategy.engine(
                 Setting(
                     *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
-                    *(conditions.processes, chosen or conditions.engine, pacing.synchronous, sums, chunk),
+                    *(conditions.processes, chosen or conditions.engine, pacing.synchronous, sums, chunk, threads),
                 )
             ),
             seed,

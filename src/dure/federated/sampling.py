@@ -61,17 +61,17 @@ class Selection:
         """The most answers that any round is to have."""
         return clients_per_round(clients, fraction)
 
-    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Candidates:
+    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0) -> Candidates:
         """The order in which clients are asked in this round. attempt: counts the times that it began again. sizes: of
-        all clients."""
+        all clients. likely: how many are asked if all are there."""
         permutation = Permutation(len(sizes), _seed(seed, round, attempt))
         known: list[int] = []
 
         def at(position: int) -> int:
-            if position < FEW:
+            if position < FEW and likely <= FEW:
                 return permutation[position]
             if position >= len(known):
-                known[:] = permutation.first(2 * position + 32)
+                known[:] = permutation.first(max(likely, 2 * position + 32))
             return known[position]
 
         return at
@@ -93,7 +93,7 @@ class Weighted(Selection):
 
     name: ClassVar[str] = "weighted"
 
-    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int]) -> Candidates:
+    def order(self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0) -> Candidates:
         random = np.random.default_rng(_seed(seed, round, attempt))
         keys = random.standard_exponential(len(sizes)) / np.asarray(sizes)
         order: list[int] = np.argsort(keys, kind="stable").tolist()

@@ -20,9 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from dure.federated.cohort.products import Deferred, Factors, Part, Products
 from dure.federated.cohort.program import Program, program_of
 from dure.federated.cohort.sgd import SGD, CannotBatchError, Weights, sgd_of
 from dure.task import Task
+from dure.threads import SMALL_STEP, threads
 
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort, or of the factors of its products."""
@@ -113,6 +113,10 @@ class BatchedEngine:
         self.sums = sums
         self.why = ""
         self.device = device
+        self.flops = 0.0
+        """Floating-point operations of an example's step."""
+        self.threads: int | None = None
+        """Of the operators, where steps are long enough for several; None is as many as there are."""
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
         self.offsets = [0, *accumulate(sizes)]
@@ -135,8 +139,7 @@ class BatchedEngine:
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
-        kind_of = partial(self._kind, shared=self.together and not apart)
-        for some, kinds in windows(jobs, kind_of, self._share):
+        for some, kinds in windows(jobs, self._sorter(self.together and not apart)):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
             for kind, places in kinds.items():
@@ -151,6 +154,20 @@ class BatchedEngine:
 
     def close(self) -> None:
         """Nothing is open."""
+
+    def _sorter(self, shared: bool) -> Callable[[Job], tuple[Kind, float]]:
+        """What says of a job its kind, and what of a cohort it fills: found out once for all that are alike in that."""
+        known: dict[tuple[Any, ...], tuple[Kind, float]] = {}
+
+        def sort(job: Job) -> tuple[Kind, float]:
+            added = job.mu, job.anchor is None, job.correction is None, job.lr_factor
+            what = (job.steps, job.indices.numel(), *added)
+            if what not in known:
+                kind = self._kind(job, shared)
+                known[what] = kind, self._share(job, kind)
+            return known[what]
+
+        return sort
 
     def _kind(self, job: Job, shared: bool) -> Kind:
         added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
@@ -227,7 +244,8 @@ class BatchedEngine:
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
-        with torch.inference_mode():  # what is made in here is read outside, and never changed
+        threads_here = self._threads(steps)
+        with torch.inference_mode(), threads(threads_here):  # what is made in here is read outside, and never changed
             for (weights, begin, end), output, pays in zip(self._parameters(), outputs, pay, strict=True):
                 if pays:
                     weights.factor(start[0, begin:end], len(jobs), rule, rows)
@@ -240,13 +258,18 @@ class BatchedEngine:
                 losses[at, : len(step.sizes)] = self._step(step, at == 0)
             self._write(start, outputs, once)
         if defers:
-            products = Products(self._parts(outputs), rule.lr)
+            products = Products(self._parts(outputs), rule.lr, threads_here)
             if products.bounded():
                 own = jobs[0].weights[0]
                 return [Deferred(products, at, own) for at in range(len(jobs))], losses, _finite(losses)
             changes = products.all()
         updates = changes.to(jobs[0].weights[0].device).unbind(0)
         return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
+
+    def _threads(self, steps: Sequence[Step]) -> int | None:
+        """Of the operators, None where they stay as they are: a function of the model and the cohort alone."""
+        long = self.device.type == "cpu" and self.flops * steps[0].rows.numel() >= SMALL_STEP
+        return self.threads if long else None
 
     def _outputs(self, clients: int, like: Tensor, stay: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
         """Where the changes of the weights go, all of them and each parameter's, (C, n); none of those that stay
@@ -316,25 +339,26 @@ class BatchedEngine:
 
 
 def windows(
-    jobs: Iterable[Job], kind_of: Callable[[Job], Kind], share_of: Callable[[Job, Kind], float]
+    jobs: Iterable[Job], sort: Callable[[Job], tuple[Kind, float]]
 ) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
     """The jobs in their order, each time until there is a cohort of some kind; with the places of those of each kind,
-    which can be computed together. share_of: what of a cohort a job fills, and with it each that is smaller, for a
-    cohort has places of one size."""
+    which can be computed together. sort: a job's kind and what of a cohort it fills, and with it each that is smaller,
+    for a cohort has places of one size."""
     some: list[Job] = []
     kinds: dict[Kind, list[int]] = {}
     largest: dict[Kind, float] = {}
     for job in jobs:
-        kind = kind_of(job)
-        share = max(share_of(job, kind), largest.get(kind, 0.0))
-        if kind in kinds and _full(len(kinds[kind]), share):
+        kind, share = sort(job)
+        places = kinds.get(kind, [])
+        share = max(share, largest.get(kind, share))
+        if places and _full(len(places), share):
             yield some, kinds
-            some, kinds, largest = [], {}, {}
-            share = share_of(job, kind)
-        kinds.setdefault(kind, []).append(len(some))
+            some, kinds, largest, places = [], {}, {}, []
+            _, share = sort(job)
+        kinds[kind], largest[kind] = places, share
+        places.append(len(some))
         some.append(job)
-        largest[kind] = share
-        if _full(len(kinds[kind]), share):
+        if _full(len(places), share):
             yield some, kinds
             some, kinds, largest = [], {}, {}
     if some:

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ class Setting(NamedTuple):
     together: bool
     sums: bool = False
     chunk: int = 0
+    threads: int | None = None
 
 
 def engine_for(
@@ -78,13 +80,15 @@ def engine_for(
     together: bool = False,
     sums: bool = False,
     chunk: int = 0,
+    threads: int | None = None,
 ) -> Engine:
     """The engine for jobs like these, those of a typical round; its `why` says in one line why it is this one.
 
     model: a fresh one, which becomes the engine's own. processes: at most so many; None is one a core. wanted: auto,
     or one of `NAMES`. together: whether jobs always come as these do, a round at a time; sums: whether updates are
     only summed (`batched_engine`). chunk: so many jobs a child at once, as the engine had whose bits are wanted again;
-    0 is as the first of these jobs suggests.
+    0 is as the first of these jobs suggests. threads: of the operators of one process that computes many clients at
+    once, at most; None is as many as there are.
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
@@ -94,10 +98,11 @@ def engine_for(
     asked_for_loop = wanted.startswith("loop")
     batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together, sums)
     made = _Made(loop, batched, model, jobs, workers, processes, chunk)
-    if wanted != "auto":
-        return made.wanted(wanted)
-    chosen = _auto(made)
-    give_back()  # what the others needed
+    chosen = made.wanted(wanted) if wanted != "auto" else _auto(made)
+    if isinstance(chosen, BatchedEngine) and threads is not None:
+        chosen.flops, chosen.threads = made.flops, min(threads, workers)
+    if wanted == "auto":
+        give_back()  # what the others needed
     return chosen
 
 
@@ -179,6 +184,11 @@ class _Made:
         """On several threads, each with an engine like this one."""
         return ThreadsEngine([inner, *(self._another(inner) for _ in range(self.workers - 1))], self._chunk(inner))
 
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of an example's step, forward and backward."""
+        return flops_per_step(self.loop.model, self.loop.examples, 1)
+
     def _another(self, one: BatchedEngine) -> BatchedEngine:
         setting = (one.batch_size, one.seed, one.together, one.sums)
         made = batched_engine(self.loop.task, self.model, self.loop.examples, *setting)
@@ -195,11 +205,11 @@ class _Made:
         """On the cores, if that pays by the rule and is possible."""
         if self.workers == 1 or len(self.jobs) == 1 or self.loop.device.type != "cpu":
             return None
-        flops, batch = flops_per_step(self.loop.model, self.loop.examples, 1), self.loop.batch_size
-        if sum(_examples(job, batch) for job in self.jobs) * flops < LONG_ROUND:
+        batch = self.loop.batch_size
+        if sum(_examples(job, batch) for job in self.jobs) * self.flops < LONG_ROUND:
             return None
         job = self.jobs[0]
-        of_a_step = flops * min(batch or len(job.indices), len(job.indices)) * self._chunk(inner)
+        of_a_step = self.flops * min(batch or len(job.indices), len(job.indices)) * self._chunk(inner)
         if isinstance(inner, BatchedEngine) and of_a_step >= LONG_STEP:
             return self.on_threads(inner)
         return self.on_processes(inner) if forks_here() else None

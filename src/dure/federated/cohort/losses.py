@@ -21,14 +21,28 @@ from dure.federated.cohort.sgd import CannotBatchError
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(outputs (A, B, ...), targets, weights of rows (A, B)) -> (a loss a client (A,), the outputs' gradient)."""
 
+SHORT = 16
+"""Classes, fewer than which fit no vector register."""
+
+MANY = 2_000
+"""Outputs, from which on it pays to turn rows of few classes around."""
+
 
 def cross_entropy(outputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    logs = torch.log_softmax(outputs, -1)
+    logs = _log_softmax(outputs)
     columns, rows = targets.unsqueeze(-1), weights.unsqueeze(-1)
     loss = -(logs.gather(-1, columns) * rows).sum((1, 2))
     gradient = logs.exp_()
     gradient.scatter_(-1, columns, -1.0, reduce="add")
     return loss, gradient.mul_(rows)
+
+
+def _log_softmax(outputs: Tensor) -> Tensor:
+    """Along the last dimension. Where that is shorter than a vector register, torch's goes one number at a time, but
+    computes many rows side by side where they lie side by side: ten times faster for ten classes."""
+    if outputs.numel() < MANY or outputs.shape[-1] >= SHORT or outputs.device.type != "cpu":
+        return torch.log_softmax(outputs, -1)
+    return torch.log_softmax(outputs.movedim(-1, 0).contiguous(), 0).movedim(0, -1).contiguous()
 
 
 def mse(outputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dure.federated.cohort.job import Job
 from dure.randomness import shuffled
+
+Rows = NDArray[numpy.int64]
+Shares = NDArray[numpy.float64]
 
 
 def batches(job: Job, batch_size: int | None, seed: int, ordered: bool = True) -> tuple[Tensor, list[int]]:
@@ -73,16 +77,22 @@ def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
     at = [0] * len(jobs)
     steps: list[Step] = []
     for step in range(jobs[by_steps[0]].steps):
-        active = [each for each in taken if step < len(each[1])]
-        sizes = [own[step] for _, own in active]
-        widest = max(sizes)
-        rows = numpy.empty((len(active), widest), numpy.int64)
-        shares = numpy.zeros((len(active), widest))
-        for place, ((examples, _), size) in enumerate(zip(active, sizes, strict=True)):
-            first = at[place]
-            rows[place, :size] = examples[first : first + size]
-            rows[place, size:] = examples[first]
-            shares[place, :size] = 1 / size
-            at[place] = first + size
+        sizes = [own[step] for _, own in taken if step < len(own)]
+        now = [examples[first : first + size] for (examples, _), first, size in zip(taken, at, sizes, strict=False)]
+        at[: len(sizes)] = [first + size for first, size in zip(at, sizes, strict=False)]
+        rows, shares = _block(now, sizes)
         steps.append(Step(torch.from_numpy(rows), torch.from_numpy(shares), sizes))
     return Plan(by_steps, steps, [sizes for _, sizes in visits])
+
+
+def _block(batches: Sequence[Rows], sizes: Sequence[int]) -> tuple[Rows, Shares]:
+    """The rows of a step and their shares."""
+    block = len(batches), max(sizes)
+    if min(sizes) == block[1]:
+        return numpy.concatenate(batches).reshape(block), numpy.full(block, 1 / block[1])
+    rows, shares = numpy.empty(block, numpy.int64), numpy.zeros(block)
+    for place, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
+        rows[place, :size] = batch
+        rows[place, size:] = batch[0]
+        shares[place, :size] = 1 / size
+    return rows, shares

@@ -13,11 +13,13 @@ formed then. Equal to the sum of the updates but for rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
+
+from dure.threads import threads
 
 LARGE = 1e30
 """What no element of an update may come near: products that do not are finite, and so are sums of a million of them."""
@@ -38,6 +40,17 @@ class Factors(NamedTuple):
         weight = (left.transpose(-2, -1) @ right).flatten(-2)
         return [weight, left.sum(-2)] if self.bias else [weight]
 
+    def sum(self, scales: Tensor, places: Iterator[Tensor], beta: float) -> None:
+        """The sum over k of scales_k L_kᵀ R_k, and of the bias, in the next of the places, flat, of which what is there
+        is kept `beta` times. scales: (C T,), of each row. The narrower of the factors is scaled."""
+        left, right = self.left.flatten(0, 1), self.right.flatten(0, 1)
+        m, n = left.shape[1], right.shape[1]
+        scaled = (left if m < n else right) * scales.unsqueeze(1)
+        one, other = (scaled, right) if m < n else (left, scaled)
+        next(places).view(m, n).addmm_(one.T, other, beta=beta)
+        if self.bias:
+            next(places).addmv_(left.T, scales, beta=beta)
+
 
 Part = Factors | Tensor
 """Updates of a layer, or of a parameter: (C, elements)."""
@@ -47,10 +60,11 @@ Sizes = tuple[tuple[tuple[int, ...], ...], bool]
 
 
 class Products:
-    """The updates of C clients. parts: in the order in which parameters lie in flat weights. lr: of the factors."""
+    """The updates of C clients. parts: in the order in which parameters lie in flat weights. lr: of the factors.
+    threads: of the operators that sum them; None is as many as there are then."""
 
-    def __init__(self, parts: Sequence[Part], lr: float) -> None:
-        self.parts, self.lr = list(parts), lr
+    def __init__(self, parts: Sequence[Part], lr: float, threads: int | None = None) -> None:
+        self.parts, self.lr, self.threads = list(parts), lr, threads
 
     @property
     def clients(self) -> int:
@@ -101,18 +115,17 @@ class Products:
         """(d,), the weighted sum of all; with `onto`, (d,), added to that."""
         like = _tensors(self.parts[0])[0]
         shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
-        scales = (shares * -self.lr).view(-1, 1, 1)
         sizes = [size for part in self.parts for size in _elements(part)]
         total, beta = (like.new_empty(sum(sizes)), 0) if onto is None else (onto, 1)
         places = iter(torch.split(total, sizes))
-        for part in self.parts:
-            if isinstance(part, Tensor):
-                next(places).addmv_(part.flatten(1).T, shares, beta=beta)
-                continue
-            left, right = (part.left * scales).flatten(0, 1), part.right.flatten(0, 1)
-            next(places).view(left.shape[1], right.shape[1]).addmm_(left.T, right, beta=beta)
-            if part.bias:
-                next(places).addmv_(left.T, left.new_ones(len(left)), beta=beta)
+        counts = {part.left.shape[1] for part in self.parts if isinstance(part, Factors)}
+        scales = {rows: (shares * -self.lr).unsqueeze(1).expand(-1, rows).flatten() for rows in counts}
+        with threads(self.threads):
+            for part in self.parts:
+                if isinstance(part, Tensor):
+                    next(places).addmv_(part.flatten(1).T, shares, beta=beta)
+                else:
+                    part.sum(scales[part.left.shape[1]], places, beta)
         return total
 
     def write(self, memory: Tensor) -> list[Sizes]:
