@@ -239,7 +239,7 @@ class FederatedLearner:
         own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
         attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
         lying = partial(_liars, len(own), conditions.attackers, seed, conditions.attackers_change)
-        self.personal = Personal(task, seeded_model(task, seed), examples, held_out, seed, strategy.fine_tune)
+        self.personal = Personal(task, examples, held_out, seed, strategy.fine_tune)
         if attack is not None and attack.poisons:
             examples, own = poisoned(examples, own, lying(0), attack)
         weights = self.flat.copy()

@@ -15,6 +15,7 @@ Every client counts alike. With more than a thousand clients a fixed sample of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -33,6 +34,7 @@ from dure.fleet.permutation import Permutation
 from dure.lr_schedule import factor_at
 from dure.randomness import derive
 from dure.record.history import lower_is_better
+from dure.strategy import seeded_model
 from dure.task import Task
 
 MOST = 1_000
@@ -41,14 +43,11 @@ TOGETHER = 50
 
 
 class Personal:
-    """held_out: the examples of each client, as indices into `examples`; none measures nothing."""
+    """held_out: the examples of each client, as indices into `examples`; none measures nothing, and needs no model."""
 
-    def __init__(
-        self, task: Task, model: nn.Module, examples: Examples, held_out: Sequence[Tensor], seed: int, fine_tune: int
-    ) -> None:
-        self.task, self.model, self.examples, self.held_out = task, model, examples, held_out
+    def __init__(self, task: Task, examples: Examples, held_out: Sequence[Tensor], seed: int, fine_tune: int) -> None:
+        self.task, self.examples, self.held_out, self.seed = task, examples, held_out, seed
         self.fine_tune = fine_tune
-        self.flat, self.buffers = FlatParameters(model), Buffers(model)
         chosen = Permutation(len(held_out), derive(seed, "measured clients")).first(MOST) if held_out else []
         self.clients = sorted(client for client in chosen if len(held_out[client]))
         self.latest: dict[str, list[float]] = {}
@@ -75,6 +74,19 @@ class Personal:
         return {
             key: value for name, values in self.latest.items() for key, value in _over_clients(name, values).items()
         }
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Which has the weights and buffers of whoever is measured."""
+        return seeded_model(self.task, self.seed)
+
+    @cached_property
+    def flat(self) -> FlatParameters:
+        return FlatParameters(self.model)
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        return Buffers(self.model)
 
     def facts(self) -> dict[str, Any]:
         """The newest measurement of each client."""
