@@ -1,8 +1,8 @@
 """The clients' side of a federation, computed here: their examples, what they keep, and their local training.
 
 What a client computes depends on its assignment, its own examples and memory, and the seed; never on who else is
-visited, when, or by which engine. Liars are clients whose examples are poisoned, or whose updates are forged before
-they are sent; the server is not told who they are.
+visited, when, or by which engine, but for rounding. Liars are clients whose examples are poisoned, or whose updates are
+forged before they are sent; the server is not told who they are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Clients:
 
     parts: the examples of each, as indices. present: which of n they have at a time; None is all. attack, liars: what
     liars send, and who they are in a round. partial: whether clients send unfinished work at a deadline. lr_schedule:
-    the task's.
+    the task's. threads: that the engine's operators may have.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class Clients:
         parts: Sequence[Tensor],
         work: LocalWork,
         algorithm: Algorithm,
-        engine: Callable[[Sequence[Job], str | None, int], Engine],
+        engine: Callable[[Sequence[Job], str | None, int, int | None], Engine],
         seed: int,
         present: Callable[[int, float], Tensor] | None = None,
         attack: Attack | None = None,
         liars: Callable[[int], Collection[int]] = lambda turn: (),
         partial: bool = False,
         lr_schedule: LRSchedule | None = None,
+        threads: int | None = None,
     ) -> None:
         self.parts, self.local, self.algorithm, self.seed = parts, work, algorithm, seed
         self.sizes: list[int] = parts.sizes.tolist() if isinstance(parts, Parts) else [len(part) for part in parts]
@@ -87,6 +88,7 @@ class Clients:
         """And why it is this one, in a line."""
         self.chunk = 0
         """How many jobs each of its processes gets at once; 0 where it has none."""
+        self.threads = threads
         self._pending: dict[int, tuple[int, Memory | None]] = {}
         self._ready: dict[int, Update] = {}
         self._typical = 0
@@ -200,9 +202,9 @@ class Clients:
             if again and jobs:
                 jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
             self._typical = len(jobs)
-            self._engine = self._make(jobs, self.chosen, self.chunk)
+            self._engine = self._make(jobs, self.chosen, self.chunk, self.threads)
             self.chosen, self.why = self._engine.name, self.why if again else self._engine.why
-            self.chunk = getattr(self._engine, "chunk", 0)
+            self.chunk, self.threads = getattr(self._engine, "chunk", 0), getattr(self._engine, "threads", None)
         return self._engine
 
     def close(self) -> None:

@@ -296,8 +296,8 @@ class Coordinator:
         count = len(self.sizes)
         if isinstance(self.pacing, Rounds):
             if self._order is None:
-                order, (asked, _) = self.pacing.selection.order, self._wanted()
-                self._order = order(self.seed, self.round, self._attempt, self.sizes, asked)
+                asked, _ = self._wanted()
+                self._order = self.pacing.selection.order(self.seed, self.round, self._attempt, self.sizes, asked)
             return self._order(position)
         epoch, position = divmod(position, count)
         if self._order is None or position == 0:

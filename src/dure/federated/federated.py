@@ -235,7 +235,6 @@ class FederatedLearner:
         self.model = seeded_model(task, seed)
         self.flat, self.buffers = FlatParameters(self.model), Buffers(self.model)
         examples, self.test_examples = examples_for(self.model, task)
-        threads = torch.get_num_threads()  # a round has fewer, where a client's step deserves no more
         own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
         attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
         lying = partial(_liars, len(own), conditions.attackers, seed, conditions.attackers_change)
@@ -251,7 +250,7 @@ class FederatedLearner:
             own,
             strategy.work(),
             self.algorithm,
-            lambda jobs, chosen, chunk: strategy.engine(
+            lambda jobs, chosen, chunk, threads: strategy.engine(
                 Setting(
                     *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
                     *(conditions.processes, chosen or conditions.engine, pacing.synchronous, sums, chunk, threads),
@@ -263,6 +262,7 @@ class FederatedLearner:
             lying,
             strategy.sends_partial_work,
             task.lr_schedule,
+            _threads(conditions.processes),
         )
         self.carrier = place.carrier(self.clients, seed)
         buffers = [buffer.clone() for buffer in self.buffers.of(self.model)]
@@ -374,7 +374,7 @@ class FederatedLearner:
             "clients": self.clients.state(),
             "log": self.log.state(),
             "measured": self.personal.latest,
-            "engine": [self.clients.chosen, self.clients.why, self.clients.chunk],
+            "engine": [self.clients.chosen, self.clients.why, self.clients.chunk, self.clients.threads],
             "buffers": passing_buffers(self.model),
         }
 
@@ -384,7 +384,7 @@ class FederatedLearner:
         self.coordinator.restore(state["coordinator"])
         self.carrier.restore(state["carrier"])
         self.clients.restore(state["clients"])
-        self.clients.chosen, self.clients.why, self.clients.chunk = state["engine"]
+        self.clients.chosen, self.clients.why, self.clients.chunk, self.clients.threads = state["engine"]
         self.log.restore(state["log"])
         self.personal.latest = state.get("measured", {})
 
@@ -399,6 +399,11 @@ class FederatedLearner:
 def _liars(clients: int, attackers: float, seed: int, change: bool, turn: int) -> Collection[int]:
     """Who lies in a round: the same all along, or others in every round."""
     return liars(clients, attackers, seed, turn if change else None)
+
+
+def _threads(processes: int | None) -> int:
+    """That steps of many clients may have: all that torch has before a run has fewer for the steps of one client."""
+    return torch.get_num_threads() if processes is None else min(processes, torch.get_num_threads())
 
 
 def _meters(clients: int) -> list[Meter]:

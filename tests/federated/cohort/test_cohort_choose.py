@@ -11,13 +11,12 @@ import torch
 from clients_at_work import jobs_of, results, same, weights_of
 from torch import nn
 
-from dure.federated.cohort import batched, choose, losses
+from dure.federated.cohort import choose
 from dure.federated.cohort.batched import BatchedEngine
 from dure.federated.cohort.choose import NAMES, engine_for
 from dure.federated.cohort.loop import LoopEngine
 from dure.federated.cohort.processes import ProcessesEngine
 from dure.federated.cohort.threads import ThreadsEngine
-from dure.threads import threads
 from process_tree import descendants
 from small import network, small_task
 
@@ -127,45 +126,3 @@ def test_the_first_jobs_are_not_changed_by_a_trial_of_a_model_that_draws():
     task = small_task(model=model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     assert same(results(engine, jobs), results(LoopEngine(task, model(), task.train, 4, 3), jobs))
     engine.close()
-
-
-@pytest.mark.parametrize("sums", [False, True])
-def test_long_steps_of_many_clients_at_once_have_several_threads_and_short_ones_have_not(monkeypatch, sums):
-    task = small_task(n=60)
-    jobs = jobs_of([8] * 6, [1] * 6, weights_of(task.model))
-    seen: list[int] = []
-
-    def loss(outputs, targets, weights):
-        seen.append(torch.get_num_threads())
-        return losses.cross_entropy(outputs, targets, weights)
-
-    found = []
-    for short in (math.inf, 0.0):
-        monkeypatch.setattr(batched, "SMALL_STEP", short)
-        with threads(1):
-            made = engine_for(task, task.model(), task.train, 4, 3, jobs, 2, "batched", True, sums, threads=2)
-            made.program.loss = loss
-            found.append([trained.delta[0] for trained in made.train(jobs)])
-            assert torch.get_num_threads() == 1
-    assert seen == [1, 2]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("processes", "expected"), [(None, min(2, len(os.sched_getaffinity(0)))), (1, 1)])
-def test_no_more_threads_than_processes_were_allowed(processes, expected):
-    task = small_task(n=60)
-    jobs = jobs_of([8] * 6, [1] * 6, weights_of(task.model))
-    made = engine_for(task, task.model(), task.train, 4, 3, jobs, processes, "batched", threads=2)
-    assert isinstance(made, BatchedEngine)
-    assert made.threads == expected
-
-
-def test_engines_of_other_processes_and_threads_have_one_thread_each():
-    task = small_task(n=60)
-    jobs = jobs_of([8] * 6, [1] * 6, weights_of(task.model))
-    for name in ("batched-processes", "batched-threads"):
-        made = engine_for(task, task.model(), task.train, 4, 3, jobs, 2, name, threads=2)
-        inners = made.inners if isinstance(made, ThreadsEngine) else [made.inner]
-        assert [inner.threads for inner in inners] == [None] * len(inners)
-        made.close()

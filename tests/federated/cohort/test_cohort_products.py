@@ -113,7 +113,7 @@ def test_what_is_kept_is_no_more_than_a_cohort_of_weights(rows, most):
     jobs = [
         replace(job, indices=torch.zeros(rows, dtype=torch.int64)) for job in jobs_of([4] * 300, [1] * 300, weights)
     ]
-    assert len(next(windows(jobs, made._sorter(shared=True)))[0]) == most
+    assert len(next(windows(jobs, made._classifier(shared=True)))[0]) == most
 
 
 def test_convolutions_are_formed_a_cohort_at_a_time():

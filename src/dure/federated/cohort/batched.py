@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from dure.errors import DureError
 from dure.federated.cohort.factored import which_pay
 from dure.federated.cohort.job import Job, Trained
 from dure.federated.cohort.loop import not_finite
+from dure.federated.cohort.losses import cross_entropy
 from dure.federated.cohort.memory import Memory
 from dure.federated.cohort.optimizers import optimizer_of
 from dure.federated.cohort.plan import Step, plan
@@ -89,6 +91,8 @@ def batched_engine(
         rule = sgd_of(optimizer_of(task, parameters), parameters)
     except CannotBatchError as reason:
         return str(reason)
+    if together and program.loss is cross_entropy:
+        program.loss = partial(cross_entropy, in_company=True)
     return BatchedEngine(program, rule, examples, parameters[0].device, batch_size, seed, together, sums)
 
 
@@ -116,7 +120,7 @@ class BatchedEngine:
         self.flops = 0.0
         """Floating-point operations of an example's step."""
         self.threads: int | None = None
-        """Of the operators, where steps are long enough for several; None is as many as there are."""
+        """Of the operators in long steps, at least; None is as many as there are."""
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
         self.offsets = [0, *accumulate(sizes)]
@@ -139,7 +143,7 @@ class BatchedEngine:
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
-        for some, kinds in windows(jobs, self._sorter(self.together and not apart)):
+        for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
             for kind, places in kinds.items():
@@ -155,11 +159,11 @@ class BatchedEngine:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _sorter(self, shared: bool) -> Callable[[Job], tuple[Kind, float]]:
+    def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, float]]:
         """What says of a job its kind, and what of a cohort it fills: found out once for all that are alike in that."""
         known: dict[tuple[Any, ...], tuple[Kind, float]] = {}
 
-        def sort(job: Job) -> tuple[Kind, float]:
+        def classify(job: Job) -> tuple[Kind, float]:
             added = job.mu, job.anchor is None, job.correction is None, job.lr_factor
             what = (job.steps, job.indices.numel(), *added)
             if what not in known:
@@ -167,7 +171,7 @@ class BatchedEngine:
                 known[what] = kind, self._share(job, kind)
             return known[what]
 
-        return sort
+        return classify
 
     def _kind(self, job: Job, shared: bool) -> Kind:
         added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
@@ -267,9 +271,10 @@ class BatchedEngine:
         return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
 
     def _threads(self, steps: Sequence[Step]) -> int | None:
-        """Of the operators, None where they stay as they are: a function of the model and the cohort alone."""
-        long = self.device.type == "cpu" and self.flops * steps[0].rows.numel() >= SMALL_STEP
-        return self.threads if long else None
+        """Of the operators; None where they stay as they are, which the model and the cohort decide."""
+        if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
+            return None
+        return max(self.threads, torch.get_num_threads())
 
     def _outputs(self, clients: int, like: Tensor, stay: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
         """Where the changes of the weights go, all of them and each parameter's, (C, n); none of those that stay
@@ -339,22 +344,22 @@ class BatchedEngine:
 
 
 def windows(
-    jobs: Iterable[Job], sort: Callable[[Job], tuple[Kind, float]]
+    jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, float]]
 ) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
     """The jobs in their order, each time until there is a cohort of some kind; with the places of those of each kind,
-    which can be computed together. sort: a job's kind and what of a cohort it fills, and with it each that is smaller,
-    for a cohort has places of one size."""
+    which can be computed together. classify: a job's kind and what of a cohort it fills, and with it each that is
+    smaller, for a cohort has places of one size."""
     some: list[Job] = []
     kinds: dict[Kind, list[int]] = {}
     largest: dict[Kind, float] = {}
     for job in jobs:
-        kind, share = sort(job)
+        kind, share = classify(job)
         places = kinds.get(kind, [])
         share = max(share, largest.get(kind, share))
         if places and _full(len(places), share):
             yield some, kinds
             some, kinds, largest, places = [], {}, {}, []
-            _, share = sort(job)
+            _, share = classify(job)
         kinds[kind], largest[kind] = places, share
         places.append(len(some))
         some.append(job)

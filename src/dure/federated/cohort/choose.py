@@ -87,8 +87,8 @@ def engine_for(
     model: a fresh one, which becomes the engine's own. processes: at most so many; None is one a core. wanted: auto,
     or one of `NAMES`. together: whether jobs always come as these do, a round at a time; sums: whether updates are
     only summed (`batched_engine`). chunk: so many jobs a child at once, as the engine had whose bits are wanted again;
-    0 is as the first of these jobs suggests. threads: of the operators of one process that computes many clients at
-    once, at most; None is as many as there are.
+    0 is as the first of these jobs suggests. threads: of the operators of an engine alone, in steps of many clients
+    that are long enough; None leaves them as they are.
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
@@ -97,12 +97,11 @@ def engine_for(
     loop = LoopEngine(task, model, examples, batch_size, seed)  # first, as the other one tries the model
     asked_for_loop = wanted.startswith("loop")
     batched = "" if asked_for_loop else batched_engine(task, model, examples, batch_size, seed, together, sums)
-    made = _Made(loop, batched, model, jobs, workers, processes, chunk)
-    chosen = made.wanted(wanted) if wanted != "auto" else _auto(made)
-    if isinstance(chosen, BatchedEngine) and threads is not None:
-        chosen.flops, chosen.threads = made.flops, min(threads, workers)
-    if wanted == "auto":
-        give_back()  # what the others needed
+    made = _Made(loop, batched, model, jobs, workers, processes, chunk, threads)
+    if wanted != "auto":
+        return made.wanted(wanted)
+    chosen = _auto(made)
+    give_back()  # what the others needed
     return chosen
 
 
@@ -154,6 +153,7 @@ class _Made:
     workers: int
     asked: int | None
     chunk: int
+    threads: int | None
 
     def wanted(self, name: str) -> Engine:
         inner: LoopEngine | BatchedEngine = self.loop
@@ -166,7 +166,14 @@ class _Made:
         if name.endswith("threads"):
             assert isinstance(inner, BatchedEngine)
             return self.on_threads(inner)
-        return self.on_processes(inner) if name.endswith("processes") else inner
+        return self.on_processes(inner) if name.endswith("processes") else self.alone(inner)
+
+    def alone(self, engine: LoopEngine | BatchedEngine) -> LoopEngine | BatchedEngine:
+        """In this process and thread: the operators' threads have the cores to themselves. Where jobs come now with
+        these and then with those, a step has no threads of its own, for they could change its bits."""
+        if isinstance(engine, BatchedEngine) and engine.together and engine.device.type == "cpu":
+            engine.flops, engine.threads = self.flops, self.threads
+        return engine
 
     def on_ray(self, inner: LoopEngine | BatchedEngine) -> Engine:
         """On the machines of a Ray cluster."""
@@ -178,10 +185,12 @@ class _Made:
 
     def on_processes(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
         """On several processes."""
+        _one_thread(inner)
         return ProcessesEngine(inner, self.model, self.workers, self._chunk(inner))
 
     def on_threads(self, inner: BatchedEngine) -> ThreadsEngine:
         """On several threads, each with an engine like this one."""
+        _one_thread(inner)
         return ThreadsEngine([inner, *(self._another(inner) for _ in range(self.workers - 1))], self._chunk(inner))
 
     @cached_property
@@ -215,6 +224,12 @@ class _Made:
         return self.on_processes(inner) if forks_here() else None
 
 
+def _one_thread(engine: LoopEngine | BatchedEngine) -> None:
+    """For the operators of each worker."""
+    if isinstance(engine, BatchedEngine):
+        engine.threads = None
+
+
 def _auto(made: _Made) -> Engine:
     chosen: LoopEngine | BatchedEngine = made.loop
     if isinstance(made.batched, str) and (made.workers == 1 or len(made.jobs) == 1 or not forks_here()):
@@ -225,26 +240,24 @@ def _auto(made: _Made) -> Engine:
         if isinstance(made.batched, str):
             chosen.why = f"one client after another, for {made.batched}"
         else:
-            together = _rate(made.batched, made.jobs[: made.batched.at_once(made.jobs[0])])
+            together = _rate(made.alone(made.batched), made.jobs[: made.batched.at_once(made.jobs[0])])
             why = f"many clients at once are {together / rate:.1f} times as fast as one after another"
             if together * CLEARLY >= rate:
                 chosen, rate = made.batched, together
             chosen.why = why
         divided = made.divided(chosen)
         if divided is not None:
-            return _confirmed(divided, chosen, rate, made.jobs)
+            return _confirmed(made, divided, chosen, rate)
     except DureError:  # what is wrong with a client is said when its turn comes
         chosen = made.loop
         chosen.why = "the trial failed"
     return chosen
 
 
-def _confirmed(
-    divided: DividedEngine[Any], alone: LoopEngine | BatchedEngine, rate: float, jobs: Sequence[Job]
-) -> Engine:
+def _confirmed(made: _Made, divided: DividedEngine[Any], alone: LoopEngine | BatchedEngine, rate: float) -> Engine:
     """divided, if it is not clearly slower than `alone`, which has this rate."""
     try:
-        gain = _rate(divided, jobs[: divided.cohort]) / rate
+        gain = _rate(divided, made.jobs[: divided.cohort]) / rate
     except BaseException:
         divided.close()
         raise
@@ -255,7 +268,7 @@ def _confirmed(
         return divided
     divided.close()
     alone.why = said
-    return alone
+    return made.alone(alone)
 
 
 def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
