@@ -47,6 +47,12 @@ def is_planned(group: Group) -> bool:
     return isinstance(backend, SharedMemoryGroup) and backend.apart
 
 
+def sends_ahead(group: Group) -> bool:
+    """Whether what a rank sends by a plan travels before the other has begun the same."""
+    backend = group.process_group
+    return isinstance(backend, SharedMemoryGroup) and backend.sends_ahead
+
+
 def begin_all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> Callable[[], float]:
     """`all_reduce`, where all ranks know what comes, as by a plan; over other backends than dure's it is done at once.
 

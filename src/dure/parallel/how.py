@@ -1,7 +1,7 @@
 """How gradients are summed: the settings, and what dure chooses where they leave it open.
 
 beside    all-reduces run while backward goes on, on a thread (a GPU: on a stream; between hosts of one rank each: on
-          threads of gloo alone): between hosts, on GPUs, and where cores are idle
+          threads of the backend alone): between hosts, on GPUs, and where cores are idle
 after     they run when backward is done, in one message: where the ranks of one host keep all of its cores busy.
           Whatever would run beside them would take their time, and ranks that meet once a step wait for each other
           once

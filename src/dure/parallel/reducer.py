@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from dure.collectives import native
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 from dure.parallel.buckets import ALL, LONG, Kind, Plan
@@ -289,7 +290,9 @@ class Reducer:
         self.beside = any(row[0] for row in self.group.all_gather_values(beside))
         follows = bits_follow_the_plan(self.how, self.group, self.kinds)
         if self.beside and not follows and self.how.bucket_bytes is None and self.group.size > 1:
-            self._trials = Trials.of(self.kinds, self.order, ALL if self._shares_memory else LONG)
+            long, ahead = ALL if self._shares_memory else LONG, native.sends_ahead(self.group)
+            trials = Trials(self.kinds, self.order, long, self.how.algorithm == "native" and ahead)
+            self._trials = trials if trials.worth_it else None
         if self._trials is not None:
             self._take(self._trials.plan())
         else:
@@ -307,14 +310,14 @@ class Reducer:
         self._waiting = [0] * len(plan.buckets)
 
     def _try(self) -> None:
-        """One more trial; at the end rank 0 chooses the plan from what all have measured."""
+        """One more trial; at the end the ranks take the best plan."""
         assert self._trials is not None
         ready = [max(0.0, at - self.started) for at in self._ready_at]
-        self._trials.note(ready, self.transfers, self.computed - self.started)
-        if self._trials.go_on():
+        self._trials.note(ready, self.transfers, self.started, self.computed)
+        if self._trials.go_on(self.group):
             self._take(self._trials.plan())
             return
-        self._take(self._trials.decide(self.group))
+        self._take(self._trials.best(self.group))
         self._trials = None
 
     def account(self, step: int, arrivals: Mapping[int, float] | None = None) -> None:

@@ -1,16 +1,21 @@
-"""Bucket sizes by measurement: some steps are timed, and those are taken that would have ended them earliest.
+"""Bucket sizes by measurement: some steps are timed, and those are taken that have ended them earliest.
 
 In four steps short and long buckets take turns. When gradients are ready is known from the hooks. What a message costs
 the link, alpha + beta·n seconds for n bytes, is fitted to the all-reduces as they ran beside backward, and what it
-takes from the cores, gamma, follows from how much longer backward was with more of them. Of all that is measured the
-least of both tries counts; of all-reduces the least of all ranks, since the others only waited for the last one. Rank 0
-then chooses for all (`dure.parallel.buckets.end_of`).
+takes from the cores, gamma, follows from how much longer backward was with more of them. From that follow the buckets
+that should end a step earliest (`dure.parallel.buckets.end_of`); rank 0 suggests them to all. Two more steps are timed
+with these, and all ranks take what was best: a suggestion that came of a disturbed measurement is not followed.
+
+Of all that is measured the least of both tries counts. A rank that enters an all-reduce early waits for the others, so
+the least of all ranks is what it took; but where messages are sent ahead, it takes who enters late as much less as who
+is early more, and the mean of the ranks is right.
 
 Only sums whose bits do not depend on where buckets end are measured: a clock never changes a result.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,49 +30,65 @@ TRIED = (LIMIT // 4, 2 * LIMIT)
 
 TRIALS = 4
 
+CHECKS = 2
+
+BETTER = 0.98
+"""What was suggested is taken unless another has ended its steps in less than this share of the time."""
+
 LIMITS = (LIMIT // 8, LIMIT // 4, LIMIT // 2, *(LIMIT * size for size in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)), ALL)
-"""What rank 0 chooses from."""
+"""What rank 0 suggests one of."""
 
 
 class Trials:
-    """The steps that are timed, on one rank."""
+    """The steps that are timed, on one rank. long: as in `filled`. ahead: whether messages are sent ahead."""
 
-    def __init__(self, kinds: Sequence[Kind], order: Sequence[int], long: int = LONG) -> None:
-        self.kinds, self.order, self.long = kinds, order, long
+    def __init__(self, kinds: Sequence[Kind], order: Sequence[int], long: int = LONG, ahead: bool = False) -> None:
+        self.kinds, self.order, self.long, self.ahead = kinds, order, long, ahead
         self.plans = [filled(kinds, order, size, long) for size in TRIED]
         self._ready: list[list[float]] = []
         self._rows: list[list[float]] = []
 
-    @classmethod
-    def of(cls, kinds: Sequence[Kind], order: Sequence[int], long: int = LONG) -> Trials | None:
-        """None where there is nothing to choose."""
-        trials = cls(kinds, order, long)
-        short, longer = (len(plan.buckets) for plan in trials.plans)
-        return trials if short > longer else None
+    @property
+    def worth_it(self) -> bool:
+        """Whether there is anything to choose."""
+        short, longer = (len(plan.buckets) for plan in self.plans[: len(TRIED)])
+        return short > longer
 
     def plan(self) -> Plan:
         """What the next step tries."""
-        return self.plans[len(self._rows) % len(self.plans)]
+        return self.plans[_tried(len(self._rows))]
 
-    def note(self, ready: Sequence[float], transfers: Sequence[Transfer], backward: float) -> None:
-        """A step was timed. ready: seconds from the begin of backward to each gradient; backward: to its end."""
+    def note(self, ready: Sequence[float], transfers: Sequence[Transfer], start: float, computed: float) -> None:
+        """A step was timed: backward from `start` to `computed`. ready: seconds from its start to each gradient."""
         seconds = [0.0] * len(self.plan().buckets)
         for transfer in transfers:
             if transfer.number < len(seconds):
                 seconds[transfer.number] = transfer.end - transfer.start
+        end = max([computed, *(transfer.end for transfer in transfers)])
         self._ready.append(list(ready))
-        self._rows.append([backward, *seconds])
+        self._rows.append([end - start, computed - start, *seconds])
 
-    def go_on(self) -> bool:
-        """Whether there is more to try."""
-        return len(self._rows) < TRIALS
+    def go_on(self, group: Group) -> bool:
+        """Whether there is more to try; all ranks ask together, when they have noted a step."""
+        if len(self._rows) == TRIALS:
+            suggested = self._suggested(group)
+            self.plans += [suggested] if suggested not in self.plans else []
+        return len(self._rows) < TRIALS + CHECKS * (len(self.plans) - len(TRIED))
 
-    def decide(self, group: Group) -> Plan:
-        """The plan of rank 0, from what all ranks have measured; all ranks call it together."""
+    def best(self, group: Group) -> Plan:
+        """The plan whose steps have ended earliest, on the slowest rank; all ranks call it together."""
+        ranks = group.all_gather_values([row[0] for row in self._rows], "agreement on buckets")
+        steps = [max(ends) for ends in zip(*ranks, strict=True)]
+        ends = [min(end for step, end in enumerate(steps) if _tried(step) == tried) for tried in range(len(self.plans))]
+        ends[len(TRIED) :] = [BETTER * end for end in ends[len(TRIED) :]]
+        return self.plans[ends.index(min(ends))]
+
+    def _suggested(self, group: Group) -> Plan:
+        """The plan of rank 0, from what all ranks have measured."""
         gathered = group.all_gather_values([value for row in self._rows for value in row])
         cost = self.cost([self._rows_of(values) for values in gathered])
-        ready = [min(times) for times in zip(*self._ready[1 :: len(self.plans)], strict=True)]
-        number = group.all_gather_values([float(self.best(ready, cost))], "agreement on buckets")[0][0]
+        ready = [min(times) for times in zip(*self._ready[1 :: len(TRIED)], strict=True)]
+        number = group.all_gather_values([float(self.limit(ready, cost))], "agreement on buckets")[0][0]
         return filled(self.kinds, self.order, int(LIMITS[int(number)]), self.long)
 
     def _rows_of(self, values: Sequence[float]) -> list[list[float]]:
@@ -78,19 +99,21 @@ class Trials:
         return rows
 
     def cost(self, ranks: Sequence[Sequence[Sequence[float]]]) -> Cost:
-        """What messages cost. ranks: of each rank, of each trial, the seconds of backward and of each message."""
+        """What messages cost. ranks: of each rank, of each trial, the seconds to the end of the step, to that of
+        backward, and of each message."""
         samples: list[tuple[float, float]] = []
         backward: list[float] = []
-        for tried, plan in enumerate(self.plans):
-            trials = [list(rows[tried :: len(self.plans)]) for rows in ranks]
-            backward.append(max(min(row[0] for row in rows) for rows in trials))
+        over_ranks = statistics.fmean if self.ahead else min
+        for tried, plan in enumerate(self.plans[: len(TRIED)]):
+            trials = [list(rows[tried :: len(TRIED)]) for rows in ranks]
+            backward.append(max(min(row[1] for row in rows) for rows in trials))
             for number, bucket in enumerate(plan.buckets):
-                least = min(row[1 + number] for rows in trials for row in rows)
+                least = min(over_ranks([row[2 + number] for row in rows]) for rows in zip(*trials, strict=True))
                 samples.append((float(sum(self.kinds[member].nbytes for member in bucket.members)), least))
         more = len(self.plans[0].buckets) - len(self.plans[1].buckets)
         return Cost(*cost_of_messages(samples), max(0.0, (backward[0] - backward[1]) / more))
 
-    def best(self, ready: Sequence[float], cost: Cost) -> int:
+    def limit(self, ready: Sequence[float], cost: Cost) -> int:
         """The index of the limit whose plan ends first; of those that end alike the one with the longest buckets."""
         messages = len(self.plans[1].buckets)
         last = max(ready) or 1.0  # a rank without examples has no times
@@ -99,3 +122,8 @@ class Trials:
             end_of(filled(self.kinds, self.order, int(limit), self.long), self.kinds, alone, cost) for limit in LIMITS
         ]
         return max(number for number, end in enumerate(ends) if end <= 1.001 * min(ends))
+
+
+def _tried(step: int) -> int:
+    """The number of the plan that a step tries."""
+    return step % len(TRIED) if step < TRIALS else len(TRIED)

@@ -129,7 +129,7 @@ def over_the_cable(call: Callable[[], object]) -> list[int]:
     return [now - then for now, then in zip(bytes_over_the_cable(), start, strict=True)]
 
 
-def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hosts(hosts: TwoHosts) -> None:
+def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hosts(hosts: TwoHosts, core: Core) -> None:
     def body(rank: int) -> None:
         everybodys, ends = [], []
         for number, (dtype, op) in enumerate(sorted(SENSIBLE, key=str)):
@@ -152,10 +152,10 @@ def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hos
         for sent, more in zip(sums, idle, strict=True):
             assert sent <= 1.05 * S + 30_000 + 3 * more
 
-    Stage(hosts, ALONE, "torch").play(body)
+    Stage(hosts, ALONE, core).play(body)
 
 
-def test_scatters_and_gathers_may_be_under_way_too(hosts: TwoHosts) -> None:
+def test_scatters_and_gathers_may_be_under_way_too(hosts: TwoHosts, core: Core) -> None:
     def body(rank: int) -> None:
         everybodys, ends = [], []
         for number, (dtype, op) in enumerate(sorted(SENSIBLE, key=str)):
@@ -182,7 +182,7 @@ def test_scatters_and_gathers_may_be_under_way_too(hosts: TwoHosts) -> None:
             for sent, more in zip(over_the_cable(lambda begin=begin: begin()()), idle, strict=True):  # type: ignore[misc]
                 assert sent <= 1.05 * S / 2 + 30_000 + 3 * more
 
-    Stage(hosts, ALONE, "torch").play(body)
+    Stage(hosts, ALONE, core).play(body)
 
 
 @on_both_layouts
@@ -390,19 +390,47 @@ def planned_gathers() -> None:
         end()
 
 
+@built
+def test_planned_calls_that_differ_are_told_on_both_hosts_and_the_group_works_on(hosts: TwoHosts) -> None:
+    def body(rank: int) -> None:
+        ends = [world().begin_all_reduce(torch.ones(n)) for n in (10, 500_000 + rank, 10)]
+        ends[0]()
+        with raises(MismatchError) as caught:
+            ends[1]()
+        ends[2]()
+        assert str(caught[0]) == (
+            "the ranks disagree at call 2: rank 0 called all_reduce(sum, 500000 float32); "
+            "rank 1 called all_reduce(sum, 500001 float32)"
+        )
+        dist.barrier()
+
+    Stage(hosts, ALONE, "c").play(body)
+
+
+def test_a_killed_rank_whose_child_lives_on_is_named(hosts: TwoHosts, core: Core, tmp_path: Path) -> None:
+    def fate() -> None:
+        if os.fork() == 0:  # as a loader of data, which has a copy of all connections
+            time.sleep(LIMIT)
+            os._exit(0)
+        killed()
+
+    told = survivors(Stage(hosts, ALONE, core), tmp_path, 1, fate, planned_sums, 3 * LIMIT)
+    assert told[0].error.ranks == (1,)
+
+
 @pytest.mark.parametrize(
     ("calls", "dies"),
     [(planned_sums, True), (planned_sums, False), (planned_scatters, True), (planned_gathers, True)],
     ids=["sums, killed", "sums, hung", "scatters, killed", "gathers, killed"],
 )
 def test_who_is_lost_while_planned_calls_are_under_way_is_named(
-    hosts: TwoHosts, tmp_path: Path, calls: Callable[[], None], dies: bool
+    hosts: TwoHosts, core: Core, tmp_path: Path, calls: Callable[[], None], dies: bool
 ) -> None:
     def fate() -> None:
         threading.Timer(0.1, killed).start() if dies else time.sleep(LIMIT + 2)
 
     limit = 3 * LIMIT if dies else LIMIT  # gloo tells most deaths at once, and leaves some to the time-out
-    told = survivors(Stage(hosts, ALONE, "torch"), tmp_path, 1, fate, calls, limit)
+    told = survivors(Stage(hosts, ALONE, core), tmp_path, 1, fate, calls, limit)
     assert told[0].error.ranks == (1,)
     assert told[0].seconds < LIMIT + 2 + SOON
 

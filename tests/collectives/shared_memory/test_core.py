@@ -21,19 +21,19 @@ RACES = ("-O1", "-fsanitize=thread")
 
 
 def compiled(folder: Path, name: str, flags: tuple[str, ...], source: Path = CORE, *ready: Path) -> Path:
-    """stress.c with the core, or an object if the name is one's; `ready` are objects that stand for their sources."""
+    """A program of this folder with the core, or an object if the name is one's; `ready` stand for their sources."""
     assert COMPILER is not None
     made = folder / name
     files = [path for path in sorted(source.glob("*.c")) if path.stem not in {other.stem for other in ready}]
-    files += [*ready, Path(__file__).with_name("stress.c")]
+    files += [*ready, Path(__file__).with_name(f"{made.stem}.c")]
     which = ["-c", str(source / f"{made.stem}.c")] if made.suffix == ".o" else map(str, files)
     common = ["-g", "-std=c11", "-fwrapv", "-Wall", "-Wextra", "-Werror", "-I", str(source), "-pthread"]
     subprocess.run([COMPILER, *common, *flags, *which, "-o", str(made)], check=True, capture_output=True, text=True)
     return made
 
 
-def ran(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def ran(command: list[str], seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,45 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
         done = ran([*NOWHERE_NEAR, str(sanitized), str(ranks), "300", str(seed), str(spin)])
         assert done.returncode == 0, done.stderr
         assert "ThreadSanitizer" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def sanitized_duplex(sanitized: Path, kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sanitized: it is skipped where there is no sanitizer, and only there."""
+    return compiled(tmp_path_factory.mktemp("duplex"), "stress_duplex", RACES, CORE, kernels)
+
+
+def test_a_sanitizer_sees_no_race_in_exchanges_of_two_hosts(sanitized_duplex: Path) -> None:
+    for seed in range(3):
+        done = ran([*NOWHERE_NEAR, str(sanitized_duplex), "60", str(seed)])
+        assert done.returncode == 0, done.stderr
+        assert "ThreadSanitizer" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("exchange->into == exchange->out && !wait_until_sent", "0 && !wait_until_sent"),
+        ("return wait_until_sent(duplex, exchange, whole(exchange));", "return 1;"),
+        ("duplex->newest->next = exchange;", "(void)exchange;"),
+    ],
+    ids=["sums over what has not left", "over before all has left", "an exchange lost"],
+)
+def test_an_exchange_that_is_broken_on_purpose_is_seen(kernels: Path, tmp_path: Path, right: str, wrong: str) -> None:
+    shutil.copytree(CORE, tmp_path / "core")
+    broken = tmp_path / "core" / "duplex.c"
+    assert right in broken.read_text()
+    broken.write_text(broken.read_text().replace(right, wrong))
+    program = compiled(tmp_path, "stress_duplex", RACES, tmp_path / "core", kernels)
+
+    def seen(seed: int) -> bool:
+        try:
+            done = ran([*NOWHERE_NEAR, str(program), "60", str(seed)], seconds=5)
+        except subprocess.TimeoutExpired:
+            return True
+        return done.returncode != 0
+
+    assert any(seen(seed) for seed in range(5))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ The first rank of each host is its leader, and only leaders use the network for 
 With two hosts every byte that has to cross the link crosses it once per direction. What ranks send each other one by
 one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision is summed in float32 and rounded
 once. Before every call the leaders exchange what their ranks have called, so that all ranks see the same mistake; but
-for calls that ranks have agreed on before (`begin_all_reduce` and its like), which have connections of their own.
+for calls that ranks have agreed on before (`begin_all_reduce` and its like: `dure.collectives.shared_memory.planned`).
 """
 
 from __future__ import annotations
@@ -21,28 +21,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.calls import (
     ALL_GATHER,
     ALL_REDUCE,
-    AVG,
-    BAND,
     BARRIER,
-    BOR,
     BROADCAST,
-    MAX,
-    MIN,
     NUMBER_OF,
-    OPERATIONS,
-    PRODUCT,
     REDUCE,
     REDUCE_SCATTER,
     SUM,
@@ -51,12 +43,22 @@ from dure.collectives.shared_memory.calls import (
     mismatch,
     unequal,
 )
+from dure.collectives.shared_memory.duplex import Duplex, UnlikeCallsError, connection
 from dure.collectives.shared_memory.host import TICK, Deal, Host, Loss, Pull
+from dure.collectives.shared_memory.native import NativeHost
+from dure.collectives.shared_memory.planned import (
+    Carried,
+    OverDuplex,
+    OverGloo,
+    Planned,
+    reduce_options,
+    settle,
+    workable,
+)
 from dure.collectives.shared_memory.portable import reduced
 from dure.collectives.shared_memory.work import Work
 from dure.errors import PeerLostError
 
-_REDUCE_OPS = [getattr(dist.ReduceOp, name.upper()) for name in OPERATIONS]
 _Gloo: Any = dist.ProcessGroupGloo  # of which torch's stubs know only half
 _PATIENCE = 0.5  # seconds in which those who know better may say who was lost
 
@@ -77,16 +79,11 @@ def address_towards(store: Store) -> str | None:
     return None
 
 
-class UnderWay:
-    """What was begun. finish: waits for it; ended: when it had ended, in seconds of `time.perf_counter`."""
+class UnderWay(NamedTuple):
+    """What was begun. finish: waits for it; ended: when it had ended, in seconds of `time.perf_counter`, or 0."""
 
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self.finish = finish
-        self.ended = 0.0
-        work.get_future().add_done_callback(self._note)
-
-    def _note(self, _: Any) -> None:
-        self.ended = time.perf_counter()
+    finish: Callable[[], None]
+    ended: Callable[[], float]
 
 
 class Across:
@@ -120,45 +117,41 @@ class Across:
         self._options = options
         self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
         self._leaders: Any = None
-        self._planned: Any = None
         if self._leads:
             store.set(f"address {self._here}", address or "unknown")
             self._leaders = self._group_of_leaders("leaders")
-        if len(hosts) == self._size:
-            self._planned = self._group_of_leaders("planned")
+        self._planned = self._for_plans(address) if len(hosts) == self._size else None
         host.tell, host.remote = self._tell, self._told
         host.grace = 0.0 if self._leads else 2 * _PATIENCE  # leaders wait for each other, and know better who is late
 
     def _group_of_leaders(self, name: str) -> Any:
         return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
 
+    def _for_plans(self, address: str | None) -> Planned:
+        if self._size == 2:
+            made = connection(self._store, self._here, address, isinstance(self._host, NativeHost))
+            if made is not None:
+                return OverDuplex(Duplex(made, first=self._here == 0), self._here)
+        return OverGloo(self._group_of_leaders("planned"), self._size)
+
     # Collectives, as `Host` has them.
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         self._agree(Call(ALL_REDUCE if root < 0 else REDUCE, NUMBER_OF[tensor.dtype], op, root, tensor.numel()))
-        work, operation = _workable(tensor, op)
+        work, operation = workable(tensor, op)
         if root >= 0 and work.data_ptr() == tensor.data_ptr():
             work = work.clone()  # what a rank that is not the root gave stays as it was
         if not self._alone:
             self._host.all_reduce(work, operation, 0)
         if self._leads:
-            self._between(lambda leaders: leaders.allreduce([work], _options(operation)))
+            self._between(lambda leaders: leaders.allreduce([work], reduce_options(operation)))
         self._share(work, 0)
         if root in (-1, self._rank):
-            self._finish(work, op, tensor)
-
-    def _finish(self, total: Tensor, op: int, into: Tensor) -> None:
-        if op == AVG and total.dtype == into.dtype:
-            torch.div(total, self._size, out=into)
-            return
-        if op == AVG:
-            total.div_(self._size)
-        if total is not into:
-            into.copy_(total)
+            settle(work, op, tensor, self._size)
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
         self._agree(call)
-        work, operation = _workable(torch.cat([block.view(-1) for block in blocks]), op)
+        work, operation = workable(torch.cat([block.view(-1) for block in blocks]), op)
         self._host.all_reduce(work, operation, 0)
         parts = torch.split(work, [block.numel() for block in blocks])
         here = self._hosts[self._here]
@@ -167,7 +160,7 @@ class Across:
             mine = self._reduced_over_hosts(parts, mine, operation)
         self._share(mine, 0)
         own = torch.split(mine, [parts[rank].numel() for rank in here])[self._host.members.rank]
-        self._finish(own, op, out.view(-1))
+        settle(own, op, out.view(-1), self._size)
 
     def _reduced_over_hosts(self, parts: Sequence[Tensor], mine: Tensor, operation: int) -> Tensor:
         """On a leader: what all hosts have for the ranks of this one, reduced in the order of hosts."""
@@ -261,37 +254,53 @@ class Across:
 
     # Where every rank has a host of its own, and knows that all begin the same.
 
+    @property
+    def _plans(self) -> Planned:
+        assert self._planned is not None, "some host has several ranks"
+        return self._planned
+
     def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
-        work, operation = _workable(tensor, op)
         call = Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())
-        under_way = self._planned.allreduce([work], _options(operation))
-        return self._begun(call, under_way, lambda: self._finish(work, op, tensor))
+        return self._begun(call, self._plans.all_reduce(call, tensor, op))
 
     def begin_reduce_scatter(self, source: Tensor, out: Tensor, op: int) -> UnderWay:
         """source: contiguous, a block a rank."""
-        work, operation = _workable(source.view(-1), op)
-        arriving = torch.empty_like(work)
         call = Call(REDUCE_SCATTER, NUMBER_OF[out.dtype], op, -1, source.numel())
-        under_way = self._planned.alltoall_base(arriving, work, [], [], dist.AllToAllOptions())
-        blocks = list(arriving.view(self._size, -1))
-        return self._begun(call, under_way, lambda: self._finish(reduced(blocks, operation), op, out.view(-1)))
+        return self._begun(call, self._plans.reduce_scatter(call, source, out, op))
 
     def begin_all_gather(self, whole: Tensor, own: Tensor) -> UnderWay:
         """whole: contiguous, a block a rank; own: contiguous, maybe its place in `whole`."""
         call = Call(ALL_GATHER, NUMBER_OF[own.dtype], 0, -1, own.numel())
-        gathering = self._planned._allgather_base(bytes_of(whole), bytes_of(own), AllgatherOptions())
-        return self._begun(call, gathering, lambda: None)
+        return self._begun(call, self._plans.all_gather(call, whole, own))
 
-    def _begun(self, call: Call, work: Any, then: Callable[[], None]) -> UnderWay:
+    def _begun(self, call: Call, carried: Carried) -> UnderWay:
         self._number += 1
-        doing = str(call), f"call {self._number}"
+        number = self._number
 
         def finish() -> None:
-            self._host.doing = doing
-            self._wait(work)
-            then()
+            self._host.doing = str(call), f"call {number}"
+            try:
+                self._wait(carried.work)
+            except UnlikeCallsError as unlike:
+                raise mismatch(number, [call, unlike.theirs][:: 1 - 2 * self._here], self._names) from None
+            carried.then()
 
-        return UnderWay(work, finish)
+        return UnderWay(finish, carried.ended)
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether what is begun here travels before the other host has begun it."""
+        return isinstance(self._planned, OverDuplex)
+
+    def close(self) -> None:
+        """Whatever is still under way is lost."""
+        if self._planned is not None:
+            self._planned.close()
+
+    def abandon(self) -> None:
+        """In a child that was forked."""
+        if self._planned is not None:
+            self._planned.abandon()
 
     # Agreement.
 
@@ -309,7 +318,7 @@ class Across:
         del pulls[self._host.members.rank]
         self._host.exchange(Call(ALL_GATHER, NUMBER_OF[torch.int64], count=width), [own], pulls)
         if self._leads:
-            self._between(lambda leaders: leaders.allreduce([table], _options(SUM)))
+            self._between(lambda leaders: leaders.allreduce([table], reduce_options(SUM)))
         self._share(table, 0)
         self._compare(table)
 
@@ -434,21 +443,3 @@ class Parcel(Work):
             self.finish()
 
         threading.Thread(target=carry, name="dure parcel", daemon=True).start()
-
-
-def _workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:
-    """The values in a dtype in which gloo reduces, and the operation on them; averages are divided at the end."""
-    operation = SUM if op == AVG else op
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.float(), operation
-    if tensor.dtype == torch.int16:
-        return tensor.int(), operation
-    if tensor.dtype == torch.bool:
-        return tensor.view(torch.uint8), {SUM: MAX, BOR: MAX, PRODUCT: MIN, BAND: MIN}.get(operation, operation)
-    return tensor, operation
-
-
-def _options(op: int) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = _REDUCE_OPS[op]
-    return options

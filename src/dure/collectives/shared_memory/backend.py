@@ -1,8 +1,8 @@
 """The torch.distributed backend `dure`: a process group of CPU tensors over shared memory.
 
-Within a host everything goes through `Host`; between hosts through gloo underneath (`across`). Collectives run in
-the order of their issue: on the caller's thread when nothing is under way, else on the group's own. Sends and
-receives do not wait for collectives, nor these for them.
+Within a host everything goes through `Host`; between hosts through gloo, or a connection of our own (`across`).
+Collectives run in the order of their issue: on the caller's thread when nothing is under way, else on the group's own.
+Sends and receives do not wait for collectives, nor these for them.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -179,8 +179,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`. Where ranks are
         `apart` the next one may be begun before, and nobody asks the others first, which takes longer than a short
-        sum: ranks that begin different things there wait until the group's time-out is over. Elsewhere it is done at
-        once, and checked.
+        sum: between two hosts with the core in C ranks that begin different things are told when these have come, and
+        otherwise they wait until the group's time-out is over. Elsewhere it is done at once, and checked.
         """
         across, tensor = self._across, reducible(tensor, op)
         if across is None or not self.apart or not tensor.is_contiguous():
@@ -194,6 +194,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Whether every rank has a host of its own, so that what all begin by a plan is begun at once."""
         return self._across is not None and len(self.hosts) == self._size
 
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether what is begun by a plan travels before the other rank has begun it."""
+        return self._across is not None and self._across.sends_ahead
+
     def _begin(self, call: Callable[[], UnderWay]) -> Callable[[], float]:
         """Begins what is planned; what is returned waits for its end, and tells when that was."""
         begun: list[UnderWay] = []
@@ -202,7 +207,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def end() -> float:
             self._line.now(self._telling(under_way.finish))
-            return under_way.ended or time.perf_counter()  # it may not have been noted yet
+            return under_way.ended() or time.perf_counter()  # it may not have been noted yet
 
         return end
 
@@ -281,8 +286,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         output, source: contiguous. Where ranks share memory by the C core a source that is not in shared memory
         (`empty_shared`) is copied there first, and any other call ends those that are under way. Where ranks are
-        `apart`, all must know that all begin it, as with `begin_all_reduce`; gloo ends a process that was sent another
-        number of elements. Elsewhere it is done at once.
+        `apart`, all must know that all begin it, as with `begin_all_reduce`; where gloo carries it, it ends a process
+        that was sent another number of elements. Elsewhere it is done at once.
         """
         check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
@@ -642,6 +647,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._host.end("left the group with calls under way")
             ended = self._line.turn.acquire(timeout=1) and self._line.close(1)
         self._host.leave()
+        if self._across is not None:
+            self._across.close()
         _unread.extend(source for number, source, _ in self._lent if not self._host.is_read(number))
         for name in ("all_reduce", "reduce_scatter", "exchange", "begin_reduce_scatter", "end_call"):
             setattr(self._ranks, name, _destroyed)
@@ -662,6 +669,8 @@ def leave_all() -> None:
 def _abandon_all() -> None:
     for group in list(_groups):
         group._line.abandon()
+        if group._across is not None:
+            group._across.abandon()
 
 
 os.register_at_fork(after_in_child=_abandon_all)

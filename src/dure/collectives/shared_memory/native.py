@@ -27,7 +27,9 @@ STAGE_BYTES = 256 << 10
 CHANNEL_BYTES = 256 << 10
 
 
-class _Call(Structure):
+class Posted(Structure):
+    """A rank's call, as C has it."""
+
     _fields_ = (
         ("number", c_uint64),
         ("bytes", c_uint64),
@@ -113,24 +115,28 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         "core_abort": (c_int, (c_void_p, c_char_p)),
         "core_aborted": (c_char_p, (c_void_p,)),
         "core_look": (c_uint64, (c_void_p, c_int, c_int)),
-        "core_last_call": (None, (c_void_p, c_int, POINTER(_Call))),
-        "core_this_call": (None, (c_void_p, c_int, POINTER(_Call))),
+        "core_last_call": (None, (c_void_p, c_int, POINTER(Posted))),
+        "core_this_call": (None, (c_void_p, c_int, POINTER(Posted))),
         "core_deal": (None, (c_void_p, c_int, c_int, POINTER(_Deal))),
         "core_instructions": (c_char_p, ()),
         "core_all_reduce": (
             c_int,
             (c_void_p, c_int, c_int, c_uint64, c_void_p),
         ),
-        "core_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_void_p)),
-        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(_Call), c_void_p)),
+        "core_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
+        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p)),
         "core_end": (c_int, (c_void_p, c_uint64)),
         "core_is_read": (c_int, (c_void_p, c_uint64)),
-        "core_exchange": (c_int, (c_void_p, POINTER(_Call), c_void_p, c_int, c_void_p, c_void_p)),
+        "core_exchange": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_int, c_void_p, c_void_p)),
         "core_channel_write": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
         "core_channel_read": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
         "core_bell": (c_uint32, (c_void_p,)),
         "core_bell_wait": (c_int, (c_void_p, c_uint32, c_uint64)),
         "core_ring": (None, (c_void_p, c_int)),
+        "duplex_open": (c_void_p, (c_int, c_int)),
+        "duplex_begin": (None, (c_void_p, c_void_p)),
+        "duplex_wait": (c_int, (c_void_p, c_void_p, c_double)),
+        "duplex_close": (None, (c_void_p,)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(core, name)
@@ -233,7 +239,7 @@ class NativeHost(Host):
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
         parts = (_Part * len(blocks))(*(_Part(block.data_ptr(), block.nbytes) for block in blocks))
-        posted = _posted(call, sum(block.nbytes for block in blocks))
+        posted = posted_call(call, sum(block.nbytes for block in blocks))
         status = self._c.core_reduce_scatter(self._core, posted, parts, out.data_ptr())
         if status:
             raise self._failed(status)
@@ -246,7 +252,7 @@ class NativeHost(Host):
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
         call = Call(BEGUN_REDUCE_SCATTER, NUMBER_OF[message.dtype], op, -1, message.numel())
-        posted = _posted(call, message.nbytes)
+        posted = posted_call(call, message.nbytes)
         posted.pool = offset
         if status := self._c.core_begin_reduce_scatter(self._core, posted, out.data_ptr()):
             raise self._failed(status)
@@ -271,7 +277,7 @@ class NativeHost(Host):
         pulled = (_Pull * size)()
         for rank, pull in pulls.items():
             pulled[rank] = _Pull(pull.offset, pull.into.nbytes, pull.into.data_ptr())
-        posted = _posted(call, sum(part.nbytes for part in parts))
+        posted = posted_call(call, sum(part.nbytes for part in parts))
         if len(parts) == 1 and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None:
             posted.place, posted.pool = _POOL, offset
         dealt = (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals)) if deals else None
@@ -296,8 +302,8 @@ class NativeHost(Host):
         assert status == _BAD_SIZES
         return unequal(number, call, self._deal, self.members.names)
 
-    def _this_call(self, rank: int) -> _Call:
-        call = _Call()
+    def _this_call(self, rank: int) -> Posted:
+        call = Posted()
         self._c.core_this_call(self._core, rank, call)
         return call
 
@@ -322,7 +328,7 @@ class NativeHost(Host):
         self._c.core_ring(self._core, rank)
 
     def progress(self, rank: int) -> Progress:
-        call = _Call()
+        call = Posted()
         self._c.core_last_call(self._core, rank, call)
         begun, finished, left = (int(self._c.core_look(self._core, rank, what)) for what in (1, 2, 3))
         return Progress(begun, finished, call.call(), bool(left))
@@ -350,8 +356,8 @@ class NativeHost(Host):
         self._core = None
 
 
-def _posted(call: Call, nbytes: int) -> _Call:
-    return _Call(
+def posted_call(call: Call, nbytes: int) -> Posted:
+    return Posted(
         bytes=nbytes,
         count=call.count,
         extra=call.extra,

@@ -1,6 +1,6 @@
 /* Collectives of the ranks of one host over shared memory: the layout of the segment, and what the core offers.
  *
- * Depends on C11, POSIX threads' memory model and Linux's futex only: no Python, no torch, plain pointers.
+ * Depends on C11, POSIX threads, and Linux's futex and sockets only: no Python, no torch, plain pointers.
  *
  * MEMORY ORDER, and why it suffices
  *
@@ -54,7 +54,7 @@
 #define LINE 64
 #define REASON_BYTES 4096
 
-enum status { DONE = 0, MISMATCH = 1, ABORTED = 2, GAVE_UP = 3, BAD_SIZES = 4 };
+enum status { DONE = 0, MISMATCH = 1, ABORTED = 2, GAVE_UP = 3, BAD_SIZES = 4, UNFINISHED = 5 };
 
 /* Kinds of calls; the Python side has the same numbers (calls.py). */
 enum kind { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER, BEGUN_REDUCE_SCATTER };
@@ -165,6 +165,19 @@ struct pull { /* what this rank reads of a peer's input */
     char *into;
 };
 
+/* What two hosts give each other in one go (duplex.c); made by the caller, who may read `status` and what follows it when
+ * it is over. */
+struct exchange {
+    struct call call;
+    const char *out, *own;
+    char *into;
+    struct exchange *next;
+    uint64_t sent; /* bytes, of the call and what `out` points to */
+    uint64_t status;
+    struct call theirs;
+    double ended; /* in seconds of the monotonic clock */
+};
+
 #define PUBLIC __attribute__((visibility("default")))
 
 /* life.c */
@@ -224,5 +237,12 @@ PUBLIC uint64_t core_channel_read(struct core *core, int from, char *into, uint6
 PUBLIC uint32_t core_bell(struct core *core);
 PUBLIC int core_bell_wait(struct core *core, uint32_t seen, uint64_t nanoseconds);
 PUBLIC void core_ring(struct core *core, int rank);
+
+/* duplex.c: exchanges of two hosts over a socket. */
+struct duplex;
+PUBLIC struct duplex *duplex_open(int socket, int first);
+PUBLIC void duplex_begin(struct duplex *duplex, struct exchange *exchange);
+PUBLIC int duplex_wait(struct duplex *duplex, struct exchange *exchange, double seconds);
+PUBLIC void duplex_close(struct duplex *duplex);
 
 #endif
