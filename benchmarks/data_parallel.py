@@ -191,7 +191,7 @@ def contest(
     """Seconds of a step, a number a round, for each contender; and what dure's meter says is hidden."""
     contenders = makers(model, gloo, shared)
     for contender in contenders.values():
-        contender.seconds_per_step(8, gloo)  # learns the order of gradients, and sizes of buckets
+        contender.seconds_per_step(12, gloo)  # learns the order of gradients, and sizes of buckets
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(rounds):

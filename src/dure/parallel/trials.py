@@ -1,14 +1,17 @@
 """Bucket sizes by measurement: some steps are timed, and those are taken that have ended them earliest.
 
-In four steps short and long buckets take turns. When gradients are ready is known from the hooks. What a message costs
+In six steps short and long buckets take turns; one before them, in which connections find their pace, does not count.
+When gradients are ready is known from the hooks. What a message costs
 the link, alpha + beta·n seconds for n bytes, is fitted to the all-reduces as they ran beside backward, and what it
 takes from the cores, gamma, follows from how much longer backward was with more of them. From that follow the buckets
 that should end a step earliest (`dure.parallel.buckets.end_of`); rank 0 suggests them to all. Two more steps are timed
-with these, and all ranks take what was best: a suggestion that came of a disturbed measurement is not followed.
+with these, unless they were, and all ranks take them if no other buckets were clearly better: a suggestion that came of
+a disturbed measurement is not followed.
 
-Of all that is measured the least of both tries counts. A rank that enters an all-reduce early waits for the others, so
+Of all that is measured the least of all tries counts. A rank that enters an all-reduce early waits for the others, so
 the least of all ranks is what it took; but where messages are sent ahead, it takes who enters late as much less as who
-is early more, and the mean of the ranks is right.
+is early more, and the mean of the ranks is right. There, too, a message takes the cores some ten microseconds, and what
+lengthens backward is how many bytes travel beside it: gamma is none.
 
 Only sums whose bits do not depend on where buckets end are measured: a clock never changes a result.
 """
@@ -28,11 +31,11 @@ if TYPE_CHECKING:
 TRIED = (LIMIT // 4, 2 * LIMIT)
 """Limits of the buckets that are timed, in bytes."""
 
-TRIALS = 4
+TRIALS = 6
 
 CHECKS = 2
 
-BETTER = 0.98
+BETTER = 0.95
 """What was suggested is taken unless another has ended its steps in less than this share of the time."""
 
 LIMITS = (LIMIT // 8, LIMIT // 4, LIMIT // 2, *(LIMIT * size for size in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)), ALL)
@@ -45,6 +48,8 @@ class Trials:
     def __init__(self, kinds: Sequence[Kind], order: Sequence[int], long: int = LONG, ahead: bool = False) -> None:
         self.kinds, self.order, self.long, self.ahead = kinds, order, long, ahead
         self.plans = [filled(kinds, order, size, long) for size in TRIED]
+        self._suggestion: Plan | None = None
+        self._begun = False
         self._ready: list[list[float]] = []
         self._rows: list[list[float]] = []
 
@@ -60,6 +65,9 @@ class Trials:
 
     def note(self, ready: Sequence[float], transfers: Sequence[Transfer], start: float, computed: float) -> None:
         """A step was timed: backward from `start` to `computed`. ready: seconds from its start to each gradient."""
+        if not self._begun:
+            self._begun = True
+            return
         seconds = [0.0] * len(self.plan().buckets)
         for transfer in transfers:
             if transfer.number < len(seconds):
@@ -71,16 +79,20 @@ class Trials:
     def go_on(self, group: Group) -> bool:
         """Whether there is more to try; all ranks ask together, when they have noted a step."""
         if len(self._rows) == TRIALS:
-            suggested = self._suggested(group)
-            self.plans += [suggested] if suggested not in self.plans else []
+            self._suggestion = self._suggested(group)
+            self.plans += [self._suggestion] if self._suggestion not in self.plans else []
         return len(self._rows) < TRIALS + CHECKS * (len(self.plans) - len(TRIED))
 
     def best(self, group: Group) -> Plan:
-        """The plan whose steps have ended earliest, on the slowest rank; all ranks call it together."""
+        """What is suggested, unless the steps of another plan have ended clearly earlier on the slowest rank.
+
+        All ranks call it together, when there is no more to try.
+        """
+        assert self._suggestion is not None
         ranks = group.all_gather_values([row[0] for row in self._rows], "agreement on buckets")
         steps = [max(ends) for ends in zip(*ranks, strict=True)]
         ends = [min(end for step, end in enumerate(steps) if _tried(step) == tried) for tried in range(len(self.plans))]
-        ends[len(TRIED) :] = [BETTER * end for end in ends[len(TRIED) :]]
+        ends[self.plans.index(self._suggestion)] *= BETTER
         return self.plans[ends.index(min(ends))]
 
     def _suggested(self, group: Group) -> Plan:
@@ -111,7 +123,8 @@ class Trials:
                 least = min(over_ranks([row[2 + number] for row in rows]) for rows in zip(*trials, strict=True))
                 samples.append((float(sum(self.kinds[member].nbytes for member in bucket.members)), least))
         more = len(self.plans[0].buckets) - len(self.plans[1].buckets)
-        return Cost(*cost_of_messages(samples), max(0.0, (backward[0] - backward[1]) / more))
+        gamma = 0.0 if self.ahead else max(0.0, (backward[0] - backward[1]) / more)
+        return Cost(*cost_of_messages(samples), gamma)
 
     def limit(self, ready: Sequence[float], cost: Cost) -> int:
         """The index of the limit whose plan ends first; of those that end alike the one with the longest buckets."""
