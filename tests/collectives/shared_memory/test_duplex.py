@@ -21,8 +21,10 @@ from thread_ranks import built, random_bits, same_bits
 from dure.collectives.shared_memory import duplex as duplex_module
 from dure.collectives.shared_memory.calls import ALL_GATHER, ALL_REDUCE, NUMBER_OF, SENSIBLE, SUM, Call
 from dure.collectives.shared_memory.duplex import Duplex, UnlikeCallsError, connection
+from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.planned import OverDuplex
 from dure.collectives.shared_memory.portable import reduced
+from dure.errors import PeerLostError
 
 pytestmark = built
 
@@ -152,14 +154,12 @@ def test_tensors_that_nobody_else_has_stay_until_their_exchange_is_over():
 # How two hosts reach each other.
 
 
-def both(tmp_path: Path, call: Callable[[int, dist.Store], object]) -> list[object]:
+def both(tmp_path: Path, call: Callable[[Meeting], object]) -> list[object]:
     """What a call gives on each of two hosts, here threads with a store each."""
     results: list[object] = [None, None]
 
     def run(here: int) -> None:
-        store = dist.FileStore(str(tmp_path / "store"), 2)
-        store.set_timeout(timedelta(seconds=30))
-        results[here] = call(here, store)
+        results[here] = call(Meeting(dist.FileStore(str(tmp_path / "store"), 2), here, 2, 30))
 
     threads = [threading.Thread(target=run, args=(here,)) for here in range(2)]
     for thread in threads:
@@ -178,7 +178,7 @@ def test_two_hosts_reach_each_other_and_nobody_else_gets_in(tmp_path: Path, monk
         return reach(address, **options)
 
     monkeypatch.setattr(duplex_module.socket, "create_connection", behind_a_stranger)
-    ends = both(tmp_path, lambda here, store: connection(store, here, "127.0.0.1", True))
+    ends = both(tmp_path, lambda meeting: connection(meeting, "127.0.0.1", True))
     assert all(isinstance(end, socket.socket) for end in ends)
     ends[0].sendall(b"word")
     assert ends[1].recv(4, socket.MSG_WAITALL) == b"word"
@@ -203,5 +203,11 @@ def test_where_hosts_do_not_reach_each_other_both_know(addresses, willing, reach
     monkeypatch.setattr(duplex_module, "_PATIENCE", 0.2)
     if not reachable:
         monkeypatch.setattr(duplex_module.socket, "create_connection", refused)
-    ends = both(tmp_path, lambda here, store: connection(store, here, addresses[here], willing[here]))
+    ends = both(tmp_path, lambda meeting: connection(meeting, addresses[meeting.rank], willing[meeting.rank]))
     assert ends == [None, None]
+
+
+def test_who_does_not_come_to_connect_is_named(tmp_path: Path) -> None:
+    meeting = Meeting(dist.FileStore(str(tmp_path / "store"), 2), 0, 2, 0.2)
+    with pytest.raises(PeerLostError, match="rank 1 did not come within"):
+        connection(meeting, "127.0.0.1", True)

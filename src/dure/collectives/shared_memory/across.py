@@ -45,6 +45,7 @@ from dure.collectives.shared_memory.calls import (
 )
 from dure.collectives.shared_memory.duplex import Duplex, UnlikeCallsError, connection
 from dure.collectives.shared_memory.host import TICK, Deal, Host, Loss, Pull
+from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.native import NativeHost
 from dure.collectives.shared_memory.planned import (
     Carried,
@@ -129,7 +130,8 @@ class Across:
 
     def _for_plans(self, address: str | None) -> Planned:
         if self._size == 2:
-            made = connection(self._store, self._here, address, isinstance(self._host, NativeHost))
+            meeting = Meeting(self._store, self._rank, self._size, self._host.timeout)
+            made = connection(meeting, address, isinstance(self._host, NativeHost))
             if made is not None:
                 return OverDuplex(Duplex(made, first=self._here == 0), self._here)
         return OverGloo(self._group_of_leaders("planned"), self._size)

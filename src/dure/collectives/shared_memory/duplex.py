@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.calls import Call
+from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.native import Posted, library, posted_call
 
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP = range(4)
@@ -67,7 +67,13 @@ class Exchange:
         return int(core.duplex_wait(self._end, addressof(self.inner), seconds))
 
     def is_completed(self) -> bool:
+        """Whether it is over, or lost."""
         return self._status(0.0) != _GAVE_UP
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody touches its tensors any more; if it was lost, threads may until they have ended."""
+        return self._status(0.0) in (_DONE, _MISMATCH)
 
     def wait(self, limit: timedelta) -> None:
         """Raises RuntimeError if it is not over by then, or if the connection was lost; UnlikeCallsError."""
@@ -103,7 +109,7 @@ class Duplex:
         there is one. All are contiguous; `into` is `out`, or does not overlap with it."""
         if not self._close.alive:
             raise RuntimeError("this connection was closed")
-        while self._lent and self._lent[0].is_completed():
+        while self._lent and self._lent[0].is_over:
             self._lent.popleft()
         exchange = Exchange(self._end, posted_call(call, out.nbytes), (out, own, into))
         self._lent.append(exchange)
@@ -130,31 +136,37 @@ def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
 # How two hosts reach each other: the first listens, the second connects, and the store says where, and whether it did.
 
 
-def connection(store: Store, here: int, address: str | None, willing: bool) -> socket.socket | None:
+def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.socket | None:
     """This host's end of a connection between two; None, on both, where they do not reach each other or one does not
-    want to. address: by which others reach this host; None where that is not known."""
-    store.set(f"duplex {here}", msgspec.json.encode((address, willing)).decode())
-    theirs, too = msgspec.json.decode(bytes(store.get(f"duplex {1 - here}")), type=tuple[str | None, bool])
+    want to.
+
+    meeting: of rank 0 and rank 1. address: by which others reach this host; None where that is not known. Raises
+    PeerLostError if the other does not come within the meeting's time.
+    """
+    meeting.store.set(f"duplex {meeting.rank}", msgspec.json.encode((address, willing)).decode())
+    other = 1 - meeting.rank
+    theirs, too = msgspec.json.decode(meeting.read(f"duplex {other}", other), type=tuple[str | None, bool])
     if not (willing and too) or (address is None) != (theirs is None):
         return None
-    made = _listening(store, address or "127.0.0.1") if here == 0 else _connected(store)
+    made = _listening(meeting, address or "127.0.0.1") if meeting.rank == 0 else _connected(meeting)
     if made is not None:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.settimeout(None)
     return made
 
 
-def _listening(store: Store, address: str) -> socket.socket | None:
+def _listening(meeting: Meeting, address: str) -> socket.socket | None:
     made: socket.socket | None = None
     word = secrets.token_bytes(_WORD)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.create_server((address, 0), family=family) as server:
-            store.set("duplex door", msgspec.json.encode((address, server.getsockname()[1], word.hex())).decode())
+            door = address, server.getsockname()[1], word.hex()
+            meeting.store.set("duplex door", msgspec.json.encode(door).decode())
             made = _accepted(server, word)
     except OSError:
-        store.set("duplex door", "null")
-    if bytes(store.get("duplex verdict")) == b"yes":
+        meeting.store.set("duplex door", "null")
+    if meeting.read("duplex verdict", 1) == b"yes":
         return made
     if made is not None:
         made.close()
@@ -177,8 +189,8 @@ def _accepted(server: socket.socket, word: bytes) -> socket.socket | None:
     return None
 
 
-def _connected(store: Store) -> socket.socket | None:
-    door = msgspec.json.decode(bytes(store.get("duplex door")), type=tuple[str, int, str] | None)
+def _connected(meeting: Meeting) -> socket.socket | None:
+    door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
     made: socket.socket | None = None
     if door is not None:
         word = bytes.fromhex(door[2])
@@ -188,5 +200,5 @@ def _connected(store: Store) -> socket.socket | None:
             if made.recv(_WORD, socket.MSG_WAITALL) != word:
                 made.close()
                 made = None
-    store.set("duplex verdict", "no" if made is None else "yes")
+    meeting.store.set("duplex verdict", "no" if made is None else "yes")
     return made
