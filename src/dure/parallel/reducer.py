@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dure.collectives import native
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
+from dure.errors import DureError
 from dure.parallel.buckets import ALL, LONG, Kind, Plan
 from dure.parallel.direct import Direct
 from dure.parallel.how import How, bits_follow_the_plan, first_plan, needs_no_thread, runs_beside, shares_memory
@@ -83,6 +84,7 @@ class Reducer:
         self._restored: list[Mapping[str, Any]] = []
         self._hooks: list[Any] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._under_way: deque[tuple[int, Callable[[], float]]] = deque()
         self._adopt()
 
     def _adopt(self) -> None:
@@ -140,13 +142,15 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward pass begins, whose gradients are to be summed."""
+        while self._under_way:  # of a pass that has failed
+            with suppress(DureError):
+                self._under_way.popleft()[1]()
         self.check_parameters()
         self.active = True
         self.next = 0
         self.started = time.perf_counter()
         self.transfers: list[Transfer] = []
         self._handles: list[Handle[None]] = []
-        self._under_way: deque[tuple[int, Callable[[], float]]] = deque()
         self._finished: list[int] = []
         self._ready_at = [0.0] * len(self.parameters)
         self._count = [0] * len(self.parameters)

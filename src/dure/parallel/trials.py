@@ -99,7 +99,9 @@ class Trials:
         """The plan of rank 0, from what all ranks have measured."""
         gathered = group.all_gather_values([value for row in self._rows for value in row])
         cost = self.cost([self._rows_of(values) for values in gathered])
-        ready = [min(times) for times in zip(*self._ready[1 :: len(TRIED)], strict=True)]
+        steps = self._ready[1 :: len(TRIED)]
+        steps = [ready for ready in steps if any(ready)] or steps  # a rank without examples has no times
+        ready = [min(times) for times in zip(*steps, strict=True)]
         number = group.all_gather_values([float(self.limit(ready, cost))], "agreement on buckets")[0][0]
         return filled(self.kinds, self.order, int(LIMITS[int(number)]), self.long)
 

@@ -207,6 +207,43 @@ def test_where_hosts_do_not_reach_each_other_both_know(addresses, willing, reach
     assert ends == [None, None]
 
 
+def test_where_the_word_is_not_heard_both_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deaf(server: socket.socket, word: bytes, patience: float) -> None:
+        server.accept()[0].close()
+
+    monkeypatch.setattr(duplex_module, "_accepted", deaf)
+    assert both(tmp_path, lambda meeting: connection(meeting, "127.0.0.1", True)) == [None, None]
+
+
+def test_a_silent_stranger_does_not_keep_the_other_host_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach, strangers = socket.create_connection, []
+
+    def behind_a_stranger(address, **options):
+        strangers.append(reach(address, **options))
+        return reach(address, **options)
+
+    monkeypatch.setattr(duplex_module.socket, "create_connection", behind_a_stranger)
+    ends = both(tmp_path, lambda meeting: connection(meeting, "127.0.0.1", True))
+    assert all(isinstance(end, socket.socket) for end in ends)
+    for end in [*ends, *strangers]:
+        end.close()
+
+
+def test_who_waits_when_its_own_end_is_closed_is_told_and_tensors_stay_as_they_are():
+    with pair() as (here, there):
+        tensor = torch.ones(300_000)
+        exchange = here.begin(sum_of(300_000), tensor, tensor, tensor)
+        here.close()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="lost"):
+                exchange.wait(SOON)
+        here.abandon()  # the number may be another file's by now
+        late = torch.ones(300_000)
+        with pytest.raises(RuntimeError, match="lost"):
+            there.begin(sum_of(300_000), late, late, late).wait(SOON)
+        assert tensor.eq(1).all()
+
+
 def test_who_does_not_come_to_connect_is_named(tmp_path: Path) -> None:
     meeting = Meeting(dist.FileStore(str(tmp_path / "store"), 2), 0, 2, 0.2)
     with pytest.raises(PeerLostError, match="rank 1 did not come within"):

@@ -259,6 +259,9 @@ class Across:
     @property
     def _plans(self) -> Planned:
         assert self._planned is not None, "some host has several ranks"
+        loss = self._host.aborted()
+        if loss is not None:
+            raise loss
         return self._planned
 
     def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
@@ -357,6 +360,7 @@ class Across:
                     others = [ranks[0] for index, ranks in enumerate(self._hosts) if index != self._here]
                     loss = self._loss(others, f"did not come within {self._host.timeout:g} s")
                 if loss is not None:
+                    self.close()  # what comes late must not be written to tensors that are used again
                     raise self._host.abort(loss) from error
 
     def _closed(self, reason: str) -> PeerLostError:

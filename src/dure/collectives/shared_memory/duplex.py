@@ -27,7 +27,8 @@ from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.native import Posted, library, posted_call
 
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP = range(4)
-_PATIENCE = 5.0  # seconds for two hosts to reach each other
+_PATIENCE = 5.0  # seconds for two hosts to reach each other, or a quarter of the meeting's time
+_STRANGER = 0.5  # seconds for a caller to say the word
 _WORD = 16  # bytes of the word by which they know each other
 
 
@@ -122,9 +123,9 @@ class Duplex:
 
     def abandon(self) -> None:
         """In a child that was forked: it is the parent's alone."""
-        if self._descriptor >= 0:
+        if self._close.alive and self._descriptor >= 0:  # else the number may be another file's by now
             os.close(self._descriptor)
-            self._descriptor = -1
+        self._descriptor = -1
 
 
 def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
@@ -163,7 +164,7 @@ def _listening(meeting: Meeting, address: str) -> socket.socket | None:
         with socket.create_server((address, 0), family=family) as server:
             door = address, server.getsockname()[1], word.hex()
             meeting.store.set("duplex door", msgspec.json.encode(door).decode())
-            made = _accepted(server, word)
+            made = _accepted(server, word, _patience(meeting))
     except OSError:
         meeting.store.set("duplex door", "null")
     if meeting.read("duplex verdict", 1) == b"yes":
@@ -173,14 +174,18 @@ def _listening(meeting: Meeting, address: str) -> socket.socket | None:
     return None
 
 
-def _accepted(server: socket.socket, word: bytes) -> socket.socket | None:
+def _patience(meeting: Meeting) -> float:
+    return min(_PATIENCE, meeting.timeout / 4)
+
+
+def _accepted(server: socket.socket, word: bytes, patience: float) -> socket.socket | None:
     """The connection of the one that knows the word."""
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + patience
     with suppress(TimeoutError):
         while (left := until - time.monotonic()) > 0:
             server.settimeout(left)
             caller = server.accept()[0]
-            caller.settimeout(left)
+            caller.settimeout(min(left, _STRANGER))
             with suppress(OSError):
                 if caller.recv(_WORD, socket.MSG_WAITALL) == word:
                     caller.sendall(word)
@@ -192,13 +197,17 @@ def _accepted(server: socket.socket, word: bytes) -> socket.socket | None:
 def _connected(meeting: Meeting) -> socket.socket | None:
     door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
     made: socket.socket | None = None
+    heard = False
     if door is not None:
         word = bytes.fromhex(door[2])
         with suppress(OSError):
-            made = socket.create_connection(door[:2], timeout=_PATIENCE)
+            made = socket.create_connection(door[:2], timeout=_patience(meeting))
             made.sendall(word)
             if made.recv(_WORD, socket.MSG_WAITALL) != word:
-                made.close()
-                made = None
+                raise ConnectionError("somebody else answers there")
+            heard = True
+    if made is not None and not heard:
+        made.close()
+        made = None
     meeting.store.set("duplex verdict", "no" if made is None else "yes")
     return made

@@ -261,12 +261,12 @@ int duplex_wait(struct duplex *duplex, struct exchange *exchange, double seconds
     return status == UNFINISHED ? GAVE_UP : status;
 }
 
-/* Ends what is under way, here and with the peer. */
+/* Ends what is under way, here and with the peer; then no tensor is touched any more. Somebody may still wait for an
+ * exchange, and is told: the few hundred bytes of the struct stay for that. */
 void duplex_close(struct duplex *duplex) {
     stop(duplex);
     pthread_join(duplex->sender, NULL);
     pthread_join(duplex->receiver, NULL);
     close(duplex->socket);
     free(duplex->piece);
-    free(duplex);
 }
