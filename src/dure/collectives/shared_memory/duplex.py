@@ -2,8 +2,8 @@
 
 gloo carries any number of hosts and is made for short messages: its thread wakes for every few packets, takes a core
 from the one that computes, and an all-reduce crosses the link in two rounds. Between two hosts one round will do: each
-gives the other all it has. That is the one-shot all-reduce; S bytes each way are, for N = 2, the 2(N-1)/N·S of a ring. A
-reduce-scatter or an all-gather sends half of that. A call sends 64 bytes more.
+gives the other all it has. That is the one-shot all-reduce; S bytes each way are, for N = 2, the 2(N-1)/N·S of a ring.
+A reduce-scatter or an all-gather sends half of that. A call sends 64 bytes more.
 """
 
 from __future__ import annotations
