@@ -9,8 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from dure.parallel.pipeline.apart import Remaining, apart
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.program import Program
+from dure.parallel.pipeline.stage import Microbatch, Stage
 
 aten = torch.ops.aten
 
@@ -70,6 +74,54 @@ def test_what_has_no_such_form_stays_with_autograd() -> None:
     agree(aten.linear.default, [torch.randn(3, 4), torch.randn(4)])
     complex_numbers = [torch.randn(*shape, dtype=torch.complex128) for shape in [(2, 4, 7), (6, 4, 3), (6,)]]
     agree(aten.conv1d.default, [*complex_numbers, [1], [0], [1], 1])
+
+
+def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
+    """A backward pass that fails in the middle has left weight gradients that belong to no micro-batch yet."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            raise ArithmeticError("in the middle")
+
+    remaining: Remaining = []
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    _, deferred = apart(aten.linear.default, remaining)
+    assert deferred is not None
+    fails = [True]
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            hidden = deferred(x, first.weight, first.bias)
+            hidden = Fails.apply(hidden) if fails[0] else hidden  # type: ignore[no-untyped-call]
+            return (deferred(hidden, second.weight, second.bias),)
+
+    program = Program(Module(), (0,), (), (), False, (), (None,))
+    structure = tree_flatten(torch.zeros(()))[1]
+    stage = Stage(
+        0, True, lambda n: program, lambda n: structure, lambda out, _: out.sum(), Stream(0, False), remaining
+    )
+    batch = Microbatch(2, 1.0, lambda: (torch.ones(2, 3), None))
+
+    def step() -> None:
+        stage.begin(0)
+        stage.forward(0, batch, [])
+        stage.backward(0, batch, [])
+
+    with pytest.raises(ArithmeticError, match="in the middle"):
+        step()
+    fails[0] = False
+    step()
+    found = second.weight.grad
+    second.weight.grad = None
+    step()
+    assert found is not None
+    assert second.weight.grad is not None
+    assert torch.equal(found, second.weight.grad)
 
 
 def test_other_operations_have_no_such_form() -> None:

@@ -98,6 +98,8 @@ class Stage:
         self.step = step
         self._kept.clear()
         self._weights.clear()
+        if self._remaining is not None:
+            self._remaining.clear()
         self.losses.clear()
 
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
