@@ -226,13 +226,13 @@ def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
 
 
 class Speaker(torch.nn.Module):
-    """Llama of Hugging Face, of one argument, with grouped queries; scores as (B, vocabulary, T)."""
+    """Llama of Hugging Face, of one argument, whose queries share a head of keys; scores as (B, vocabulary, T)."""
 
     def __init__(self) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 2}
         self.model = LlamaForCausalLM(LlamaConfig(SYMBOLS, hidden_size=16, intermediate_size=24, **heads)).double()
 
     def forward(self, indices: Tensor) -> Tensor:

@@ -73,11 +73,15 @@ def test_a_run_with_a_plan_goes_on_from_its_folder(tmp_path: Path) -> None:
 small = st.integers(1, 9)
 dimension = st.none() | st.integers(0, 2)
 kinds = st.one_of(
-    st.builds(Column, st.one_of(small, st.tuples(small, small)), small, st.booleans(), st.booleans(), dimension),
+    st.builds(
+        Column, st.one_of(small, st.tuples(small, small)), small, st.booleans(), st.booleans(), dimension, st.booleans()
+    ),
     st.builds(Row, small, st.booleans(), dimension),
     st.builds(Vocabulary, dimension),
     st.builds(Output, st.booleans(), st.booleans(), dimension),
-    st.builds(Attributes, st.sampled_from(["heads", "n_head"]), st.sampled_from(["width", "kv"])),
+    st.builds(
+        Attributes, st.sampled_from(["heads", "n_head"]), st.sampled_from(["width", "kv"]), units=st.none() | small
+    ),
     st.builds(Enter, dimension, st.sampled_from(["hidden_states", "x"])),
     st.builds(Cut, st.integers(0, 2)),
     st.builds(Join, st.integers(0, 2)),

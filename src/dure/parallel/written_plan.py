@@ -93,10 +93,10 @@ def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
 def _written(kind: Any) -> str:
     """As Python writes the call that makes it, without what is default."""
     name = type(kind).__name__
-    if name == "Attributes":  # its names have no name
-        return f"{name}({', '.join(map(repr, kind.names))})"
     values = {field.name: (getattr(kind, field.name), field.default) for field in dataclasses.fields(kind)}
-    return f"{name}({', '.join(f'{key}={value!r}' for key, (value, default) in values.items() if value != default)})"
+    words = list(map(repr, values.pop("names")[0])) if name == "Attributes" else []  # which have no name
+    words += [f"{key}={value!r}" for key, (value, default) in values.items() if value != default]
+    return f"{name}({', '.join(words)})"
 
 
 def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dure.collectives.group import Group
 from dure.parallel.tensor import ColumnParallel, RowParallel, own_draws
 from dure.parallel.tensor import functions as between
-from dure.parallel.tensor.division import Division
+from dure.parallel.tensor.division import Division, sharers
 from dure.strategy import Place
 
 CLOSE = 1e-10
@@ -118,6 +119,7 @@ def costs(group: Group) -> dict[str, tuple[int, int]]:
         "leave_sequence": (between.leave_sequence, whole, size * shard, size * whole),
         "scatter_sequence": (between.scatter_sequence, whole, shard, whole),
         "gather_sequence": (between.gather_sequence, shard, whole, shard),
+        "share": (partial(between.share, sharers=size), features, whole, size * features),
     }
     found = {}
     for name, (function, given_, result, gradient) in cases.items():
@@ -147,7 +149,20 @@ def test_what_travels() -> None:
                 "leave_sequence": (half, half),
                 "scatter_sequence": (0, half),
                 "gather_sequence": (half, 0),
+                "share": (half, half),
             }
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12))
+def test_units_and_ranks_go_into_each_other(units: int, width: int, size: int) -> None:
+    """Each rank has whole units, or so many ranks share one that its outputs are divided evenly; else it is said."""
+    if units % size == 0:
+        assert sharers("a layer", units * width, size, width) == 1
+    elif size % units == 0 and width % (size // units) == 0:
+        assert sharers("a layer", units * width, size, width) == size // units
+    else:
+        with pytest.raises(ValueError, match=r"a layer has .*: choose a"):
+            sharers("a layer", units * width, size, width)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -193,6 +208,8 @@ def several(place: Place) -> None:
         ColumnParallel.from_linear(linear(6, 12), group, unit=4)
     with pytest.raises(ValueError, match=r"the blocks \[4, 4\] of .* do not make up its 12 outputs"):
         ColumnParallel.from_linear(linear(6, 12), group, blocks=(4, 4))
+    with pytest.raises(ValueError, match="has 2 blocks, and units can be shared where there is one"):
+        ColumnParallel.from_linear(linear(6, 12), group, blocks=(6, 6), shares=True)
     with pytest.raises(ValueError, match="a Conv1d is no linear layer"):
         RowParallel.from_linear(nn.Conv1d(2, 2, 1), group)
     odd = RowParallel.from_linear(linear(6, 4), group, sequence=1, input_is_parallel=False)

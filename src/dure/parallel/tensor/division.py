@@ -52,6 +52,23 @@ class Division:
         return torch.cat([cut[rank][block] for block in range(len(self.blocks)) for rank in range(size)], self.dim)
 
 
+def sharers(what: str, outputs: int, size: int, unit: int) -> int:
+    """How many ranks share each unit, such as a head, where there are fewer units than ranks; else 1.
+
+    Raises ValueError if units and ranks do not go into each other, or the ranks of a unit not into its width.
+    """
+    units = outputs // unit
+    if outputs % unit or units >= size or size % units:
+        check_even(what, (outputs,), size, unit)
+        return 1
+    if unit % (size // units):
+        raise ValueError(
+            f"{what} has {units} units of {unit}, and {size // units} ranks cannot share {unit} outputs evenly: choose "
+            f"a smaller degree than {size}"
+        )
+    return size // units
+
+
 def check_even(what: str, blocks: Sequence[int], size: int, unit: int = 1) -> None:
     """Raises ValueError if the degree does not divide each of the blocks between its units, such as heads."""
     for block in blocks:

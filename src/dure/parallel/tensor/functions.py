@@ -12,6 +12,7 @@ it. L is the same number on all ranks, and so is its gradient by what is outside
     leave_sequence      reduce-scatter     all-gather         (N-1)/N·n           (N-1)/N·n
     scatter_sequence    own slice          all-gather         0                   (N-1)/N·n
     gather_sequence     all-gather         own slice          (N-1)/N·n           0
+    share               all-gather         reduce-scatter     (N-1)/N·n           (N-1)/N·n
 
 2(N-1)/N·n is rounded down: `dure.collectives.native` says how the backend's own collectives are counted. A layer that
 enters and leaves once sends the same along a sequence as without: an all-reduce is a reduce-scatter and an all-gather.
@@ -176,6 +177,22 @@ class _Scatter(Function):
         return gathered(gradient, ctx.group, ctx.division), None, None, None
 
 
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, sharers: int) -> Tensor:
+        width = tensor.shape[-1] * sharers
+        ctx.group, ctx.sharers, ctx.unit = group, sharers, (group.rank // sharers * width, width)
+        return gathered(tensor, group, along(tensor, -1, group)).narrow(-1, *ctx.unit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        group, (start, width) = ctx.group, ctx.unit
+        units = gradient.new_zeros(*gradient.shape[:-1], group.size * width // ctx.sharers)
+        units.narrow(-1, start, width).copy_(gradient)
+        return reduce_scattered(units, group, -1), None, None
+
+
 def enter(tensor: Tensor, group: Group) -> Tensor:
     """f: into a divided region; backward, the sum of the ranks' gradients."""
     entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -200,6 +217,12 @@ def scatter_features(tensor: Tensor, group: Group, division: Division | None = N
     division = division or Division(-1, (tensor.shape[-1],))
     own: Tensor = _Scatter.apply(tensor, group, division, False)  # type: ignore[no-untyped-call]
     return own
+
+
+def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
+    """The unit of which this rank and its neighbours, so many in all, hold parts; its gradient is the sum of theirs."""
+    unit: Tensor = _Share.apply(tensor, group, sharers)  # type: ignore[no-untyped-call]
+    return unit
 
 
 def enter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:

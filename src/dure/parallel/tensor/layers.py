@@ -34,7 +34,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
-from dure.parallel.tensor.division import Division, check_even
+from dure.parallel.tensor.division import Division, check_even, sharers
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import (
     along,
@@ -44,6 +44,7 @@ from dure.parallel.tensor.functions import (
     reduce_scattered,
     reduced_in_place,
     scatter_features,
+    share,
     timed,
 )
 from dure.parallel.tensor.rooms import room
@@ -274,6 +275,8 @@ class ColumnParallel(DividedLinear):
     transposed: whether the weight is stored as A.
     overlap: whether the gradient of X travels beside the weight's; None chooses; then all ranks come here together.
     even: False allows parts of unequal length.
+    shares: where there are fewer units than ranks, neighbours share one: each holds a part of its matrix, and all of
+        them get all of its outputs, as the keys and values of grouped queries.
     name: what errors call it.
     """
 
@@ -291,6 +294,7 @@ class ColumnParallel(DividedLinear):
         transposed: bool = False,
         overlap: bool | None = None,
         even: bool = True,
+        shares: bool = False,
         name: str = "the column-parallel layer",
     ) -> None:
         super().__init__(process_group)
@@ -299,8 +303,13 @@ class ColumnParallel(DividedLinear):
         blocks = tuple(blocks) if blocks is not None else (self.out_features,)
         if sum(blocks) != self.out_features:
             raise ValueError(f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} outputs")
-        if even:
-            check_even(f"{name} with {self.out_features} outputs", blocks, self.group.size, unit)
+        what, self.sharers = f"{name} with {self.out_features} outputs", 1
+        if shares and len(blocks) > 1:
+            raise ValueError(f"{name} has {len(blocks)} blocks, and units can be shared where there is one")
+        if shares and not gather_output:
+            self.sharers = sharers(what, self.out_features, self.group.size, unit)
+        elif even:
+            check_even(what, blocks, self.group.size, unit)
         self.divide("weight", weight, Division(dim, blocks))
         self.divide("bias", bias, Division(0, blocks))
         self.gather_output, self._outputs = gather_output, Division(-1, blocks)
@@ -308,11 +317,13 @@ class ColumnParallel(DividedLinear):
         self._how = _How(self.group, transposed, sequence, enters, beside)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., inputs). Returns this rank's outputs, or all of them."""
+        """tensor: (..., inputs). Returns this rank's outputs, those of the unit that it shares, or all of them."""
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         if self.draws is not None and self.training:
             self.draws.enter()
+        if self.sharers > 1:
+            return share(outputs, self.group, self.sharers)
         return gather_features(outputs, self.group, self._outputs) if self.gather_output else outputs
 
 

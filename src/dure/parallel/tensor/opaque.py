@@ -142,5 +142,5 @@ def _outputs(layer: Divided) -> int:
     if isinstance(layer, VocabularyEmbedding):
         return layer.embedding_dim
     if isinstance(layer, ColumnParallel) and not layer.gather_output:
-        return int(layer.get_parameter("weight").shape[1 if layer._how.transposed else 0])
+        return layer.sharers * int(layer.get_parameter("weight").shape[1 if layer._how.transposed else 0])
     return int(layer.out_features)  # type: ignore[arg-type]

@@ -63,14 +63,15 @@ class Checked:
 
 @dataclass(frozen=True)
 class Column(Checked):
-    """blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output, enters, sequence:
-    as in `ColumnParallel`."""
+    """blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output, enters, sequence,
+    shares: as in `ColumnParallel`."""
 
     blocks: Positive | tuple[Positive, ...] = 1
     unit: Positive = 1
     gather_output: bool = False
     enters: bool = True
     sequence: int | None = None
+    shares: bool = False
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
         layer = ColumnParallel.from_linear(
@@ -82,6 +83,7 @@ class Column(Checked):
             enters=self.enters,
             sequence=self.sequence,
             overlap=at.overlap,
+            shares=self.shares,
             name=name,
         )
         if self.enters and not self.gather_output and self.sequence is None:
@@ -154,26 +156,31 @@ class Output(Checked):
 
 @dataclass(frozen=True)
 class Attributes(Checked):
-    """names: attributes that are integers."""
+    """names: attributes that are integers. units: they are divided by how many ranks share one of so many units, as
+    the number of queries to a key; None: by the degree."""
 
     names: tuple[str, ...]
+    units: Positive | None = None
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, units: int | None = None) -> None:
         object.__setattr__(self, "names", names)
+        object.__setattr__(self, "units", units)
         self.__post_init__()
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        parts = {}
+        parts, degree = {}, at.group.size
+        if self.units is not None:
+            degree = max(1, degree // self.units)
         for each in self.names:
             value = getattr(module, each, None)
             if not isinstance(value, int):
                 raise ValueError(f"{name or 'the model'} has no integer {each!r} that could be divided")
-            if value % at.group.size:
+            if value % degree:
                 raise ValueError(
-                    f"{name or 'the model'} has {each} = {value}, not a multiple of the degree {at.group.size}: choose "
-                    f"a degree that divides it"
+                    f"{name or 'the model'} has {each} = {value}, not a multiple of the degree {degree}: choose a "
+                    f"degree that divides it"
                 )
-            parts[each] = value // at.group.size
+            parts[each] = value // degree
 
         def divide() -> None:
             for each, part in parts.items():

@@ -2,7 +2,8 @@
 
     dure.models.Transformer     query, key and value in one matrix; output layer tied to the embedding, or not
     GPT-2 of Hugging Face       the same, in Conv1D
-    Llama of Hugging Face       grouped queries: heads of keys and values are divided as well; gated MLP
+    Llama of Hugging Face       grouped queries: heads of keys and values are divided as well, and where they are fewer
+                                than ranks, shared by neighbours; gated MLP
     nn.Sequential, TwoNN        linear layers in pairs, a column-parallel and a row-parallel one
 
 A transformer's layer enters and leaves twice, for its attention and its MLP: two all-reduces of b·s·h elements forward
@@ -136,12 +137,13 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
 
 def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
     along = 1 if sequence else None
-    width = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim
-    part, gate = Column(unit=width, enters=False), Column(enters=False)
+    width, keys = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim, model.config.num_key_value_heads
+    shared, gate = Column(unit=width, enters=False, shares=True), Column(enters=False)
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         f"{prefix}embed_tokens": Vocabulary(),
-        f"{prefix}layers.*.self_attn": Enter(along),
-        **{f"{prefix}layers.*.self_attn.{name}_proj": part for name in "qkv"},
+        f"{prefix}layers.*.self_attn": (Attributes("num_key_value_groups", units=keys), Enter(along)),
+        f"{prefix}layers.*.self_attn.q_proj": Column(unit=width, enters=False),
+        **{f"{prefix}layers.*.self_attn.{name}_proj": shared for name in "kv"},
         f"{prefix}layers.*.self_attn.o_proj": Row(unit=width, sequence=along),
         f"{prefix}layers.*.mlp": Enter(along, "x"),
         f"{prefix}layers.*.mlp.gate_proj": gate,
