@@ -1,8 +1,8 @@
 """Bubbles of real pipelines beside the simulator's, on more ranks than this machine has cores.
 
-A rank waits 120 ms forward and 240 ms backward for a micro-batch, unless told otherwise, as a processor waits while its
-accelerator computes: ranks do not take each other's cores, so that what is measured is the schedule, the messages and
-the runtime. All stages take equally long. Times, the medians over the rounds:
+A stage waits 120 ms forward and 240 ms backward for a micro-batch, unless told otherwise, as a processor waits while
+its accelerator computes: ranks do not take each other's cores, so that what is measured is the schedule, the messages
+and the runtime. All stages of all schedules take equally long. Times, the medians over the rounds:
 
     measured     idle share of the ranks' time from the first action's start to the last one's end, on any rank
     simulated    the simulator's, from the mean times of the same steps' actions, and what a message takes
@@ -76,7 +76,7 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
     per_rank = 2 if schedule == "interleaved" else 1
     stages = ranks * per_rank
     made = make(schedule, ranks, microbatches, per_rank)
-    forward, backward = asked.forward / 1e3 / per_rank, asked.backward / 1e3 / per_rank
+    forward, backward = asked.forward / 1e3, asked.backward / 1e3
     data = torch.utils.data.TensorDataset(torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH))
     optimizer = partial(torch.optim.SGD, lr=0.1)
     task = dure.Task(partial(network, stages, forward, backward), nn.functional.mse_loss, data, optimizer=optimizer)
