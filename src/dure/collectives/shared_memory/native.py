@@ -24,7 +24,10 @@ _STAGE, _POOL = 1, 2
 
 SLOT_BYTES = 16 << 10
 STAGE_BYTES = 256 << 10
-CHANNEL_BYTES = 256 << 10
+CHANNEL_BYTES = 2 << 20
+ALL_CHANNELS = 256 << 20
+"""Bytes of a channel, and about how many of all of a group, one from each rank to each. What fits into a channel leaves
+at once; the rest of a longer one waits until the receiver has made room, and then for a thread that finds a core."""
 
 
 class Posted(Structure):
@@ -163,7 +166,11 @@ def segment_bytes(size: int) -> int:
     """Bytes of the segment of a group of `size` ranks; pages that nobody touches take no memory."""
     core = library()
     assert core is not None
-    return int(core.core_segment_bytes(size, SLOT_BYTES, STAGE_BYTES, CHANNEL_BYTES))
+    return int(core.core_segment_bytes(size, SLOT_BYTES, STAGE_BYTES, _channel_bytes(size)))
+
+
+def _channel_bytes(size: int) -> int:
+    return max(STAGE_BYTES, min(CHANNEL_BYTES, ALL_CHANNELS // size**2 // 4096 * 4096))
 
 
 class NativeHost(Host):
@@ -196,7 +203,7 @@ class NativeHost(Host):
             members.size,
             SLOT_BYTES,
             STAGE_BYTES,
-            CHANNEL_BYTES,
+            _channel_bytes(members.size),
             spin,
             give,
             self._tick,

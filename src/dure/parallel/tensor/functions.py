@@ -182,7 +182,7 @@ class _Share(Function):
     def forward(ctx: Any, tensor: Tensor, group: Group, sharers: int) -> Tensor:
         width = tensor.shape[-1] * sharers
         ctx.group, ctx.sharers, ctx.unit = group, sharers, (group.rank // sharers * width, width)
-        return gathered(tensor, group, along(tensor, -1, group)).narrow(-1, *ctx.unit)
+        return gathered(tensor, group, along(tensor, -1, group)).narrow(-1, *ctx.unit).contiguous()
 
     @staticmethod
     @once_differentiable
