@@ -177,22 +177,6 @@ class _Scatter(Function):
         return gathered(gradient, ctx.group, ctx.division), None, None, None
 
 
-class _Share(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, sharers: int) -> Tensor:
-        width = tensor.shape[-1] * sharers
-        ctx.group, ctx.sharers, ctx.unit = group, sharers, (group.rank // sharers * width, width)
-        return gathered(tensor, group, along(tensor, -1, group)).narrow(-1, *ctx.unit).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        group, (start, width) = ctx.group, ctx.unit
-        units = gradient.new_zeros(*gradient.shape[:-1], group.size * width // ctx.sharers)
-        units.narrow(-1, start, width).copy_(gradient)
-        return reduce_scattered(units, group, -1), None, None
-
-
 def enter(tensor: Tensor, group: Group) -> Tensor:
     """f: into a divided region; backward, the sum of the ranks' gradients."""
     entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -219,16 +203,16 @@ def scatter_features(tensor: Tensor, group: Group, division: Division | None = N
     return own
 
 
-def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
-    """The unit of which this rank and its neighbours, so many in all, hold parts; its gradient is the sum of theirs."""
-    unit: Tensor = _Share.apply(tensor, group, sharers)  # type: ignore[no-untyped-call]
-    return unit
-
-
 def enter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
     """f along a sequence: all shards, into a divided region; backward, this rank's shard of the summed gradient."""
     entered: Tensor = _Gather.apply(tensor, group, along(tensor, dim, group), True)  # type: ignore[no-untyped-call]
     return entered
+
+
+def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
+    """The unit of which this rank and its neighbours, so many in all, hold parts; its gradient is the sum of theirs."""
+    width = tensor.shape[-1] * sharers
+    return enter_sequence(tensor, group, -1).narrow(-1, group.rank // sharers * width, width).contiguous()
 
 
 def leave_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:

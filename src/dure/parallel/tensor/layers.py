@@ -276,7 +276,8 @@ class ColumnParallel(DividedLinear):
     overlap: whether the gradient of X travels beside the weight's; None chooses; then all ranks come here together.
     even: False allows parts of unequal length.
     shares: where there are fewer units than ranks, neighbours share one: each holds a part of its matrix, and all of
-        them get all of its outputs, as the keys and values of grouped queries.
+        them get all of its outputs, as the keys and values of grouped queries. That is an all-gather of all units
+        forward, and a reduce-scatter backward.
     name: what errors call it.
     """
 

@@ -13,7 +13,8 @@ has been checked. Parameters that several modules share are divided once, and re
 
     Column, Row             a linear layer becomes ColumnParallel, RowParallel
     Vocabulary, Output      an embedding, an output layer divided by symbols
-    Attributes              integers of the module, such as its number of heads, are divided by the degree
+    Attributes              integers of the module, such as its number of heads, are divided by the degree, or by how
+                            many ranks share a unit
     Enter                   the module's input enters the divided region, once for several Columns inside
     Cut                     the module takes this rank's shard of an input that all ranks have whole
     Join                    the module's output shards are joined for a divided region behind it
@@ -169,17 +170,16 @@ class Attributes(Checked):
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         parts, degree = {}, at.group.size
+        by = f"the degree {degree}: choose a degree that divides it"
         if self.units is not None:
             degree = max(1, degree // self.units)
+            by = f"the {degree} ranks that would share one of {self.units} units: choose a smaller degree"
         for each in self.names:
             value = getattr(module, each, None)
             if not isinstance(value, int):
                 raise ValueError(f"{name or 'the model'} has no integer {each!r} that could be divided")
             if value % degree:
-                raise ValueError(
-                    f"{name or 'the model'} has {each} = {value}, not a multiple of the degree {degree}: choose a "
-                    f"degree that divides it"
-                )
+                raise ValueError(f"{name or 'the model'} has {each} = {value}, not a multiple of {by}")
             parts[each] = value // degree
 
         def divide() -> None:
