@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_reduce
+from dure.errors import PeerLostError
 from dure.strategy import Place
 
 
@@ -49,6 +52,21 @@ def test_some_of_the_ranks_are_a_group_in_an_order_of_their_own() -> None:
         return into.item(), part.global_rank(0)
 
     assert on_ranks(4, program) == [(0, 3), None, (1, 3), (2, 3)]
+
+
+def test_who_does_not_come_to_a_new_group_is_named_as_in_the_world() -> None:
+    def program(place: Place) -> str:
+        if place.group.rank == 2:
+            return "did not come"
+        try:
+            dist.new_group([1, 2], backend="dure", timeout=timedelta(seconds=0.5))
+        except PeerLostError as error:
+            return str(error)
+        return "is no member"
+
+    here, waits, away = on_ranks(3, program)
+    assert (here, away) == ("is no member", "did not come")
+    assert "rank 2 did not come within 0.5 s" in waits
 
 
 def test_groups_over_one_process_group_keep_one_order() -> None:

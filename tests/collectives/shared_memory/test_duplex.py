@@ -159,7 +159,7 @@ def both(tmp_path: Path, call: Callable[[Meeting], object]) -> list[object]:
     results: list[object] = [None, None]
 
     def run(here: int) -> None:
-        results[here] = call(Meeting(dist.FileStore(str(tmp_path / "store"), 2), here, 2, 30))
+        results[here] = call(Meeting(dist.FileStore(str(tmp_path / "store"), 2), here, (0, 1), 30))
 
     threads = [threading.Thread(target=run, args=(here,)) for here in range(2)]
     for thread in threads:
@@ -245,6 +245,6 @@ def test_who_waits_when_its_own_end_is_closed_is_told_and_tensors_stay_as_they_a
 
 
 def test_who_does_not_come_to_connect_is_named(tmp_path: Path) -> None:
-    meeting = Meeting(dist.FileStore(str(tmp_path / "store"), 2), 0, 2, 0.2)
-    with pytest.raises(PeerLostError, match="rank 1 did not come within"):
+    meeting = Meeting(dist.FileStore(str(tmp_path / "store"), 2), 0, (4, 7), 0.2)
+    with pytest.raises(PeerLostError, match="rank 7 did not come within"):
         connection(meeting, "127.0.0.1", True)

@@ -130,7 +130,7 @@ class Across:
 
     def _for_plans(self, address: str | None) -> Planned:
         if self._size == 2:
-            meeting = Meeting(self._store, self._rank, self._size, self._host.timeout)
+            meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
             made = connection(meeting, address, isinstance(self._host, NativeHost))
             if made is not None:
                 return OverDuplex(Duplex(made, first=self._here == 0), self._here)

@@ -54,10 +54,10 @@ def choose_core(wanted: Core) -> str:
 
 
 class Meeting:
-    """One group's ranks at its store."""
+    """One group's ranks at its store. names: what errors call them."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout: float) -> None:
+        self.store, self.rank, self.names, self.timeout = store, rank, names, timeout
         self._until = time.monotonic() + timeout
 
     def read(self, key: str, whose: int) -> bytes:
@@ -67,13 +67,12 @@ class Meeting:
             self.store.wait([key], timedelta(seconds=left))
             return bytes(self.store.get(key))
         except RuntimeError as error:
-            raise PeerLostError(
-                (whose,), "the meeting of a new group", "its start", f"did not come within {self.timeout:g} s"
-            ) from error
+            reason = f"did not come within {self.timeout:g} s"
+            raise PeerLostError((self.names[whose],), "the meeting of a new group", "its start", reason) from error
 
     def cards(self, own: Card) -> list[Card]:
         self.store.set(f"card {self.rank}", msgspec.json.encode(own).decode())
-        return [msgspec.json.decode(self.read(f"card {rank}", rank), type=Card) for rank in range(self.size)]
+        return [msgspec.json.decode(self.read(f"card {rank}", rank), type=Card) for rank in range(len(self.names))]
 
 
 def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
@@ -91,7 +90,7 @@ def meet(
 
     names: what errors call the ranks. Raises PeerLostError if a rank does not come within `timeout` seconds.
     """
-    meeting = Meeting(store, rank, len(names), timeout)
+    meeting = Meeting(store, rank, names, timeout)
     shared = pool()
     host = f"{name_of_this_host()} {os.getuid()}"
     cards = meeting.cards(Card(host, os.getpid(), shared.descriptor, shared.nbytes, choose_core(wanted)))
