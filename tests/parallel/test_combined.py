@@ -274,6 +274,21 @@ def test_what_cannot_be_combined_is_refused_before_any_work():
     assert "blocks.0 has heads = 4, not a multiple of the degree 3" in refused(Parallel(Mesh(1, 1, 3)), 3)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 2, 2)])
+@pytest.mark.parametrize("odd", ["train", "test"])
+def test_sequences_that_the_degree_does_not_divide_are_refused_before_any_work(mesh: Mesh, odd: str) -> None:
+    inputs, targets = texts(BATCH)
+    short, strategy = (inputs[:, :7], targets[:, :7]), Parallel(mesh, BATCH, 2, sequence=True)
+    given = {"train": texts(BATCH), "test": texts(BATCH), odd: short}
+    uneven = dure.Task(network, F.cross_entropy, given["train"], given["test"], partial(torch.optim.SGD, lr=0.1))
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="a sequence of 7 cannot be divided by the degree 2: pad it to a multiple"):
+        strategy.check(uneven, mesh.tensor * mesh.pipeline)
+    assert torch.equal(torch.get_rng_state(), before)
+    dataclasses.replace(strategy, sequence=False).check(uneven, None)
+    strategy.check(task(0.1), None)
+
+
 def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_named_with_what_to_change() -> None:
     """Of 17 examples: batches of 12 and 5, whose four micro-batches are 2, 1, 1, 1."""
     examples = torch.randn(17, 6), torch.arange(17) % 3

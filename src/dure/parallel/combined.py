@@ -49,9 +49,10 @@ from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.single import check_gradient
 from dure.parallel.speaker import Speaker
 from dure.parallel.tensor import parallelize
+from dure.parallel.tensor.dividing import check_lengths, check_plan
 from dure.parallel.tensor.draws import Draws, modules_on_shards
 from dure.parallel.tensor.layers import Divided
-from dure.parallel.tensor.plan import check_plan
+from dure.parallel.tensor.plan import divides_sequences
 from dure.parallel.tensor.ready import plan_of
 from dure.parallel.written_plan import TensorPlan
 from dure.parallel.zero.redundancy import ZeroRedundancy
@@ -156,7 +157,11 @@ class Parallel:
         elif self.mesh.pipeline > 1:
             check_parameter_wise(task.optimizer(list(model.parameters())))
         if self.mesh.tensor > 1 or self.plan.entries:
-            check_plan(model, plan_of(model, self.sequence, self.plan), self.mesh.tensor)
+            plan = plan_of(model, self.sequence, self.plan)
+            check_plan(model, plan, self.mesh.tensor)
+            for examples in (train, test) if divides_sequences(plan) else ():
+                if examples is not None and len(examples):
+                    check_lengths(seeded_model(task, 0), plan, self.mesh.tensor, sample(examples, 1))
         if self.uncut:
             if self.cut:
                 raise ValueError(f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}")

@@ -12,7 +12,8 @@
     draws       dropout that differs between ranks inside, and does not outside
     layers      linear layers divided by columns and by rows
     vocabulary  embedding, output layer and cross-entropy divided by symbols
-    plan        a model is divided from outside
+    plan        what a plan can say of a module
+    dividing    a model is divided from outside, by a plan
     ready       plans for models whose layers are known
     state       the whole model, and the norm of its gradient
 
@@ -20,6 +21,7 @@ Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Lan
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
 
+from dure.parallel.tensor.dividing import parallelize
 from dure.parallel.tensor.draws import own_draws
 from dure.parallel.tensor.layers import ColumnParallel, RowParallel
 from dure.parallel.tensor.plan import (
@@ -34,7 +36,6 @@ from dure.parallel.tensor.plan import (
     Plan,
     Row,
     Vocabulary,
-    parallelize,
 )
 from dure.parallel.tensor.ready import plan_for
 from dure.parallel.tensor.state import (

@@ -1,0 +1,171 @@
+"""A model is divided from outside, by a plan; the model's code stays.
+
+    parallelize(model, plan, group)
+
+Every pattern of the plan must match. Nothing is changed before all of it has been checked. Parameters that several
+modules share are divided once, and remain shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dure.collectives.group import Group
+from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.functions import LengthError
+from dure.parallel.tensor.layers import Divided
+from dure.parallel.tensor.opaque import hidden
+from dure.parallel.tensor.plan import At, Change, Kind, Plan, Replacement
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    process_group: Group | dist.ProcessGroup | None = None,
+    *,
+    overlap: bool | None = None,
+) -> None:
+    """Divides a model over the ranks of a group by a plan, in place. All ranks call it, with models of one shape.
+
+    Rank 0's weights and buffers become everybody's before. Optimizers are made behind it, of what is left of the
+    parameters. overlap: as in `ColumnParallel`.
+
+    Raises ValueError, with the model as it was, for a pattern that matches nothing, for a module that cannot become
+    what the plan says, for a degree that does not divide it, and for a model that is divided already.
+    """
+    group = Group.of(process_group)
+    found = _found(model, plan)
+    for tensor in (*model.parameters(), *model.buffers()):
+        group.broadcast_values([tensor.detach()], counted=False)
+    at = At(group, overlap, Draws(group, _device_of(model)))
+    _divide(model, found, at)
+
+
+def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None:
+    layers, changes = _made(model, found, at)
+    for change in changes:
+        change()
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in layers:
+            path, _, own = name.rpartition(".")
+            setattr(model.get_submodule(path), own, layers[id(module)].train(module.training))
+    _leave_at_the_end(model, at.draws)
+
+
+def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
+    """Raises ValueError where `parallelize` would over so many ranks, of which none is needed; changes nothing."""
+    _made(model, _found(model, plan), _alone(model, degree))
+
+
+def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> None:
+    """Raises LengthError if `inputs` make sequences that so many ranks cannot divide; no rank is needed.
+
+    The model is divided, and runs on tensors without data. Where it computes what they cannot, nothing is known.
+    """
+    _divide(model, _found(model, plan), _alone(model, degree))
+    try:
+        with torch.no_grad(), hidden(model), FakeTensorMode(allow_non_fake_inputs=True):
+            model(inputs)
+    except LengthError:
+        raise
+    except Exception:
+        return
+
+
+def _alone(model: nn.Module, degree: int) -> At:
+    """The place of the first of so many ranks, of which no other is there."""
+    group = Group()
+    group.size = degree
+    return At(group, False, Draws(group, _device_of(model)))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
+    """The modules that a plan speaks of, by name."""
+    if any(isinstance(module, Divided) for module in model.modules()):
+        raise ValueError("this model is divided already: divide a new one, and load_whole a state into it")
+    return [(name, kind) for pattern, kinds in plan.items() for name, kind in _matches(model, pattern, kinds)]
+
+
+def _made(
+    model: nn.Module, found: Sequence[tuple[str, Kind]], at: At
+) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
+    """The divided layers, by the id of what they replace, and what is to be done to other modules."""
+    layers: dict[int, Divided] = {}
+    said: dict[int, Replacement] = {}
+    changes: dict[tuple[int, Change], Callable[[], None]] = {}  # a module that has several names is changed once
+    for name, kind in found:
+        module = model.get_submodule(name)
+        if isinstance(kind, Replacement):
+            if name == "":
+                raise ValueError("a plan divides layers inside a model, and cannot replace the model itself")
+            if said.setdefault(id(module), kind) != kind:
+                raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
+            if id(module) not in layers:
+                layers[id(module)] = kind.make(name, module, at)
+        else:
+            changes.setdefault((id(module), kind), kind.change(name, module, at))
+    _share(model, layers)
+    return layers, list(changes.values())
+
+
+def _matches(model: nn.Module, pattern: str, kinds: Kind | Sequence[Kind]) -> list[tuple[str, Kind]]:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if fits(name, pattern)]
+    if not names:
+        raise ValueError(f"the plan's {pattern!r} matches no module of this {type(model).__name__}")
+    each: Sequence[Any] = kinds if isinstance(kinds, tuple | list) else [kinds]
+    for kind in each:
+        if not isinstance(kind, Kind):
+            raise ValueError(f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are")
+    return [(name, kind) for name in names for kind in each]
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a module's name matches, segment by segment."""
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
+    """Parameters that were one remain one. Raises ValueError if they are divided differently."""
+    divided: dict[int, tuple[str, nn.Parameter, object]] = {}
+    for name, module in model.named_modules():
+        layer = layers.get(id(module))
+        if layer is None:
+            continue
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            division = layer.divisions.get(own)
+            first, kept, other = divided.setdefault(id(parameter), (name, layer.get_parameter(own), division))
+            if other != division:
+                raise ValueError(f"{first} and {name} share a parameter, and the plan divides it in two ways")
+            layer.register_parameter(own, kept)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if id(module) not in layers and parameter is not None and id(parameter) in divided:
+                first = divided[id(parameter)][0]
+                raise ValueError(f"{first} and {name} share a parameter: the plan has to divide both of them")
+
+
+def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
+    """However a forward pass ends, what comes behind it draws as all ranks do."""
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        draws.forget()
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        draws.leave()
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after, always_call=True)
