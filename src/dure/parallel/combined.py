@@ -161,7 +161,7 @@ class Parallel:
             check_plan(model, plan, self.mesh.tensor)
             for examples in (train, test) if divides_sequences(plan) else ():
                 if examples is not None and len(examples):
-                    check_lengths(seeded_model(task, 0), plan, self.mesh.tensor, sample(examples, 1))
+                    check_lengths(model, plan, self.mesh.tensor, sample(examples, 1))
         if self.uncut:
             if self.cut:
                 raise ValueError(f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}")

@@ -8,6 +8,7 @@ modules share are divided once, and remain shared.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -67,12 +68,14 @@ def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
 def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> None:
     """Raises LengthError if `inputs` make sequences that so many ranks cannot divide; no rank is needed.
 
-    The model is divided, and runs on tensors without data. Where it computes what they cannot, nothing is known.
+    A copy of the model is divided, and runs on tensors without data. Where it computes what they cannot, nothing is
+    known before ranks start.
     """
-    _divide(model, _found(model, plan), _alone(model, degree))
     try:
-        with torch.no_grad(), hidden(model), FakeTensorMode(allow_non_fake_inputs=True):
-            model(inputs)
+        copied = copy.deepcopy(model)
+        _divide(copied, _found(copied, plan), _alone(copied, degree))
+        with torch.no_grad(), hidden(copied), FakeTensorMode(allow_non_fake_inputs=True):
+            copied(inputs)
     except LengthError:
         raise
     except Exception:
