@@ -16,14 +16,12 @@ for calls that ranks have agreed on before (`begin_all_reduce` and its like: `du
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,9 +42,10 @@ from dure.collectives.shared_memory.calls import (
     unequal,
 )
 from dure.collectives.shared_memory.duplex import Duplex, UnlikeCallsError, connection
-from dure.collectives.shared_memory.host import TICK, Deal, Host, Loss, Pull
+from dure.collectives.shared_memory.host import TICK, Deal, Host, Pull
 from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.native import NativeHost
+from dure.collectives.shared_memory.parcel import Parcel
 from dure.collectives.shared_memory.planned import (
     Carried,
     OverDuplex,
@@ -57,6 +56,7 @@ from dure.collectives.shared_memory.planned import (
     workable,
 )
 from dure.collectives.shared_memory.portable import reduced
+from dure.collectives.shared_memory.verdict import Verdict
 from dure.collectives.shared_memory.work import Work
 from dure.errors import PeerLostError
 
@@ -106,9 +106,7 @@ class Across:
         self._here = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._leads = hosts[self._here][0] == rank
         self._alone = len(hosts[self._here]) == 1  # on this host
-        self._verdicts = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
-        self._store = store
-        self._store_is_gone = False
+        self._store, self._verdict = store, Verdict(store)
         self._number = 0
         address = address_towards(store)
         make = _Gloo.create_device
@@ -122,7 +120,7 @@ class Across:
             store.set(f"address {self._here}", address or "unknown")
             self._leaders = self._group_of_leaders("leaders")
         self._planned = self._for_plans(address) if len(hosts) == self._size else None
-        host.tell, host.remote = self._tell, self._told
+        host.tell, host.remote = self._verdict.tell, self._verdict.told
         host.grace = 0.0 if self._leads else 2 * _PATIENCE  # leaders wait for each other, and know better who is late
 
     def _group_of_leaders(self, name: str) -> Any:
@@ -352,7 +350,7 @@ class Across:
                 work.wait(timedelta(seconds=TICK))
                 return
             except RuntimeError as error:
-                loss = self._host.aborted() or self._told()
+                loss = self._host.aborted() or self._verdict.told()
                 if loss is None and over:
                     loss = self._closed(str(error))
                 over = work.is_completed()  # in time after all, or failed: the next wait tells
@@ -367,7 +365,7 @@ class Across:
         """A connection has failed. The ranks of the other host know best whom they lost, if any of them lives."""
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
-            told = self._told()
+            told = self._verdict.told()
             if told is not None:
                 return told
             time.sleep(TICK / 2)
@@ -384,26 +382,6 @@ class Across:
     def _loss(self, ranks: Sequence[int], reason: str) -> PeerLostError:
         operation, step = self._host.doing or ("a call", "this group")
         return PeerLostError(tuple(self._names[rank] for rank in ranks), operation, step, reason)
-
-    def _tell(self, loss: PeerLostError) -> PeerLostError:
-        """Tells all hosts; returns what was told first."""
-        try:
-            text = msgspec.json.encode(Loss.of(loss)).decode()
-            return msgspec.json.decode(self._verdicts.compare_set("verdict", "", text), type=Loss).error()
-        except RuntimeError:  # the store has gone with its host
-            self._store_is_gone = True
-            return loss
-
-    def _told(self) -> PeerLostError | None:
-        if self._store_is_gone:  # each further question would make torch print how it failed
-            return None
-        try:
-            if not self._verdicts.check(["verdict"]):
-                return None
-            return msgspec.json.decode(self._verdicts.get("verdict"), type=Loss).error()
-        except RuntimeError:
-            self._store_is_gone = True
-            return None
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         """To a rank of another host."""
@@ -422,30 +400,6 @@ class Across:
 
     def lost(self, peer: int, operation: str, reason: str) -> PeerLostError:
         """The error for a message that did not come through; ends the group."""
-        told = self._host.aborted() or self._told()
+        told = self._host.aborted() or self._verdict.told()
         step = f"call {self._number}"
         return self._host.abort(told or PeerLostError((self._names[peer],), operation, step, reason))
-
-
-class Parcel(Work):
-    """A message to or from another host, which gloo carries; a thread waits for it, as gloo cannot be asked."""
-
-    def __init__(
-        self, across: Across, work: Any, dense: Tensor, peer: int, name: str, into: Tensor | None = None
-    ) -> None:
-        super().__init__([dense if into is None else into])
-
-        def carry() -> None:
-            try:
-                work.wait(timedelta(seconds=across.timeout))
-            except RuntimeError as error:
-                silent = "imed out" in str(error)
-                reason = f"did not come within {across.timeout:g} s" if silent else "closed its connection"
-                self.finish(across.lost(peer, name, reason))
-                return
-            if into is not None and into is not dense:
-                with torch.inference_mode():
-                    into.copy_(dense)
-            self.finish()
-
-        threading.Thread(target=carry, name="dure parcel", daemon=True).start()

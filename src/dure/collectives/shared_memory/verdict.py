@@ -1,0 +1,38 @@
+"""What hosts tell each other of a lost rank, through the group's store: the first one that tells is right for all."""
+
+from __future__ import annotations
+
+import msgspec
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from dure.collectives.shared_memory.host import Loss
+from dure.errors import PeerLostError
+
+
+class Verdict:
+    """One group's, as one rank asks for it and gives it. It has a connection of its own to the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
+        self._store_is_gone = False
+
+    def tell(self, loss: PeerLostError) -> PeerLostError:
+        """Tells all hosts; returns what was told first."""
+        try:
+            text = msgspec.json.encode(Loss.of(loss)).decode()
+            return msgspec.json.decode(self._store.compare_set("verdict", "", text), type=Loss).error()
+        except RuntimeError:  # the store has gone with its host
+            self._store_is_gone = True
+            return loss
+
+    def told(self) -> PeerLostError | None:
+        """What any host has told."""
+        if self._store_is_gone:  # each further question would make torch print how it failed
+            return None
+        try:
+            if not self._store.check(["verdict"]):
+                return None
+            return msgspec.json.decode(self._store.get("verdict"), type=Loss).error()
+        except RuntimeError:
+            self._store_is_gone = True
+            return None
