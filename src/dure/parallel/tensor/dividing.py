@@ -3,7 +3,10 @@
     parallelize(model, plan, group)
 
 Every pattern of the plan must match. Nothing is changed before all of it has been checked. Parameters that several
-modules share are divided once, and remain shared.
+modules share are divided once, and remain shared. Before, the model travels once, from rank 0; the meter does not count
+it.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", whose layers are put in the place of a model's own.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.opaque import hidden
-from dure.parallel.tensor.plan import At, Change, Kind, Plan, Replacement
+from dure.parallel.tensor.plan import At, Change, Kind, Plan, Replacement, several
 
 
 def parallelize(
@@ -45,11 +48,11 @@ def parallelize(
     found = _found(model, plan)
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast_values([tensor.detach()], counted=False)
-    at = At(group, overlap, Draws(group, _device_of(model)))
-    _divide(model, found, at)
+    _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
 
 
 def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None:
+    """Makes of what was found what the plan says."""
     layers, changes = _made(model, found, at)
     for change in changes:
         change()
@@ -126,7 +129,7 @@ def _matches(model: nn.Module, pattern: str, kinds: Kind | Sequence[Kind]) -> li
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if fits(name, pattern)]
     if not names:
         raise ValueError(f"the plan's {pattern!r} matches no module of this {type(model).__name__}")
-    each: Sequence[Any] = kinds if isinstance(kinds, tuple | list) else [kinds]
+    each = several(kinds)
     for kind in each:
         if not isinstance(kind, Kind):
             raise ValueError(f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are")

@@ -295,9 +295,14 @@ Kind: TypeAlias = Replacement | Change
 Plan: TypeAlias = Mapping[str, Kind | Sequence[Kind]]
 
 
+def several(kinds: Kind | Sequence[Kind]) -> Sequence[Any]:
+    """What a plan says for one pattern, one thing or several in order, as several."""
+    return kinds if isinstance(kinds, tuple | list) else [kinds]
+
+
 def divides_sequences(plan: Plan) -> bool:
     """Whether ranks hold shards of sequences somewhere."""
-    kinds = [kind for value in plan.values() for kind in (value if isinstance(value, Sequence) else [value])]
+    kinds = [kind for value in plan.values() for kind in several(value)]
     return any(isinstance(kind, Cut | Join) or getattr(kind, "sequence", None) is not None for kind in kinds)
 
 
