@@ -202,7 +202,7 @@ def contest(
         wrapped = contender.training.model
         if isinstance(wrapped, DistributedDataParallel):
             rows[name]["metered_hidden_share"] = wrapped.hidden_share
-            rows[name]["way"] = "beside" if wrapped.reducer.beside else "after"
+            rows[name]["way"] = wrapped.reducer.way
             rows[name]["elements_of_messages"] = wrapped.reducer.lengths()
     return rows
 
@@ -287,7 +287,7 @@ def table(name: str, rows: JSON, compared: JSON) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=9, help="of all contenders; at least 2")
+    parser.add_argument("--rounds", type=int, default=15, help="of all contenders; at least 2")
     parser.add_argument("--steps", type=int, default=8, help="of a contender in a round")
     parser.add_argument("--link", metavar="RATE", help="two hosts and a cable of this rate, as 1gbit")
     parser.add_argument("--batch", type=int, help="the joint batch; by default 112 of the MLP, 16 of the transformer")

@@ -53,20 +53,41 @@ def sends_ahead(group: Group) -> bool:
     return isinstance(backend, SharedMemoryGroup) and backend.sends_ahead
 
 
-def begin_all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> Callable[[], float]:
-    """`all_reduce`, where all ranks know what comes, as by a plan; over other backends than dure's it is done at once.
+def is_split_phase(group: Group) -> bool:
+    """Whether ranks that share memory sum what all have begun when they come to it, so that none waits in between."""
+    backend = group.process_group
+    return isinstance(backend, SharedMemoryGroup) and backend.split_phase
 
-    What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`.
+
+def prepare_all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> Callable[[], Callable[[], float]]:
+    """`all_reduce` of a tensor that is reduced again and again, where all ranks know what comes, as by a plan.
+
+    It is begun by calling what is returned, which gives what waits for its end, and tells when that was, in seconds of
+    `time.perf_counter`. Over other backends than dure's it is done at once.
     """
     backend = group.process_group
     if not isinstance(backend, SharedMemoryGroup):
+        return prepare_at_once(flat, group, reduction)
+    operation = dist.ReduceOp.AVG if reduction.op == "avg" else in_torch(reduction, flat.dtype)
+    begin = backend.prepare_all_reduce(_carried(flat), operation_of(operation))
+
+    def begun() -> Callable[[], float]:
+        end = begin()
+        _count_all_reduce(flat, group)
+        return end
+
+    return begun
+
+
+def prepare_at_once(flat: Tensor, group: Group, reduction: Reduction = SUM) -> Callable[[], Callable[[], float]]:
+    """The same face for an all-reduce that is over when it is begun."""
+
+    def done() -> Callable[[], float]:
         all_reduce(flat, group, reduction)
         ended = time.perf_counter()
         return lambda: ended
-    operation = dist.ReduceOp.AVG if reduction.op == "avg" else in_torch(reduction, flat.dtype)
-    wait = backend.begin_all_reduce(_carried(flat), operation_of(operation))
-    _count_all_reduce(flat, group)
-    return wait
+
+    return done
 
 
 def _count_all_reduce(flat: Tensor, group: Group) -> None:

@@ -43,7 +43,8 @@ class DistributedDataParallel(nn.Module):
     process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`; None is all ranks.
     all_reduce: "native" is the backend's own; or any algorithm of `dure.collectives.all_reduce`.
     bucket_bytes: how many bytes of gradients share a message; None lets dure choose.
-    overlap: all-reduces run "beside" backward, on a thread or stream, or "after" it; "auto" chooses (`parallel.how`).
+    overlap: all-reduces run "beside" backward, on a thread or stream, are begun and ended apart ("split-phase"), or run
+        "after" it; "auto" chooses (`parallel.how`).
     compression: one of `dure.collectives.compression`, as TopK(0.01); None sends gradients as they are.
     find_unused_parameters: False makes it an error, which names them, if a backward pass leaves parameters out.
     static_graph: the parameters that the first step uses, and the buffers that it changes, are those of every step:

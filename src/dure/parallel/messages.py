@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,16 @@ from dure.parallel.gradients import Flat, as_dense, flat_view
 from dure.parallel.how import How
 from dure.randomness import derive
 
+OPERATION = "native all-reduce"
+
+Value = TypeVar("Value")
+
 
 class Messages:
     """The messages of `plan`, for the gradients of `parameters`.
 
-    tail: numbers behind them. remembered: states of the compressors, where a run goes on.
+    tail: numbers behind them. remembered: states of the compressors, where a run goes on. split_phase: whether ranks
+    that share memory begin and end messages apart; otherwise whoever begins one does it.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Messages:
         how: How,
         tail: int,
         remembered: Sequence[Mapping[str, object]] = (),
+        split_phase: bool = False,
     ) -> None:
         if how.compresses:  # the tail is exact
             plan = replace(plan, carries=False)
@@ -57,6 +64,11 @@ class Messages:
             exact = torch.float64 if any(kind.dtype == torch.float64 for kind in self.kinds) else torch.float32
             self._flats.append(Flat.of([], group, tail, exact, device))
         self.tail = self._flats[-1].whole[len(self._flats[-1].whole) - tail :]
+        self._tail = self.tail.numpy() if self.tail.device.type == "cpu" else None
+        self._prepare = native.prepare_all_reduce
+        if native.is_split_phase(group) and not split_phase:
+            self._prepare = native.prepare_at_once
+        self._begins: dict[int, Callable[[], Callable[[], float]]] = {}
         self.compressors = [self._compressor(number) for number in range(len(plan.buckets) if how.compresses else 0)]
         for compressor, state in zip(self.compressors, remembered, strict=False):
             compressor.restore(state)
@@ -69,7 +81,6 @@ class Messages:
         """Elements of each message."""
         return self.plan.lengths(self.kinds, len(self.tail))
 
-    @torch.no_grad()
     def fill(self, number: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
         """The gradients of a message in their places: (all as one flat tensor, each, zeros for those that are missing).
 
@@ -116,7 +127,9 @@ class Messages:
 
     def write_tail(self, numbers: Sequence[float]) -> None:
         """Before the last message leaves."""
-        if numbers:
+        if self._tail is not None:  # without torch, since it is in everybody's way
+            self._tail[:] = numbers
+        elif numbers:
             self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
 
     def begin(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> Callable[[], float]:
@@ -126,10 +139,7 @@ class Messages:
         """
         group, how = self.group, self.how
         if how.algorithm == "native" and group.size > 1 and not (views and self.compressors):
-            reduction = reduction_of(how.op, flat.dtype, group.size)
-            rest = reduction.begin(flat)
-            end = group.perform("native all-reduce", partial(native.begin_all_reduce, flat, group, rest), flat)
-            return partial(group.perform, "native all-reduce", end, flat)
+            return self._begin_native(number, flat)
         if views and self.compressors:
             self.compressors[number].all_reduce(views, group, how.algorithm)
             if how.op == "avg":
@@ -138,3 +148,30 @@ class Messages:
             all_reduce(flat, group, how.algorithm, how.op)
         ended = time.perf_counter()
         return lambda: ended
+
+    def _begin_native(self, number: int, flat: Tensor) -> Callable[[], float]:
+        begin = self._begins.get(number) if flat is self._flats[number].whole else self._native(flat)
+        if begin is None:
+            begin = self._begins[number] = self._native(flat)
+        return partial(self._perform, self._perform(begin, flat), flat)
+
+    def _native(self, flat: Tensor) -> Callable[[], Callable[[], float]]:
+        """What begins the backend's own all-reduce of `flat`, again and again."""
+        reduction = reduction_of(self.how.op, flat.dtype, self.group.size)
+        if not reduction.divides_first(flat.dtype):
+            return self._prepare(flat, self.group, reduction)
+        begin = self._prepare(flat, self.group, reduction.partial())
+
+        def divided() -> Callable[[], float]:
+            reduction.begin(flat)
+            return begin()
+
+        return divided
+
+    def _perform(self, work: Callable[[], Value], flat: Tensor) -> Value:
+        """`Group.perform`; on CPUs with what plain memory needs alone, since it is in the way of backward."""
+        if flat.is_cuda:
+            return self.group.perform(OPERATION, work, flat)
+        self.group.settle()
+        with self.group.during(OPERATION):
+            return work()

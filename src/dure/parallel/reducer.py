@@ -31,7 +31,7 @@ from dure.collectives.handle import Handle
 from dure.errors import DureError
 from dure.parallel.buckets import ALL, LONG, Kind, Plan
 from dure.parallel.direct import Direct
-from dure.parallel.how import How, bits_follow_the_plan, first_plan, needs_no_thread, runs_beside, shares_memory
+from dure.parallel.how import WAYS, How, Way, bits_follow_the_plan, first_plan, needs_no_thread, shares_memory, way_of
 from dure.parallel.messages import Messages
 from dure.parallel.trials import Trials
 from dure.record.meter import Counters
@@ -99,8 +99,8 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(partial(_is_there, me, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
         ]
-        self.beside = False
-        self._at_once = needs_no_thread(self.how, self.group)
+        self.way: Way = "after"
+        self._at_once = False
         self._shares_memory = shares_memory(self.group, self.kinds)
         self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
         self.messages: Messages | None = None
@@ -169,7 +169,7 @@ class Reducer:
         self._ready_at[index] = time.perf_counter()
         if self.messages is None:
             self._finished.append(index)
-        elif self.beside:
+        elif self.way != "after":
             self._may_leave(index, self.messages)
 
     def _may_leave(self, index: int, messages: Messages) -> None:
@@ -233,10 +233,10 @@ class Reducer:
             used = [float(index not in self.missing) for index in range(self._flags)]
             messages.write_tail([*self.owner.tail_numbers(self._entered), *used])
         transfer = partial(self._transfer, messages, number, flat, views)
-        if self.beside and self._at_once:
+        if self._at_once:
             self._begin(messages, number, flat, views)
             return
-        if not self.beside or self.group.size == 1:
+        if self.way == "after" or self.group.size == 1:
             transfer()
             return
         name = f"all-reduce of bucket {number}"
@@ -254,15 +254,18 @@ class Reducer:
         self._end(int(number < messages.count - 1))
 
     def _begin(self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]) -> None:
-        self._entered[number] = time.perf_counter()
+        self._entered[number] = entered = time.perf_counter()
         self._under_way.append((number, messages.begin(number, flat, views)))
+        if self.way == "split-phase" and self.active:
+            self.group.meter.inside("native all-reduce", entered, time.perf_counter())
 
     def _end(self, left: int) -> None:
         """Waits until so many all-reduces are under way at most."""
         while len(self._under_way) > left:
             earlier, end = self._under_way.popleft()
             ended = end()
-            start = max(self._entered[earlier], self.transfers[-1].end if self.transfers else 0.0)
+            begun = self.computed if self.way == "split-phase" else self._entered[earlier]
+            start = max(begun, self.transfers[-1].end if self.transfers else 0.0)
             self.transfers.append(Transfer(earlier, start, max(start, ended)))
 
     def _arrived(self, messages: Messages) -> list[float]:
@@ -290,17 +293,18 @@ class Reducer:
         if self.how.static:
             used = [float(parameter.grad is not None) for parameter in self.parameters]
             self._used = [any(flags) for flags in zip(*self.group.all_gather_values(used), strict=True)]
-        beside = [float(runs_beside(self.how, self.group, self.kinds))]
-        self.beside = any(row[0] for row in self.group.all_gather_values(beside))
+        mine = [float(WAYS.index(way_of(self.how, self.group, self.kinds)))]
+        self.way = WAYS[max(int(row[0]) for row in self.group.all_gather_values(mine))]
+        self._at_once = needs_no_thread(self.how, self.group, self.way)
         follows = bits_follow_the_plan(self.how, self.group, self.kinds)
-        if self.beside and not follows and self.how.bucket_bytes is None and self.group.size > 1:
+        if self.way == "beside" and not follows and self.how.bucket_bytes is None and self.group.size > 1:
             long, ahead = ALL if self._shares_memory else LONG, native.sends_ahead(self.group)
             trials = Trials(self.kinds, self.order, long, self.how.algorithm == "native" and ahead)
             self._trials = trials if trials.worth_it else None
         if self._trials is not None:
             self._take(self._trials.plan())
         else:
-            plan = first_plan(self.how, self.kinds, self.order, self.beside, self._shares_memory, follows)
+            plan = first_plan(self.how, self.kinds, self.order, self.way, self._shares_memory, follows)
             self._take(plan)
 
     def _take(self, plan: Plan) -> None:
@@ -308,7 +312,8 @@ class Reducer:
         self._flags = 0 if self.how.static else len(self.parameters)
         carries = plan.carries and not self.how.compresses
         tail = self.owner.tail_length(len(plan.buckets) + (not carries)) + self._flags
-        self.messages = Messages(plan, self.parameters, self.group, self.how, tail, self._restored)
+        split = self.way == "split-phase"
+        self.messages = Messages(plan, self.parameters, self.group, self.how, tail, self._restored, split)
         self._restored = []
         self._entered = [0.0] * self.messages.count
         self._waiting = [0] * len(plan.buckets)
@@ -328,7 +333,7 @@ class Reducer:
         """Tells the meter what the last pass took. arrivals: when the last rank entered each message, where known."""
         meter, before = self.group.meter, self.group.meter.counters
         hidden, shown = before.hidden_seconds, before.communication_seconds
-        computed = self.computed if self.beside else None
+        computed = self.computed if self.way == "beside" else None
         for transfer in self.transfers:
             arrival = (arrivals or {}).get(transfer.number)
             name = "compressed all-reduce" if self.how.compresses else f"{self.how.algorithm} all-reduce"

@@ -126,6 +126,11 @@ def begun_and_ended(group: Any) -> None:
         begun.end()
 
 
+def reductions_begun_and_ended(group: Any) -> None:
+    for end in [group.begin_all_reduce(torch.ones(1_000)) for _ in range(3)]:
+        end()
+
+
 WAITING: dict[str, Deed] = {
     "all_reduce": reduce,
     "all_reduce of megabytes": lambda group: reduce(group, 2_000_000),
@@ -135,6 +140,7 @@ WAITING: dict[str, Deed] = {
     "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(torch.ones(40), torch.ones(10), group=group),
     "reduce_scatter_tensor": lambda group: dist.reduce_scatter_tensor(torch.ones(10), torch.ones(40), group=group),
     "reduce_scatters that were begun": begun_and_ended,
+    "all_reduces that were begun": reductions_begun_and_ended,
     "all_to_all_single": lambda group: dist.all_to_all_single(torch.ones(40), torch.ones(40), group=group),
     "asynchronous works": asynchronously,
     "a future": by_a_future,

@@ -1,4 +1,4 @@
-"""Reduce-scatters that are begun and ended later: the same bits as at once, whatever comes between."""
+"""Reduce-scatters and all-reduces that are begun and ended later: the same bits as at once, whatever comes between."""
 
 from __future__ import annotations
 
@@ -144,3 +144,104 @@ def test_a_destroyed_group_begins_nothing(ranks: Ranks) -> None:
     dist.destroy_process_group(other)
     with raises(RuntimeError):
         other.begin_reduce_scatter(torch.empty(5), torch.ones(10)).end()
+
+
+# All-reduces.
+
+
+def summed(ranks: Ranks, message: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
+    result = message.clone()
+    dist.all_reduce(result, op, ranks.group)
+    return result
+
+
+@on_ranks(1, 2, 3, backends=DURE)
+def test_all_reduces_give_the_same_bits_as_at_once(ranks: Ranks) -> None:
+    group = group_of(ranks)
+    for seed, (dtype, op) in enumerate(
+        [(torch.float32, SUM), (torch.float64, AVG), (torch.bfloat16, SUM), (torch.float16, AVG), (torch.int64, SUM)]
+    ):
+        for n in SIZES:
+            message = drawn(ranks, n, dtype, seed)
+            right = summed(ranks, message, ReduceOp.AVG if op == AVG else ReduceOp.SUM)
+            group.begin_all_reduce(message, op)()
+            same(message, right)
+
+
+@on_ranks(2, 4, backends=DURE)
+def test_many_all_reduces_are_under_way_among_scatters_and_ended_by_each_other(ranks: Ranks) -> None:
+    group, chance = group_of(ranks), random.Random(8)
+    for turn in range(6):
+        messages = [drawn(ranks, chance.choice(SIZES[1:]), seed=number) for number in range(9)]
+        expected = [summed(ranks, message) for message in messages]
+        scattered, own = drawn(ranks, 500, seed=9), torch.empty(500)
+        block = at_once(ranks, scattered)
+        ends = [group.begin_all_reduce(message) for message in messages[:3]]
+        begun = group.begin_reduce_scatter(own, scattered)
+        ends += [group.begin_all_reduce(message) for message in messages[3:]]
+        if turn % 2:
+            dist.barrier(ranks.group)
+        for end in reversed(ends) if turn % 3 else ends:
+            end()
+        begun.end()
+        same(own, block)
+        for message, right in zip(messages, expected, strict=True):
+            same(message, right)
+
+
+@on_ranks(2, 3, backends=DURE)
+def test_an_all_reduce_that_is_prepared_is_begun_again_and_again(ranks: Ranks) -> None:
+    for tensor in (drawn(ranks, 1_000, seed=1), torch.zeros(20, 30).T):  # in shared memory, and neither there nor dense
+        begin = group_of(ranks).prepare_all_reduce(tensor, AVG)
+        for turn in range(4):
+            tensor.fill_(turn + ranks.rank)
+            begin()()
+            same(tensor, torch.full_like(tensor, turn + (ranks.size - 1) / 2))
+
+
+@on_ranks(2, backends=("c",))
+def test_nobody_waits_to_begin_an_all_reduce_and_who_is_late_is_helped(ranks: Ranks) -> None:
+    group, (first, second) = group_of(ranks), (ranks.world_rank(rank) for rank in ranks.all)
+    message = drawn(ranks, 100_000, seed=3)
+    right = summed(ranks, message)
+    if ranks.rank == 1:  # begins only when it knows that the other one has
+        dist.recv(torch.zeros(1), first, group=ranks.group)
+    end = group.begin_all_reduce(message)
+    if ranks.rank == 0:
+        dist.send(torch.ones(1), second, group=ranks.group)
+    end()
+    same(message, right)
+
+
+@on_ranks(3, backends=("c",))
+def test_ranks_that_begin_different_all_reduces_are_told_and_go_on(ranks: Ranks) -> None:
+    group = group_of(ranks)
+    for n, other in ((10, 11), (1, 1_000)):
+        mine = other if ranks.rank == 1 else n
+        with raises(MismatchError) as caught:
+            group.begin_all_reduce(drawn(ranks, mine))()
+        assert "begun all_reduce" in str(caught[0])
+        same(summed(ranks, torch.ones(6)), torch.full((6,), 3.0))
+
+
+@on_ranks(2, backends=("c",))
+def test_a_rank_that_ends_all_reduces_before_others_have_begun_theirs_is_told(ranks: Ranks) -> None:
+    group = group_of(ranks)
+    first = group.begin_all_reduce(drawn(ranks, 1_000))
+    with raises(MismatchError) as caught:
+        if ranks.rank == 0:
+            first()
+        else:
+            group.begin_all_reduce(drawn(ranks, 1_000))()
+    assert "end of begun all_reduces" in str(caught[0])
+    same(summed(ranks, torch.ones(6)), torch.full((6,), 2.0))
+
+
+@on_ranks(2, backends=("c",))
+def test_an_all_reduce_that_is_begun_does_not_fit_one_at_once(ranks: Ranks) -> None:
+    with raises(MismatchError):
+        if ranks.rank == 0:
+            group_of(ranks).begin_all_reduce(drawn(ranks, 5))()
+        else:
+            dist.all_reduce(torch.ones(10), group=ranks.group)
+    same(summed(ranks, torch.ones(6)), torch.full((6,), 2.0))

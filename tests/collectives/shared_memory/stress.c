@@ -133,15 +133,18 @@ static void mistake(struct core *core, int call, uint64_t n, int who, int32_t *o
     expect(status == MISMATCH, "status of a mismatch", core->rank, call);
 }
 
-/* Split-phase calls of this rank, by where their messages lie; n: 0 where nothing is looked for any more. */
+/* Split-phase calls of this rank, by where their messages lie; n: 0 where nothing is looked for any more. sums: the
+ * message of an all-reduce, or NULL. */
 struct begun {
     uint64_t number, n;
     int call;
-    int32_t out[BLOCK];
+    int32_t *sums, out[BLOCK];
 };
 
 static void see(struct core *core, struct begun *begun) {
-    for (uint64_t i = 0; i < begun->n; i++)
+    for (uint64_t i = 0; begun->sums != NULL && i < begun->n; i++)
+        expect(begun->sums[i] == total(i, begun->call), "sum of a message", core->rank, begun->call);
+    for (uint64_t i = 0; begun->sums == NULL && i < begun->n; i++)
         expect(begun->out[i] == total((uint64_t)core->rank * begun->n + i, begun->call), "sum of a block", core->rank, begun->call);
     begun->n = 0;
 }
@@ -154,30 +157,63 @@ static void see_what_has_ended(struct core *core, struct begun *places) {
 
 /* Messages lie where nobody reads any more; as many places as calls that peers may look at are enough, for who ends the
  * oldest call first. */
-static struct begun *begin_split(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
+static struct begun *free_place(struct core *core, int call, struct begun *places, uint64_t *offset) {
     int place = 0;
-    if (core->n_under_way == UNDER_WAY)
-        expect(core_end(core, core->under_way[0].number) == DONE, "status of the end", core->rank, call);
     see_what_has_ended(core, places);
     while (place < CALLS && !core_is_read(core, places[place].number)) place++;
     expect(place < CALLS, "reading: all places are", core->rank, call);
     see(core, &places[place]);
-    struct begun *begun = &places[place];
-    uint64_t count = n * (uint64_t)size, offset = BESIDE + (uint64_t)place * BLOCK * RANKS / 2 * 4;
+    *offset = BESIDE + (uint64_t)place * BLOCK * RANKS / 2 * 4;
+    return &places[place];
+}
+
+static struct begun *begin_scatter(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
+    if (core->n_under_way == UNDER_WAY || (core->n_under_way > 0 && core->under_way[0].out == NULL))
+        expect(core_end(core, core->under_way[0].number) == DONE, "status of the end", core->rank, call);
+    uint64_t count = n * (uint64_t)size, offset;
+    struct begun *begun = free_place(core, call, places, &offset);
     fill((int32_t *)(pools[core->rank] + offset), count, core->rank, call);
     struct call posted = {.kind = BEGUN_REDUCE_SCATTER, .dtype = I32, .op = SUM, .root = -1, .count = count + extra,
                           .bytes = count * 4, .pool = offset};
     expect(core_begin_reduce_scatter(core, &posted, (char *)begun->out) == DONE, "begin", core->rank, call);
-    begun->number = posted.number, begun->n = extra ? 0 : n, begun->call = call;
+    begun->number = posted.number, begun->n = extra ? 0 : n, begun->call = call, begun->sums = NULL;
     return begun;
 }
 
-static void mistake_in_split_phase(struct core *core, int call, uint64_t n, int who, struct begun *places) {
+static struct begun *begin_all_reduce(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places) {
+    if (core->n_under_way == UNDER_WAY || (core->n_under_way > 0 && core->under_way[0].out != NULL))
+        expect(end_all(core) == DONE, "status of the end", core->rank, call);
+    uint64_t count = n * (uint64_t)size / 2 + 1, offset;
+    struct begun *begun = free_place(core, call, places, &offset);
+    begun->sums = (int32_t *)(pools[core->rank] + offset);
+    fill(begun->sums, count, core->rank, call);
+    struct call posted = {.kind = BEGUN_ALL_REDUCE, .dtype = I32, .op = SUM, .root = -1, .count = count + extra,
+                          .bytes = count * 4, .pool = offset};
+    expect(core_begin_all_reduce(core, &posted) == DONE, "begin", core->rank, call);
+    begun->number = posted.number, begun->n = extra ? 0 : count, begun->call = call;
+    return begun;
+}
+
+typedef struct begun *begin_function(struct core *core, int call, uint64_t n, uint64_t extra, struct begun *places);
+
+static void mistake_in_split_phase(begin_function *begins, struct core *core, int call, uint64_t n, int who,
+                                   struct begun *places) {
     expect(end_all(core) == DONE, "status of the end", core->rank, call);
     see_what_has_ended(core, places);
-    struct begun *begun = begin_split(core, call, n, core->rank == who, places);
+    struct begun *begun = begins(core, call, n, core->rank == who, places);
     begun->n = 0;
     expect(core_end(core, begun->number) == MISMATCH, "status of a mismatch", core->rank, call);
+}
+
+/* Ends all-reduces while another rank begins one more: both are told. */
+static void early_end(struct core *core, int call, uint64_t n, int who, struct begun *places) {
+    expect(end_all(core) == DONE, "status of the end", core->rank, call);
+    struct begun *first = begin_all_reduce(core, call, n, 0, places), *more = NULL;
+    if (core->rank == who) more = begin_all_reduce(core, call, n, 0, places);
+    first->n = 0; /* whoever ended early may have summed a part */
+    if (more) more->n = 0;
+    int status = end_all(core);
+    expect(status == MISMATCH, "status of an early end", core->rank, call);
 }
 
 static void *run(void *argument) {
@@ -190,7 +226,7 @@ static void *run(void *argument) {
     core->share_bytes = 2 * LINE;
     struct begun *places = calloc(CALLS, sizeof *places);
     for (int call = 0; call < calls; call++) {
-        uint64_t kind = next(&shared) % 12, n = next(&shared) % 3 ? next(&shared) % 60 : next(&shared) % MOST;
+        uint64_t kind = next(&shared) % 16, n = next(&shared) % 3 ? next(&shared) % 60 : next(&shared) % MOST;
         int root = (int)(next(&shared) % (uint64_t)size), pooling = (int)(next(&shared) % 3);
         int pooled = pooling == 2 ? (int)(next(&private) % 2) : pooling; /* no rank, all ranks, some ranks */
         if (next(&private) % 4 == 0) usleep((useconds_t)(next(&private) % 200));
@@ -201,10 +237,14 @@ static void *run(void *argument) {
         else if (kind == 5) broadcast(core, call, n, root, pooled, own);
         else if (kind == 6) messages(core, call, n, own, out);
         else if (kind == 7) mistake(core, call, n, root, own);
-        else if (kind == 8 && next(&shared) % 4 == 0) mistake_in_split_phase(core, call, 1 + n % BLOCK, root, places);
-        else begin_split(core, call, 1 + n % BLOCK, 0, places);
-        if (next(&private) % 4 == 0) {
-            uint64_t number = places[next(&private) % CALLS].number;
+        else if (kind == 8 && next(&shared) % 4 == 0) mistake_in_split_phase(begin_scatter, core, call, 1 + n % BLOCK, root, places);
+        else if (kind == 12 && next(&shared) % 4 == 0) mistake_in_split_phase(begin_all_reduce, core, call, 1 + n % BLOCK, root, places);
+        else if (kind == 13 && next(&shared) % 4 == 0 && size > 1) early_end(core, call, 1 + n % BLOCK, root, places);
+        else if (kind < 12) begin_scatter(core, call, 1 + n % BLOCK, 0, places);
+        else begin_all_reduce(core, call, 1 + n % BLOCK, 0, places);
+        int together = next(&shared) % 4 == 0, reduces = core->n_under_way > 0 && core->under_way[0].out == NULL;
+        if (reduces ? together : next(&private) % 4 == 0) { /* all-reduces are ended by all ranks alike */
+            uint64_t number = reduces ? core->number : places[next(&private) % CALLS].number;
             expect(core_end(core, number) == DONE, "status of the end", core->rank, call);
         }
         see_what_has_ended(core, places);

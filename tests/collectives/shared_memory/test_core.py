@@ -124,10 +124,11 @@ def test_an_exchange_that_is_broken_on_purpose_is_seen(kernels: Path, tmp_path: 
         ("calls.c", "(window & 1)", "(window & 0)"),
         (
             "reducing.c",
-            "atomic_fetch_add(&core->seats[owner].taken, share)",
-            "atomic_fetch_add(&core->seats[owner].taken, share / 2)",
+            "atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share)",
+            "atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share / 2)",
         ),
         ("split_phase.c", "seats[core->rank].read, split.number)", "seats[core->rank].read, split.number + 2)"),
+        ("split_phase.c", "status == DONE && reduces ?", "status > UNFINISHED && reduces ?"),
         ("core.h", "#define CALLS (2 * UNDER_WAY)", "#define CALLS UNDER_WAY"),
     ],
     ids=[
@@ -136,6 +137,7 @@ def test_an_exchange_that_is_broken_on_purpose_is_seen(kernels: Path, tmp_path: 
         "one window in place of two",
         "shares not taken",
         "read before it is",
+        "an end without a meeting",
         "too few places for calls",
     ],
 )

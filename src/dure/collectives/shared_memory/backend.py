@@ -177,17 +177,59 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
         """`all_reduce`, where all ranks know that all of them begin it, for as many elements, as by a plan.
 
-        What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`. Where ranks are
-        `apart` the next one may be begun before, and nobody asks the others first, which takes longer than a short
-        sum: between two hosts with the core in C ranks that begin different things are told when these have come, and
-        otherwise they wait until the group's time-out is over. Elsewhere it is done at once, and checked.
+        What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`. Where ranks
+        share memory by the C core nobody waits in between: up to four are under way, what all have begun is summed by
+        ranks that begin last or have come to the end, and all are ended together, by all ranks alike; any other call
+        ends them. Where ranks are `apart` the next one may be begun before, and nobody asks the others first, which
+        takes longer than a short sum: between two hosts with the core in C ranks that begin different things are told
+        when these have come, and otherwise they wait until the group's time-out is over. Elsewhere it is done at once,
+        and checked.
         """
         across, tensor = self._across, reducible(tensor, op)
+        if self.split_phase and tensor.numel():
+            return self.prepare_all_reduce(tensor, op)()
         if across is None or not self.apart or not tensor.is_contiguous():
             self.all_reduce(tensor, op)
             ended = time.perf_counter()
             return lambda: ended
         return self._begin(lambda: across.begin_all_reduce(tensor, op))
+
+    def prepare_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], Callable[[], float]]:
+        """`begin_all_reduce` of one tensor, for those who begin it again and again: all that can be is looked at here.
+
+        It is begun by calling what is returned, when the one before has ended. MPI calls it a persistent request.
+        """
+        tensor = reducible(tensor, op)
+        if not self.split_phase or not tensor.numel():
+            return lambda: self.begin_all_reduce(tensor, op)
+        message, host, number = tensor, self._host, [0]
+        if not tensor.is_contiguous() or pool().offset(tensor.data_ptr(), tensor.nbytes) is None:
+            message = empty_shared(tensor.shape, dtype=tensor.dtype)  # where peers can read it
+        beginning = self._telling(lambda: number.__setitem__(0, host.begin_all_reduce(message, op)))
+        ending = self._telling(lambda: host.end_call(number[0]))
+
+        def end() -> float:
+            self._promptly(ending)
+            if message is not tensor:
+                with torch.inference_mode():  # as in line: it may be a parameter
+                    tensor.copy_(message)
+            return time.perf_counter()
+
+        def begin() -> Callable[[], float]:
+            if message is not tensor:
+                message.copy_(tensor)
+            self._promptly(beginning)
+            self._lend(number[0], message, message)
+            return end
+
+        return begin
+
+    def _lend(self, number: int, source: Tensor, output: Tensor) -> None:
+        """Keeps what a call that was begun reads and writes until no rank needs it."""
+        lent, host = self._lent, self._host
+        while lent and host.is_read(lent[0][0]):
+            lent.popleft()
+        lent.append((number, source, output))
 
     @property
     def apart(self) -> bool:
@@ -304,14 +346,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             source = empty_shared(source.shape, dtype=source.dtype).copy_(source)
         begun: list[int] = []
-        self._promptly(lambda: begun.append(self._host.begin_reduce_scatter(source, output, op)))
-        number, host, lent = begun[0], self._host, self._lent
-        while lent and host.is_read(lent[0][0]):
-            lent.popleft()
-        lent.append((number, source, output))
+        self._promptly(self._telling(lambda: begun.append(self._host.begin_reduce_scatter(source, output, op))))
+        number, host = begun[0], self._host
+        self._lend(number, source, output)
 
         def end() -> float:
-            self._promptly(lambda: host.end_call(number))
+            self._promptly(self._telling(lambda: host.end_call(number)))
             return time.perf_counter()
 
         return Begun(end, lambda: self._closed or host.is_read(number))
@@ -606,10 +646,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _promptly(self, run: Callable[[], None]) -> None:
         """A call of microseconds of the C core, which knows nothing of torch's modes: at once, if nobody is before."""
         if not self._line.begin():
-            self._line.now(self._telling(run))
+            self._line.now(run)
             return
         try:
-            self._telling(run)()
+            run()
         finally:
             self._line.end()
 
@@ -650,7 +690,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._across is not None:
             self._across.close()
         _unread.extend(source for number, source, _ in self._lent if not self._host.is_read(number))
-        for name in ("all_reduce", "reduce_scatter", "exchange", "begin_reduce_scatter", "end_call"):
+        for name in (
+            "all_reduce",
+            "reduce_scatter",
+            "exchange",
+            "begin_reduce_scatter",
+            "begin_all_reduce",
+            "end_call",
+        ):
             setattr(self._ranks, name, _destroyed)
         self._reduce = self.all_reduce = _destroyed
         if self._mailbox.close() and ended:  # else somebody still uses what would go: a few hundred bytes stay

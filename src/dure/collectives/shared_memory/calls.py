@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from dure.errors import MismatchError
 
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
-BEGUN_REDUCE_SCATTER = 10
+BEGUN_REDUCE_SCATTER, BEGUN_ALL_REDUCE, END_OF_ALL_REDUCES = range(10, 13)
 
 KINDS: Final = dict(
     enumerate(
@@ -28,10 +28,14 @@ KINDS: Final = dict(
             "all_to_all",
             "barrier",
             "begun reduce_scatter",
+            "begun all_reduce",
+            "end of begun all_reduces",
         ),
         start=1,
     )
 )
+
+_REDUCTIONS: Final = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BEGUN_REDUCE_SCATTER, BEGUN_ALL_REDUCE)
 
 OPERATIONS: Final = ("sum", "product", "min", "max", "band", "bor", "bxor", "avg")
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, AVG = range(8)
@@ -90,9 +94,9 @@ class Call:
 
     def __str__(self) -> str:
         name = KINDS.get(self.kind, "nothing")
-        if self.kind in (BARRIER, 0) or self.kind not in KINDS:
+        if self.kind in (BARRIER, END_OF_ALL_REDUCES, 0) or self.kind not in KINDS:
             return name
-        words = [OPERATIONS[self.op]] if self.kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BEGUN_REDUCE_SCATTER) else []
+        words = [OPERATIONS[self.op]] if self.kind in _REDUCTIONS else []
         words += [f"root {self.root}"] if self.root >= 0 else []
         sizes = f" in unequal parts ({self.extra & 0xFFFF:04x})" if self.extra else ""
         kind = str(_DTYPES[self.dtype]).removeprefix("torch.") if self.dtype < len(_DTYPES) else "unknown"

@@ -175,8 +175,13 @@ class Host(ABC):
         number. Where calls are `split_phase`."""
         raise NotImplementedError
 
+    def begin_all_reduce(self, message: Tensor, op: int) -> int:
+        """Begins to make `message`, which lies in the pool, the reduction of all ranks'; the call's number. Where calls
+        are `split_phase`."""
+        raise NotImplementedError
+
     def end_call(self, number: int) -> None:
-        """Waits for the end of a call that was begun, and of those before."""
+        """Waits for the end of a call that was begun, and of those before; all-reduces end all that are under way."""
         raise NotImplementedError
 
     def is_read(self, number: int) -> bool:

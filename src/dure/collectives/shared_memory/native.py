@@ -14,13 +14,25 @@ import torch
 from torch import Tensor
 
 from dure.c_library import c_library
-from dure.collectives.shared_memory.calls import BEGUN_REDUCE_SCATTER, NUMBER_OF, SENSIBLE, SUM, Call, mismatch, unequal
+from dure.collectives.shared_memory.calls import (
+    BEGUN_ALL_REDUCE,
+    BEGUN_REDUCE_SCATTER,
+    NUMBER_OF,
+    SENSIBLE,
+    SUM,
+    Call,
+    mismatch,
+    unequal,
+)
 from dure.collectives.shared_memory.host import Deal, Host, Members, Progress, Pull
 from dure.collectives.shared_memory.pool import Mapping, Pool
 from dure.collectives.shared_memory.work import Line
 
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP, _BAD_SIZES = range(5)
 _STAGE, _POOL = 1, 2
+
+UNDER_WAY = 4
+"""Split-phase calls that a rank may have begun and not ended."""
 
 SLOT_BYTES = 16 << 10
 STAGE_BYTES = 256 << 10
@@ -44,7 +56,7 @@ class Posted(Structure):
         ("op", c_uint16),
         ("root", c_int32),
         ("place", c_uint32),
-        ("unused", c_uint64),
+        ("begun_at", c_uint64),
     )
 
     def call(self) -> Call:
@@ -128,6 +140,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "core_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
         "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p)),
+        "core_begin_all_reduce": (c_int, (c_void_p, POINTER(Posted))),
         "core_end": (c_int, (c_void_p, c_uint64)),
         "core_is_read": (c_int, (c_void_p, c_uint64)),
         "core_exchange": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_int, c_void_p, c_void_p)),
@@ -256,14 +269,23 @@ class NativeHost(Host):
         return True
 
     def begin_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> int:
-        offset = self._pool.offset(message.data_ptr(), message.nbytes)
-        assert offset is not None
-        call = Call(BEGUN_REDUCE_SCATTER, NUMBER_OF[message.dtype], op, -1, message.numel())
-        posted = posted_call(call, message.nbytes)
-        posted.pool = offset
+        posted = self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
         if status := self._c.core_begin_reduce_scatter(self._core, posted, out.data_ptr()):
             raise self._failed(status)
         return int(posted.number)
+
+    def begin_all_reduce(self, message: Tensor, op: int) -> int:
+        posted = self._posted_in_pool(BEGUN_ALL_REDUCE, message, op)
+        if status := self._c.core_begin_all_reduce(self._core, posted):
+            raise self._failed(status)
+        return int(posted.number)
+
+    def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> Posted:
+        offset = self._pool.offset(message.data_ptr(), message.nbytes)
+        assert offset is not None
+        posted = posted_call(Call(kind, NUMBER_OF[message.dtype], op, -1, message.numel()), message.nbytes)
+        posted.pool = offset
+        return posted
 
     def end_call(self, number: int) -> None:
         if status := self._c.core_end(self._core, number):

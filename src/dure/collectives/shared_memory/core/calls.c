@@ -11,7 +11,7 @@ static uint64_t fingerprint(const struct call *call) {
     uint64_t hash = mixed(mixed(0, call->kind), ((uint64_t)call->dtype << 32) | call->op);
     hash = mixed(hash, (uint64_t)(uint32_t)call->root);
     hash = mixed(hash, call->extra);
-    int counts = call->kind < GATHER || call->kind == BEGUN_REDUCE_SCATTER;
+    int counts = call->kind < GATHER || call->kind >= BEGUN_REDUCE_SCATTER;
     return mixed(hash, counts ? call->count : 0);
 }
 

@@ -32,15 +32,19 @@
  *    copies them out, then stores tail (release), which the producer loads (acquire) before it writes there again.
  *    Sleeping uses seat.bell and seat.waiting as in 2.
  *
- * 4. seat.taken deals out a rank's part of a sum over pools. Its owner sets it to 0 before the first sync of a call;
- *    between that and the second, fetch_add gives every range to one rank, which is then the only one to read or
- *    write it; after the second sync nobody adds. Hence its owner may set it again at its next call.
+ * 4. seat.taken deals out a rank's part of a sum over pools, a counter for each call that peers may still look at. Its
+ *    owner sets it to 0 before the first sync of a call; between that and the last, fetch_add gives every range to one
+ *    rank, which is then the only one to read or write it; after the last sync nobody adds, or where ranks called
+ *    differently nobody ever did. Hence its owner may set it again when the call's place is taken by another.
  *
  * 5. A split-phase call (split_phase.c) has one sync, at which a rank arrives when it begins the call and waits when it
  *    ends it. Its message lies in a pool; peers read it until they have ended the call, which seat.read tells its
  *    owner (release, acquire) before he writes there again. Posted calls stay long enough: a rank that begins call j
  *    has ended call j - UNDER_WAY, so its peers have begun that one, and ended call j - 2 * UNDER_WAY = j - CALLS,
  *    whose place it takes. Every other kind of call ends those that are under way before it begins, so that 1 holds.
+ *    All-reduces that were begun are ended together by one call more, END_OF_ALL_REDUCES, whose sync tells that all
+ *    sums are written. It has waited for the last of them to be begun by all, so its peers have ended the calls
+ *    before the first of them, and CALLS places are enough for it as well.
  *
  * No standalone fences are used, so that ThreadSanitizer sees all of it.
  */
@@ -57,7 +61,10 @@
 enum status { DONE = 0, MISMATCH = 1, ABORTED = 2, GAVE_UP = 3, BAD_SIZES = 4, UNFINISHED = 5 };
 
 /* Kinds of calls; the Python side has the same numbers (calls.py). */
-enum kind { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER, BEGUN_REDUCE_SCATTER };
+enum kind {
+    ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER,
+    BEGUN_REDUCE_SCATTER, BEGUN_ALL_REDUCE, END_OF_ALL_REDUCES
+};
 
 #define UNDER_WAY 4         /* calls that a rank has begun and not ended */
 #define CALLS (2 * UNDER_WAY) /* of a rank that its peers may still look at */
@@ -80,7 +87,7 @@ struct call {
     uint16_t dtype, op; /* dtype: any number that agrees; reductions need enum dtype */
     int32_t root;
     uint32_t place;
-    uint64_t unused;
+    uint64_t begun_at;  /* in nanoseconds of the monotonic clock; of split-phase all-reduces */
 };
 
 /* What a rank offers to a peer: a range of bytes of its input; and how many bytes it wants of that peer. */
@@ -96,7 +103,7 @@ struct seat {
     _Atomic uint32_t left;        /* 1 when the rank has left the group */
     _Atomic uint64_t read;        /* the number of the last split-phase call that it has ended */
     _Alignas(LINE) struct call calls[CALLS];
-    _Alignas(LINE) _Atomic uint64_t taken; /* elements of the rank's part of a sum that somebody has taken on */
+    _Alignas(LINE) _Atomic uint64_t taken[CALLS]; /* elements of the rank's part of a sum that somebody has taken on */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung when a channel from or to this rank has moved */
     _Atomic uint32_t waiting;
 };
@@ -128,7 +135,8 @@ struct interpreter {
     void *kind, *value, *traceback;
 };
 
-/* A call that is begun and not ended: its number, the sync at which all have begun it, where the result goes. */
+/* A call that is begun and not ended: its number, the sync at which all have begun it, where the result goes; NULL is
+ * where the message lies, the result of an all-reduce. */
 struct split {
     uint64_t number, sync;
     char *out;
@@ -150,6 +158,7 @@ struct core {
     uint64_t at, awaited;            /* the call that is worked on, the sync that is waited for */
     struct split under_way[UNDER_WAY];
     int n_under_way;
+    double left_ns; /* what this rank has left to others of the all-reduces that are under way */
     uint64_t spin_ns, yield_ns;
     tick_function tick;
     struct interpreter *interpreter;
@@ -200,6 +209,7 @@ PUBLIC const char *core_instructions(void);
 int core_sync(struct core *core);
 int arrive(struct core *core);
 int wait_for_all(struct core *core, uint64_t sync);
+int all_have_arrived(const struct core *core, uint64_t sync);
 void futex_wake_all(_Atomic uint32_t *word);
 int futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t nanoseconds);
 uint64_t now_ns(void);
@@ -219,14 +229,21 @@ char *stage_of(struct core *core, int rank, uint64_t window);
 /* split_phase.c: what other calls begin with. Ends the calls that are under way. */
 int end_all(struct core *core);
 
+/* reducing.c: of the call core->at, whose tensors lie in pools: takes on a share of `owner`'s part, and sums it; returns
+ * its elements, 0 if others have taken on all. What nobody has taken on. Takes on all of what is left of all parts. */
+uint64_t sum_share_of(struct core *core, const struct call *call, int owner);
+uint64_t left_of(const struct core *core, const struct call *call, int owner);
+void sum_all_parts(struct core *core, const struct call *call);
+
 /* reducing.c, copying.c: collectives. Each returns an enum status. */
 PUBLIC int core_all_reduce(struct core *core, int code, int root, uint64_t count, char *tensor);
 PUBLIC int core_reduce_scatter(struct core *core, struct call *call, const struct part *blocks, char *out);
 PUBLIC int core_exchange(struct core *core, struct call *call, const struct part *parts, int n_parts,
                          const struct deal *deals, const struct pull *pulls);
 
-/* split_phase.c: a reduce-scatter that is begun, and ended later. */
+/* split_phase.c: reduce-scatters and all-reduces that are begun, and ended later. */
 PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out);
+PUBLIC int core_begin_all_reduce(struct core *core, struct call *call);
 PUBLIC int core_end(struct core *core, uint64_t number);
 PUBLIC int core_is_read(struct core *core, uint64_t number);
 

@@ -64,20 +64,38 @@ static void sum_pools(struct core *core, const struct call *call, struct range r
     core_reduce(dsts, nd, srcs, core->size, range.to - range.from, call->dtype, call->op);
 }
 
-/* A rank takes on its own part, and then, in calls that take milliseconds, what is left of the parts of ranks that do
- * not run. Who forms a sum does not change it. */
-static int reduce_pools(struct core *core, const struct call *call) {
-    uint64_t width = core_width(call->dtype);
-    int help = call->bytes * (uint64_t)core->size >= core->help_from;
-    for (int step = 0; step < (help ? core->size : 1); step++) {
-        int owner = (core->rank + step) % core->size;
-        struct range part = part_of(call->count, width, owner, core->size);
-        uint64_t length = part.to - part.from, share = help ? core->share_bytes / width : length, at;
-        while ((at = atomic_fetch_add(&core->seats[owner].taken, share)) < length) {
-            struct range range = {part.from + at, part.from + least(length, at + share)};
-            sum_pools(core, call, range);
+/* Takes on at most `share` elements of `owner`'s part and sums them; how many. Who forms a sum does not change it. */
+static uint64_t sum_share(struct core *core, const struct call *call, int owner, uint64_t share) {
+    struct range part = part_of(call->count, core_width(call->dtype), owner, core->size);
+    uint64_t length = part.to - part.from;
+    uint64_t at = atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share);
+    if (at >= length) return 0;
+    struct range range = {part.from + at, part.from + least(length, at + share)};
+    sum_pools(core, call, range);
+    return range.to - range.from;
+}
+
+uint64_t sum_share_of(struct core *core, const struct call *call, int owner) {
+    return sum_share(core, call, owner, core->share_bytes / core_width(call->dtype));
+}
+
+uint64_t left_of(const struct core *core, const struct call *call, int owner) {
+    struct range part = part_of(call->count, core_width(call->dtype), owner, core->size);
+    uint64_t length = part.to - part.from, taken = atomic_load(&core->seats[owner].taken[core->at % CALLS]);
+    return taken < length ? length - taken : 0;
+}
+
+void sum_all_parts(struct core *core, const struct call *call) {
+    for (int step = 0; step < core->size; step++)
+        while (sum_share_of(core, call, (core->rank + step) % core->size) > 0) {
         }
-    }
+}
+
+/* A rank takes on its own part, and then, in calls that take milliseconds, what is left of the parts of ranks that do
+ * not run. */
+static int reduce_pools(struct core *core, const struct call *call) {
+    if (call->bytes * (uint64_t)core->size < core->help_from) sum_share(core, call, core->rank, call->count);
+    else sum_all_parts(core, call);
     return core_sync(core);
 }
 
@@ -149,7 +167,7 @@ static int pools(struct core *core) {
 
 static int reduce_large(struct core *core, struct call *call, char *tensor) {
     if (call->place == STAGE) copy_in(core, call, window_at(core, call, 0), tensor);
-    if (call->place == POOL) atomic_store(&core->seats[core->rank].taken, 0);
+    if (call->place == POOL) atomic_store(&core->seats[core->rank].taken[core->at % CALLS], 0);
     int status = core_sync(core);
     if (status != DONE) return status;
     if (!agreed(core)) return MISMATCH;

@@ -39,6 +39,12 @@ static int missing(const struct core *core, int from) {
     return from;
 }
 
+int all_have_arrived(const struct core *core, uint64_t sync) {
+    for (int rank = 0; rank < core->size; rank++)
+        if (atomic_load(&core->seats[rank].arrived) < sync) return 0;
+    return 1;
+}
+
 /* Whether a signal handler has raised an error. */
 static int handler_raised(struct interpreter *python) {
     if (python == NULL) return 0;
