@@ -38,7 +38,7 @@ from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.facts import facts_of
 from dure.parallel.mesh import Mesh, groups_on
 from dure.parallel.pipeline import validate
-from dure.parallel.pipeline.apart import Remaining
+from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.cut import CutModel, UncutModel, forget
 from dure.parallel.pipeline.draws import Stream
@@ -270,6 +270,7 @@ class ParallelLearner:
         self._loss = self.stream.drawing(self.task.loss, -1) if numbered else self.task.loss
         apart = any(action.kind == "weight_gradient" for actions in self.schedule.actions for action in actions)
         self.remaining: Remaining | None = [] if apart else None
+        self.later = now if self.remaining is None else self.remaining.append
         self.own = self.schedule.stages_of(self.at.pipeline)
         self._hold()
         self.stages = {number: self._stage(number) for number in self.own}
@@ -314,7 +315,7 @@ class ParallelLearner:
         return Stage(
             number,
             number == self.schedule.stages - 1,
-            lambda examples: self.cut.program(number, examples, True, self.stream, self.remaining),
+            lambda examples: self.cut.program(number, examples, True, self.stream, self.later),
             lambda examples: self.cut.structure(examples, True),
             self._loss,
             self.stream,

@@ -1,10 +1,14 @@
-"""Input and weight gradients apart, as zero-bubble schedules want them.
+"""Input and weight gradients apart, as zero-bubble schedules want them; weight gradients added inside the product.
 
-    y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w = ∂yᵀ x  for later: nobody waits for it
+    y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w += ∂yᵀ x  for later: nobody waits for it
                 (of complex numbers: the conjugates of w and x)
 
 The operations that hold nearly all of a model's weight gradients have such a form here: linear layers, products with a
 weight, convolutions. All other gradients are computed at once. What is left keeps x and ∂y alive until it is done.
+
+Where nothing is left for later, long weights of products have that form all the same: a micro-batch adds its part of
+∂w inside the product. Autograd makes a matrix of its own and adds that, which for micro-batches of few rows takes as
+long as a good part of the product: it is written, read, and added to what is read and written.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
 """
@@ -23,22 +27,38 @@ from dure.parallel.zero.away import gradient_of, set_gradient
 Remaining = list[Callable[[], None]]
 """Weight gradients that are still to be computed, in the order of backward."""
 
+Later = Callable[[Callable[[], None]], None]
+"""What is done with a weight gradient: `Remaining.append`, or `now`."""
+
+LONG = 1 << 15
+"""Elements of a weight from which on it pays to add inside the product."""
+
 aten = torch.ops.aten
 
 
-def apart(operation: Any, remaining: Remaining) -> tuple[int, Callable[..., Any] | None]:
+def now(compute: Callable[[], None]) -> None:
+    """Computes a weight gradient when backward comes to it."""
+    compute()
+
+
+def pays(operation: Any, weight: Tensor, later: Later) -> bool:
+    """Whether the form of `apart` is of use: where nothing is left for later, for long weights of products alone."""
+    return later is not now or (weight.numel() >= LONG and operation in (aten.linear.default, aten.addmm.default))
+
+
+def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]:
     """Where `operation` has its weight among its arguments, and the same operation with the weight's gradient apart;
     None for operations that have no such form."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if weight.dim() != 2:
             return operation(x, weight, bias)
-        return _Product.apply(x, weight, bias, True, remaining)  # type: ignore[no-untyped-call]
+        return _Product.apply(x, weight, bias, True, later)  # type: ignore[no-untyped-call]
 
     def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
         if bias.shape != weight.shape[1:]:
             return operation(bias, x, weight)
-        return _Product.apply(x, weight, bias, False, remaining)  # type: ignore[no-untyped-call]
+        return _Product.apply(x, weight, bias, False, later)  # type: ignore[no-untyped-call]
 
     def convolution(
         x: Tensor,
@@ -52,7 +72,7 @@ def apart(operation: Any, remaining: Remaining) -> tuple[int, Callable[..., Any]
         if isinstance(padding, str) or x.dim() != weight.dim() or weight.is_complex():
             return operation(x, weight, bias, stride, padding, dilation, groups)
         settings = (*(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)), groups)
-        return _Convolution.apply(x, weight, bias, settings, remaining)  # type: ignore[no-untyped-call]
+        return _Convolution.apply(x, weight, bias, settings, later)  # type: ignore[no-untyped-call]
 
     if operation is aten.linear.default:
         return 1, linear
@@ -85,9 +105,9 @@ class _Product(torch.autograd.Function):
     """x w + b with w of shape (in, out), or (out, in) if `across`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, remaining: Remaining) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.across, ctx.remaining = across, remaining
+        ctx.across, ctx.later = across, later
         return F.linear(x, weight if across else weight.T, bias)
 
     @staticmethod
@@ -96,11 +116,11 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         outs = g.reshape(-1, g.shape[-1])
 
-        def later() -> None:
+        def compute() -> None:
             rows = x.reshape(-1, x.shape[-1]).conj()
             _add_product(weight, *((outs.T, rows) if ctx.across else (rows.T, outs)))
 
-        ctx.remaining.append(later)
+        ctx.later(compute)
         back = g @ (weight if ctx.across else weight.T).conj() if ctx.needs_input_grad[0] else None
         return back, None, outs.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
@@ -108,10 +128,10 @@ class _Product(torch.autograd.Function):
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], remaining: Remaining
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], later: Later
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings, ctx.remaining = settings, remaining
+        ctx.settings, ctx.later = settings, later
         stride, padding, dilation, groups = settings
         out: Tensor = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
         return out
@@ -126,6 +146,6 @@ class _Convolution(torch.autograd.Function):
             settings = (stride, padding, dilation, False, [0] * len(stride), groups)
             return aten.convolution_backward(g, x, weight, [len(weight)], *settings, wanted)
 
-        ctx.remaining.append(lambda: _add(weight, parts([False, True, False])[1]))
+        ctx.later(lambda: _add(weight, parts([False, True, False])[1]))
         back, _, bias = parts([ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]])
         return back, None, bias, None, None

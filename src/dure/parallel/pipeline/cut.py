@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dure.parallel.gradients import is_dense
-from dure.parallel.pipeline.apart import Remaining
+from dure.parallel.pipeline.apart import Later
 from dure.parallel.pipeline.balance import Balance, best_starts, costs_of, inside_divided
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program, check_buffers, crossing, parameters_of, program, stages_of
@@ -160,13 +160,13 @@ class CutModel:
         return self._homes[key]
 
     def program(
-        self, stage: int, examples: int, training: bool, stream: Stream, remaining: Remaining | None
+        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
     ) -> Program:
         """The program of a stage for micro-batches of so many examples."""
         key = (stage, examples, training)
         if key not in self._programs:
             trace, homes = self.trace(examples, training), self.homes(examples, training)
-            self._programs[key] = program(trace, homes, self.stages, stage, stream, remaining)
+            self._programs[key] = program(trace, homes, self.stages, stage, stream, later)
         return self._programs[key]
 
     def structure(self, examples: int, training: bool) -> TreeSpec:
@@ -243,7 +243,7 @@ class UncutModel:
         """There is nothing to decide."""
 
     def program(
-        self, stage: int, examples: int, training: bool, stream: Stream, remaining: Remaining | None
+        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
     ) -> Program:
         """The model itself."""
         return self._program

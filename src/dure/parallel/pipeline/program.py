@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dure.parallel.pipeline.apart import Remaining, apart
+from dure.parallel.pipeline.apart import Later, apart, pays
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.trace import Trace, Value, origin_of
@@ -111,22 +111,22 @@ def program(
     stages: int,
     stage: int,
     stream: Stream,
-    remaining: Remaining | None = None,
+    later: Later | None = None,
 ) -> Program:
-    """The program of `stage`. remaining: where weight gradients wait to be computed, if they are apart."""
+    """The program of `stage`. later: what is done with weight gradients; None where nothing goes backward."""
     over = crossing(trace, stage_of, stages)
     received = over[stage - 1] if stage > 0 else []
     leaving = over[stage] if stage < stages - 1 else []
     own = [node for node in trace.moving if stage_of[node] == stage]
     results = leaving if stage < stages - 1 else [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
-    return _Builder(trace, stream, remaining).build(own, received, leaving, results, stage == stages - 1)
+    return _Builder(trace, stream, later).build(own, received, leaving, results, stage == stages - 1)
 
 
 class _Builder:
     """Copies operations of a trace into a graph of their own."""
 
-    def __init__(self, trace: Trace, stream: Stream, remaining: Remaining | None) -> None:
-        self.trace, self.stream, self.remaining = trace, stream, remaining
+    def __init__(self, trace: Trace, stream: Stream, later: Later | None) -> None:
+        self.trace, self.stream, self.later = trace, stream, later
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
@@ -181,18 +181,17 @@ class _Builder:
         elif node in self.numbers:
             on_shards = self.trace.is_on_shards(node)
             copy.target = self.stream.drawing(copy.target, self.numbers[node], on_shards)  # type: ignore[arg-type]
-        elif self.remaining is not None:
-            copy.target = self._apart(node, copy.target)
+        elif self.later is not None:
+            copy.target = self._apart(node, copy.target, self.later)
 
-    def _apart(self, node: fx.Node, target: Any) -> Any:
-        """The same operation, whose weight gradient is left for later, where the weight is a parameter."""
-        assert self.remaining is not None
-        place, deferred = apart(target, self.remaining)
+    def _apart(self, node: fx.Node, target: Any, later: Later) -> Any:
+        """The same operation, with the gradient of its weight apart, where that is a parameter and it pays."""
+        place, deferred = apart(target, later)
         if deferred is None or place >= len(node.args) or node.kwargs:
             return target
         weight = node.args[place]
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
             tensor = self.trace.tensor(weight)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad and not has_hooks(tensor):
-                return deferred
+                return deferred if pays(target, tensor, later) else target
         return target
