@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dure.collectives.handle import Handle, Line
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
+from dure.collectives.shared_memory.backend import SharedMemoryGroup
 from dure.errors import MismatchError, PeerLostError
 from dure.record.meter import Meter
 
@@ -39,6 +40,8 @@ class _Shared:
         self.hosts: Hosts | None = None
         self.connected = False
         self.peer: int | None = None
+        self.places: dict[int, int] = {}
+        """Of global ranks in the process group."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
@@ -251,6 +254,11 @@ class Group:
         self._wait(self._start(sends, receives))
 
     def _start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[_Started]:
+        backend = self.process_group
+        if isinstance(backend, SharedMemoryGroup):
+            posted: list[_Started] = [(to, backend.post(tensor, self._place_of(to))) for tensor, to in sends]
+            expected = [(source, backend.expect(into, self._place_of(source))) for into, source in receives]
+            return expected + posted
         leaving = [(to, dist.isend(tensor, self._at(to), group=self.process_group)) for tensor, to in sends]
         coming = [(source, dist.irecv(into, self._at(source), group=self.process_group)) for into, source in receives]
         return coming + leaving
@@ -292,6 +300,15 @@ class Group:
         """The global rank of `peer`, which is to blame for what fails until the next one is asked for."""
         self._shared.peer = self._global[peer]
         return self._shared.peer
+
+    def _place_of(self, peer: int) -> int:
+        """As `_at`; the rank of `peer` in the process group."""
+        places = self._shared.places
+        if not places:
+            assert self.process_group is not None
+            ranks = dist.get_process_group_ranks(self.process_group)
+            places.update((rank, place) for place, rank in enumerate(ranks))
+        return places[self._at(peer)]
 
     def _transfer_by_way_of_memory(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]

@@ -119,6 +119,24 @@ def test_what_was_sent_is_what_arrives_though_the_tensor_changes_afterwards(core
         assert torch.equal(receive(one, torch.empty(10), 0), numbers(10, 2))
 
 
+@on_both_cores
+def test_what_is_posted_arrives_in_the_order_of_sends_and_is_done_where_it_has_left(core: Core) -> None:
+    with groups(2, core) as (one, two):
+        works: list[Any] = [one.post(numbers(3, 1), 1)]
+        assert works[0].is_completed()
+        works += [one.post(numbers(LARGE, 2), 1), one.post(numbers(4, 3), 1), send(one, numbers(5, 4), 1)]
+        assert not works[1].is_completed()  # no channel holds it
+        assert not works[2].is_completed()  # it does not overtake
+        works.append(one.post(numbers(6, 5), 0))
+        for n, seed in ((3, 1), (LARGE, 2), (4, 3), (5, 4)):
+            got = torch.empty(n)
+            two.expect(got, 0).wait()
+            assert torch.equal(got, numbers(n, seed))
+        assert torch.equal(receive(one, torch.empty(6), 0), numbers(6, 5))
+        for work in works:
+            work.wait()
+
+
 PLANS = st.lists(
     st.tuples(
         st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0, 1, 7, 4000, 70_000, 200_000])

@@ -14,6 +14,7 @@ import dure
 from dure.data.batches import Batches
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
+from dure.parallel.pipeline.apart import LONG
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.schedule import in_order, make, v_shaped
 from dure.strategy import Place
@@ -85,6 +86,41 @@ def test_ten_steps_are_those_of_the_undivided_model(ranks: int) -> None:
 
     for distance, (options, _) in zip(on_ranks(ranks, program)[0], choices(ranks), strict=True):
         assert distance < CLOSE, options
+
+
+def test_long_weights_whose_gradients_are_added_inside_the_product() -> None:
+    """Also one that is shared between stages, and used in other ways than by a linear layer."""
+    width = 192
+    assert width**2 >= LONG
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=number < 2) for number in range(4))
+            self.double()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(inputs))
+            for layer in self.layers:
+                hidden = torch.tanh(layer(hidden))
+            hidden = hidden @ self.layers[0].weight + self.layers[1].weight.mean(0)
+            scores: Tensor = self.last(nn.functional.linear(hidden, self.layers[3].weight))
+            return scores
+
+    ways: list[dict[str, Any]] = [
+        {"schedule": "gpipe", "clip_norm": 0.2},
+        {"schedule": "1f1b", "recompute": True},
+        {"schedule": "interleaved"},
+        {"schedule": "zero-bubble"},
+    ]
+
+    def program(place: Place) -> list[float]:
+        with traced_once(Wide):
+            found = [pipeline(place, batch_size=10, microbatches=4, **options) for options in ways]
+            return [compare(place, small_task(model=Wide, optimizer=OPTIMIZERS[0]), way, steps=5) for way in found]
+
+    assert max(on_ranks(2, program)[0]) < CLOSE
 
 
 def test_digits_whose_last_batch_is_smaller() -> None:

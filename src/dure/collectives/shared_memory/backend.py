@@ -616,6 +616,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self._across.send(tensor, to, tag)
         return self._mailbox.send(tensor, self._here.index(to), tag)
 
+    def post(self, tensor: Tensor, to: int) -> dist.Work:
+        """`send` of a contiguous tensor without torch's layers around it; what has left at once is done."""
+        check_tensor(tensor)
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor  # as torch sends it
+        if self._across is not None and to not in self._here:
+            return self._across.send(tensor, to, 0)
+        return self._mailbox.post(tensor, self._here.index(to), 0) or FINISHED
+
+    def expect(self, tensor: Tensor, source: int) -> dist.Work:
+        """`recv` into a contiguous tensor without torch's layers around it."""
+        return self.recv([torch.view_as_real(tensor) if tensor.is_complex() else tensor], source)
+
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         tensor = single(tensors)
         check_tensor(tensor)

@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import addressof, c_char
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ class Letter(Work):
 class _Stream:
     """What comes in from one source: a header, then a body for a receive that has asked for it or to put aside."""
 
-    header: Tensor = field(default_factory=lambda: torch.empty(_HEADER.size, dtype=torch.uint8))
+    header: Any = field(default_factory=lambda: (c_char * _HEADER.size)())
     read: int = 0
     length: int = -1  # of the body; -1 while the header is not complete
     tag: int = 0
@@ -97,8 +99,7 @@ class Mailbox:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Letter:
         """Starts to send; the tensor may be changed when the letter is done."""
-        letter = Letter(self, tensor, to, tag, f"send(to rank {self._name(to)}, tag {tag})")
-        letter.header = _HEADER.pack(letter.dense.nbytes, tag, self._number_of[tensor.dtype])
+        letter = self._letter(tensor, to, tag)
         with self._carrying(), self._lock:
             self._raise_if_over()
             if to == self._host.members.rank:
@@ -108,6 +109,31 @@ class Mailbox:
             else:
                 self._leaving.setdefault(to, deque()).append(letter)
                 self._step()
+        self._care_for(letter)
+        return letter
+
+    def _letter(self, tensor: Tensor, to: int, tag: int) -> Letter:
+        letter = Letter(self, tensor, to, tag, f"send(to rank {self._name(to)}, tag {tag})")
+        letter.header = self._header(letter.dense, tag)
+        return letter
+
+    def _header(self, dense: Tensor, tag: int) -> bytes:
+        return _HEADER.pack(dense.nbytes, tag, self._number_of[dense.dtype])
+
+    def post(self, tensor: Tensor, to: int, tag: int) -> Letter | None:
+        """`send` of a contiguous tensor, for those who count microseconds: None if all of it has left already."""
+        if to == self._host.members.rank:
+            return self.send(tensor, to, tag)
+        with self._lock:
+            self._raise_if_over()
+            went, whole = 0, _HEADER.size + tensor.nbytes
+            if not self._leaving.get(to):
+                went = self._host.channel_write(to, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes)
+                if went == whole:
+                    return None
+            letter = self._letter(tensor, to, tag)
+            letter.moved = went
+            self._leaving.setdefault(to, deque()).append(letter)
         self._care_for(letter)
         return letter
 
@@ -210,7 +236,7 @@ class Mailbox:
     def _pull(self, source: int) -> bool:
         stream = self._streams[source]
         if stream.length < 0:
-            address = stream.header.data_ptr() + stream.read
+            address = addressof(stream.header) + stream.read
             moved = self._host.channel_read(source, address, _HEADER.size - stream.read)
             stream.read += moved
             return moved > 0 if stream.read < _HEADER.size else self._open(source, stream)
@@ -225,7 +251,7 @@ class Mailbox:
 
     def _open(self, source: int, stream: _Stream) -> bool:
         """A header is there: where does its body go? False: nowhere yet, and there is too much put aside already."""
-        length, stream.tag, stream.kind = _HEADER.unpack(stream.header.numpy().tobytes())
+        length, stream.tag, stream.kind = _HEADER.unpack(stream.header)
         stream.letter = next((letter for letter in self._wanted if _matches(letter, source, stream.tag)), None)
         if stream.letter is not None:
             self._wanted.remove(stream.letter)

@@ -159,9 +159,7 @@ class CutModel:
                 self._homes[key] = stages_by_parameters(trace, self.holders)
         return self._homes[key]
 
-    def program(
-        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
-    ) -> Program:
+    def program(self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None) -> Program:
         """The program of a stage for micro-batches of so many examples."""
         key = (stage, examples, training)
         if key not in self._programs:
@@ -242,9 +240,7 @@ class UncutModel:
     def decide(self, starts: Sequence[int]) -> None:
         """There is nothing to decide."""
 
-    def program(
-        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
-    ) -> Program:
+    def program(self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None) -> Program:
         """The model itself."""
         return self._program
 
