@@ -330,8 +330,8 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
 
     Made by a simulation in which actions take `V_TIMES` and a free rank takes what it can, in this order: forward and
     input gradient of its second stage, forward and input gradient of its first, a weight gradient. Of the places for
-    activations the first stage leaves one free. So nothing deadlocks: the second stage of the oldest micro-batch that is
-    not done always finds a place, once the weight gradients of older ones, which wait for nobody, are there.
+    activations the first stage leaves one free. So nothing deadlocks: the second stage of the oldest micro-batch that
+    is not done always finds a place, once the weight gradients of older ones, which wait for nobody, are there.
     """
     begun, done = ({kind: [0] * 2 * ranks for kind in V_TIMES} for _ in range(2))  # micro-batches of each stage
     computing: list[list[Action]] = [[] for _ in range(ranks)]
@@ -357,8 +357,8 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
 V_TIMES: dict[Kind, int] = {"forward": 5, "input_gradient": 6, "weight_gradient": 4}
 """What `zero_bubble_v` is made for, since a layer of a transformer takes about that: its attention has gradients of
 inputs alone. With these it is idle for at most 12 (p-1) of 30 m + 12 (p-1); made for actions that take equally long it
-would be idle for a tenth of the time on two ranks, however many micro-batches there are. Where they do take equally long it takes
-6 m + p - 1 of their times if p ≤ 2, and up to p - 2 more otherwise (p ≤ 8, m ≥ 2p)."""
+would be idle for a tenth of the time on two ranks, however many micro-batches there are. Where they do take equally
+long it takes 6 m + p - 1 of their times if p ≤ 2, and up to p - 2 more otherwise (p ≤ 8, m ≥ 2p)."""
 
 _Counts = dict[Kind, list[int]]
 
