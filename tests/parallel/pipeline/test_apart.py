@@ -127,5 +127,34 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
     assert torch.equal(found, second.weight.grad)
 
 
+@pytest.mark.parametrize("name", ["linear", "addmm", "conv1d"])
+def test_weights_that_are_frozen_watched_or_saved_elsewhere_are_as_in_autograd(name: str) -> None:
+    shapes = {"linear": [(3, 4), (5, 4), (5,)], "addmm": [(5,), (3, 4), (4, 5)], "conv1d": [(3, 4, 7), (5, 4, 2), (5,)]}
+    remaining: Remaining = []
+    for later in (now, remaining.append):
+        place, deferred = apart(getattr(aten, name).default, later)
+        assert deferred is not None
+        tensors = [torch.randn(*shape, requires_grad=True) for shape in shapes[name]]
+        weight, seen = tensors[place], []
+
+        def gradient(tensors: list[Tensor] = tensors, deferred: Any = deferred, weight: Tensor = weight) -> Any:
+            weight.grad = None
+            with torch.autograd.graph.save_on_cpu():
+                loss = deferred(*tensors).sum()
+            loss.backward()
+            while remaining:
+                with torch.no_grad():
+                    remaining.pop()()
+            return weight.grad
+
+        (right,) = torch.autograd.grad(getattr(aten, name).default(*tensors).sum(), [weight])
+        torch.testing.assert_close(gradient(), right)
+        handle = weight.register_hook(seen.append)
+        torch.testing.assert_close(gradient(), right)
+        assert len(seen) == 1
+        handle.remove()
+        assert gradient(tensors, deferred, weight.requires_grad_(False)) is None
+
+
 def test_other_operations_have_no_such_form() -> None:
     assert apart(aten.relu.default, now)[1] is None

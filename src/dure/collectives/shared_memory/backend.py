@@ -217,7 +217,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def begin() -> Callable[[], float]:
             if message is not tensor:
-                message.copy_(tensor)
+                with torch.inference_mode():
+                    message.copy_(tensor)
             self._promptly(beginning)
             self._lend(number[0], message, message)
             return end

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dure.parallel.tensor.layers import has_hooks
 from dure.parallel.zero.away import gradient_of, set_gradient
 
 Remaining = list[Callable[[], None]]
@@ -51,12 +52,12 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
     None for operations that have no such form."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        if weight.dim() != 2:
+        if weight.dim() != 2 or not _is_ours(weight):
             return operation(x, weight, bias)
         return _Product.apply(x, weight, bias, True, later)  # type: ignore[no-untyped-call]
 
     def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
-        if bias.shape != weight.shape[1:]:
+        if bias.shape != weight.shape[1:] or not _is_ours(weight):
             return operation(bias, x, weight)
         return _Product.apply(x, weight, bias, False, later)  # type: ignore[no-untyped-call]
 
@@ -69,9 +70,11 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        if isinstance(padding, str) or x.dim() != weight.dim() or weight.is_complex():
+        if isinstance(padding, str):
             return operation(x, weight, bias, stride, padding, dilation, groups)
         settings = (*(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)), groups)
+        if x.dim() != weight.dim() or weight.is_complex() or not _is_ours(weight):
+            return operation(x, weight, bias, *settings)
         return _Convolution.apply(x, weight, bias, settings, later)  # type: ignore[no-untyped-call]
 
     if operation is aten.linear.default:
@@ -81,6 +84,11 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
     if operation in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
         return 1, convolution
     return 0, None
+
+
+def _is_ours(weight: Tensor) -> bool:
+    """Whether it has a gradient, and nobody looks at it on its way; that may change from step to step."""
+    return weight.requires_grad and not has_hooks(weight)
 
 
 def _each(value: Any, dimensions: int) -> list[int]:
@@ -107,7 +115,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.across, ctx.later = across, later
+        ctx.across, ctx.later, ctx.parameter = across, later, weight  # what is saved may come back as another tensor
         return F.linear(x, weight if across else weight.T, bias)
 
     @staticmethod
@@ -118,7 +126,7 @@ class _Product(torch.autograd.Function):
 
         def compute() -> None:
             rows = x.reshape(-1, x.shape[-1]).conj()
-            _add_product(weight, *((outs.T, rows) if ctx.across else (rows.T, outs)))
+            _add_product(ctx.parameter, *((outs.T, rows) if ctx.across else (rows.T, outs)))
 
         ctx.later(compute)
         back = g @ (weight if ctx.across else weight.T).conj() if ctx.needs_input_grad[0] else None
@@ -131,7 +139,7 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], later: Later
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings, ctx.later = settings, later
+        ctx.settings, ctx.later, ctx.parameter = settings, later, weight
         stride, padding, dilation, groups = settings
         out: Tensor = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
         return out
@@ -146,6 +154,6 @@ class _Convolution(torch.autograd.Function):
             settings = (stride, padding, dilation, False, [0] * len(stride), groups)
             return aten.convolution_backward(g, x, weight, [len(weight)], *settings, wanted)
 
-        ctx.later(lambda: _add(weight, parts([False, True, False])[1]))
+        ctx.later(lambda: _add(ctx.parameter, parts([False, True, False])[1]))
         back, _, bias = parts([ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]])
         return back, None, bias, None, None
