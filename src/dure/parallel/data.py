@@ -58,7 +58,8 @@ class DataParallel:
             hierarchical, native (the backend's own), or auto, which chooses by size, ranks and hosts. In a world of
             threads the master adds them (`dure.parallel.replicas`).
         bucket_bytes: of gradients that share a message; by default dure chooses.
-        overlap: all-reduces run beside backward, on a thread, or after it; auto chooses.
+        overlap: all-reduces run beside backward, on a thread, are begun in it and ended behind it (split-phase), or run
+            after it; auto chooses.
         compression: what travels in place of gradients, as top-k:0.01 or power-sgd:2.
         accumulate: pieces in which a worker computes its part of a batch, one after another.
         clip_norm: the largest norm that a step's gradient may have; by default any.

@@ -16,6 +16,13 @@ from dure.collectives.shared_memory.calls import AVG, SUM
 from dure.errors import MismatchError
 
 SIZES = (0, 1, 1_000, 100_000)
+REDUCTIONS = [
+    (torch.float32, SUM),
+    (torch.float64, AVG),
+    (torch.bfloat16, SUM),
+    (torch.float16, AVG),
+    (torch.int64, SUM),
+]
 
 
 def group_of(ranks: Ranks) -> SharedMemoryGroup:
@@ -40,9 +47,7 @@ def at_once(ranks: Ranks, message: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
 @on_ranks(1, 2, 3, backends=DURE)
 def test_the_same_bits_as_at_once(ranks: Ranks) -> None:
     group = group_of(ranks)
-    for seed, (dtype, op) in enumerate(
-        [(torch.float32, SUM), (torch.float64, AVG), (torch.bfloat16, SUM), (torch.float16, AVG), (torch.int64, SUM)]
-    ):
+    for seed, (dtype, op) in enumerate(REDUCTIONS):
         for n in SIZES:
             message = drawn(ranks, n, dtype, seed)
             out = torch.empty(n, dtype=dtype)
@@ -158,9 +163,7 @@ def summed(ranks: Ranks, message: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
 @on_ranks(1, 2, 3, backends=DURE)
 def test_all_reduces_give_the_same_bits_as_at_once(ranks: Ranks) -> None:
     group = group_of(ranks)
-    for seed, (dtype, op) in enumerate(
-        [(torch.float32, SUM), (torch.float64, AVG), (torch.bfloat16, SUM), (torch.float16, AVG), (torch.int64, SUM)]
-    ):
+    for seed, (dtype, op) in enumerate(REDUCTIONS):
         for n in SIZES:
             message = drawn(ranks, n, dtype, seed)
             right = summed(ranks, message, ReduceOp.AVG if op == AVG else ReduceOp.SUM)

@@ -202,11 +202,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         tensor = reducible(tensor, op)
         if not self.split_phase or not tensor.numel():
             return lambda: self.begin_all_reduce(tensor, op)
-        message, host, number = tensor, self._host, [0]
+        message, host, number = tensor, self._host, 0
         if not tensor.is_contiguous() or pool().offset(tensor.data_ptr(), tensor.nbytes) is None:
             message = empty_shared(tensor.shape, dtype=tensor.dtype)  # where peers can read it
-        beginning = self._telling(lambda: number.__setitem__(0, host.begin_all_reduce(message, op)))
-        ending = self._telling(lambda: host.end_call(number[0]))
+
+        def post() -> None:
+            nonlocal number
+            number = host.begin_all_reduce(message, op)
+
+        beginning, ending = self._telling(post), self._telling(lambda: host.end_call(number))
 
         def end() -> float:
             self._promptly(ending)
@@ -220,7 +224,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 with torch.inference_mode():
                     message.copy_(tensor)
             self._promptly(beginning)
-            self._lend(number[0], message, message)
+            self._lend(number, message, message)
             return end
 
         return begin
