@@ -91,6 +91,16 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
         _GRADIENT.__set__(parameter, value)
 
 
+def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """What autograd has left in parameters on this rank, which then have none."""
+    taken = []
+    with _bare():
+        for parameter in parameters:
+            taken.append(_GRADIENT.__get__(parameter))
+            _GRADIENT.__set__(parameter, None)
+    return taken
+
+
 def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
     """From now on `check` is called before somebody reads the parameter's gradient; it may raise."""
     if type(parameter) is nn.Parameter:  # kinds of others stay what they are

@@ -34,6 +34,15 @@ class Piece(NamedTuple):
     at: int
 
 
+class Part(NamedTuple):
+    """A run of elements of a parameter in a message, parameter[start:stop]. whole: whether that is all of it."""
+
+    number: int
+    start: int
+    stop: int
+    whole: bool
+
+
 @dataclass(frozen=True)
 class Block:
     """A row of parameters divided over `ranks`.
@@ -83,6 +92,18 @@ class Block:
             tuple((rank, self._piece(first, length, rank)) for rank in self._holders(first, length))
             for first, length in zip(self.starts, self.lengths, strict=True)
         )
+
+    def parts(self, tail: int) -> tuple[list[int], list[Part | None]]:
+        """What a message of all chunks consists of, `tail` numbers behind each chunk: lengths, and of which parameter
+        each part is; None for padding and tails."""
+        chunks: list[list[tuple[int, Part | None]]] = [[] for _ in range(self.ranks)]
+        for index, pieces in enumerate(self.pieces):
+            for rank, (start, stop, _) in pieces:
+                chunks[rank].append((stop - start, Part(index, start, stop, stop - start == self.lengths[index])))
+        for chunk in chunks:
+            chunk.append((self.chunk + tail - sum(length for length, _ in chunk), None))
+        parts = [part for chunk in chunks for part in chunk if part[0]]
+        return [length for length, _ in parts], [part for _, part in parts]
 
     def piece(self, index: int, rank: int) -> Piece | None:
         """What `rank` holds of parameter `index`; None for nothing."""

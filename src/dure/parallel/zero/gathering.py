@@ -167,7 +167,7 @@ class Gathering:
     def called(self, unit: Unit, outputs: Any) -> None:
         """A module of the unit has returned, in a forward pass."""
         unit.calls += 1
-        for output in tensors_in(outputs):
+        for output in tensors_in(outputs) if not self.in_place else []:
             if (found := self.lies_in(output)) is not None:
                 found[0].stays = True
         if unit.calls >= len(unit.modules) and not (unit.stays or unit.always_stays):
@@ -175,6 +175,8 @@ class Gathering:
 
     def own_memory(self, outputs: Any) -> Any:
         """The outputs, copied where they lie in a buffer."""
+        if self.in_place:
+            return outputs
         return tree_map_only(Tensor, lambda output: output.clone() if self.lies_in(output) else output, outputs)
 
     # What autograd saves.

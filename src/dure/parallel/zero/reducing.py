@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.handle import Handle
-from dure.parallel.zero.away import gradient_of, set_gradient
-from dure.parallel.zero.division import Stage
+from dure.parallel.zero.away import gradient_of, set_gradient, take_gradients
+from dure.parallel.zero.division import Part, Stage
 from dure.parallel.zero.shares import Pool, Share
 from dure.parallel.zero.sweep import Action
 from dure.parallel.zero.wire import Later, Wire
@@ -65,6 +65,7 @@ class Reducing:
             self._first.append(self._first[-1] + len(share.parameters))
         self._number_of = {id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone}
         self._places: dict[int, Tensor] = {}
+        self._parts: dict[tuple[int, int], tuple[list[int], list[Part | None]]] = {}
         self._kept: list[tuple[Tensor, Handle[None]]] = []
         self._unread: list[tuple[Tensor, Handle[None]]] = []
         self.begin()
@@ -96,8 +97,9 @@ class Reducing:
 
     def arrived(self, number: int, index: int) -> bool:
         """Parameter `index` of a block has its gradient of this pass; whether the block is complete now."""
-        self._arrived[number].add(index)
-        return self.ready(number)
+        arrived = self._arrived[number]
+        arrived.add(index)
+        return len(arrived) == len(self.shares[number].parameters)
 
     def ready(self, number: int) -> bool:
         return len(self._arrived[number]) == len(self.shares[number].parameters)
@@ -128,16 +130,11 @@ class Reducing:
         handle = self.wire.reduce_scatter(message, into)
         self._sent.append(_Sent(share, message, into, pooled, adds, handle))
 
-    def _take(self, number: int, index: int) -> Tensor | None:
-        """A parameter's gradient on this rank, flat, which then is gone from there."""
-        parameter = self.shares[number].parameters[index]
-        gradient = gradient_of(parameter)
-        if gradient is None:
-            return None
-        self._used[number].add(index)
-        set_gradient(parameter, None)
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        return dense.detach().resolve_conj().resolve_neg().reshape(-1)
+    def _take(self, number: int) -> list[Tensor | None]:
+        """The gradients of a block on this rank, flat, which then are gone from there; None where there is none."""
+        taken = take_gradients(self.shares[number].parameters)
+        self._used[number].update(index for index, gradient in enumerate(taken) if gradient is not None)
+        return [gradient if gradient is None else _flat(gradient) for gradient in taken]
 
     def place_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Where the gradient of a parameter can be computed so that it leaves from there (`dure.parallel.direct`)."""
@@ -150,7 +147,7 @@ class Reducing:
 
     def _alone(self, number: int) -> tuple[Tensor, bool]:
         """The message of a parameter that is a block, and whether its memory is the pool's."""
-        block, gradient, place = self.shares[number].block, self._take(number, 0), self._places.pop(number, None)
+        block, (gradient,), place = self.shares[number].block, self._take(number), self._places.pop(number, None)
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True
         if place is not None and gradient is None:  # autograd may have written there, and waits for another part
@@ -178,22 +175,25 @@ class Reducing:
             self.pool.give(message)
 
     def _rows(self, number: int, tail: int) -> Tensor:
-        block, own = self.shares[number].block, self.shares[number].own
-        width = block.chunk + tail
-        message = self._room(block.ranks * width, block.dtype)
-        rows = message.view(block.ranks, width)
-        for index in range(len(block.names)):
-            gradient = self._take(number, index)
-            for rank, piece in block.pieces[index]:
-                row = rows[rank, piece.at : piece.at + piece.stop - piece.start]
-                if gradient is None:
-                    row.zero_()
-                else:
-                    row.copy_(gradient[piece.start : piece.stop])
-        for rank in range(block.ranks):
-            rows[rank, max(0, min(block.chunk, block.elements - rank * block.chunk)) : block.chunk] = 0
+        """The message of a block into which gradients are copied."""
+        block, gradients = self.shares[number].block, self._take(number)
+        message = self._room(block.padded + block.ranks * tail, block.dtype)
+        if (number, tail) not in self._parts:
+            self._parts[number, tail] = block.parts(tail)
+        lengths, parts = self._parts[number, tail]
+        into, values = [], []
+        for place, part in zip(message.split_with_sizes(lengths), parts, strict=True):
+            gradient = gradients[part.number] if part is not None else None
+            if part is None or gradient is None:
+                place.zero_()
+                continue
+            into.append(place)
+            values.append(gradient if part.whole else gradient[part.start : part.stop])
+        if into:
+            torch._foreach_copy_(into, values)
         if tail:
-            rows[:, block.chunk :] = torch.tensor(self._said(), dtype=block.dtype, device=own.device)
+            said = torch.tensor(self._said(), dtype=block.dtype, device=message.device)
+            message.view(block.ranks, -1)[:, block.chunk :] = said
         return message
 
     def _said(self) -> list[float]:
@@ -274,6 +274,11 @@ class Reducing:
                 self._kept.append((message, handle))
             else:
                 self._give(message, handle)
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.detach().resolve_conj().resolve_neg().reshape(-1)
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
