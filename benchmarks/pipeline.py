@@ -10,7 +10,9 @@ one, for all contenders, as `dure.train` does it: page faults would come and go 
     torch GPipe, 1F1B, …     torch.distributed.pipelining over gloo, the model cut by hand where dure cuts it
     dure gpipe, 1f1b, …      dure's, over shared memory
 
-    ideal                    micro-batched / ranks, and the bubble that the schedule cannot avoid
+    ideal                    micro-batched / ranks, and the bubble that the schedule cannot avoid where forward and the
+                             two parts of backward take equally long; "of its times": as long as they took, which
+                             changes it for the zero-bubble schedules alone
     predicted                the simulator's, from the times that dure's actions took in those steps, and a message's
 
     python benchmarks/pipeline.py > benchmarks/results/pipeline.json
@@ -42,7 +44,8 @@ from dure.allocator import memory_kept
 from dure.models import Transformer
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
-from dure.parallel.pipeline.schedule import make
+from dure.parallel.pipeline.builders import make
+from dure.parallel.pipeline.schedule import Schedule
 from dure.parallel.pipeline.simulate import Times, simulate
 from dure.strategy import Place
 
@@ -205,26 +208,44 @@ def contenders(width: int, batch: int, microbatches: int, gloo: Any, place: Plac
     return made
 
 
-def bubble(schedule: str, microbatches: int) -> float:
-    """What a schedule takes longer than without a bubble, forward and the two parts of backward taking equally long."""
-    per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
-    made = make(schedule, RANKS, microbatches, per_rank)
-    return simulate(made, Times.uniform(made.stages, 1, 2)).bubble_over_ideal
+PARTED = ("zero-bubble", "zero-bubble-v")
+"""Schedules whose bubble depends on how long the two parts of backward take."""
+
+COMPUTING = ("forward", "backward", "input_gradient", "weight_gradient")
+
+
+def list_of(schedule: str, microbatches: int) -> Schedule:
+    return make(schedule, RANKS, microbatches, 2 if schedule in ("interleaved", "zero-bubble-v") else 1)
+
+
+def bubble(schedule: str, microbatches: int, rows: list[Any] | None = None) -> float:
+    """What a schedule takes longer than without a bubble, with stages alike and messages that take no time.
+
+    rows: measured actions, whose kinds' mean times are taken; else forward and the parts of backward are equally long.
+    """
+    made = list_of(schedule, microbatches)
+    times = Times.uniform(made.stages, 1, 2)
+    if rows is not None:
+        times = Times(*((mean(rows, kind),) * made.stages for kind in COMPUTING))
+    return simulate(made, times).bubble_over_ideal
+
+
+def mean(rows: list[Any], kind: str, stage: int | None = None) -> float:
+    """Of the seconds of actions of a kind, in one stage or in all."""
+    found = [seconds for k, s, _, seconds in rows if k == kind and stage in (None, s)]
+    return statistics.fmean(found) if found else 0.0
 
 
 def predicted(schedule: str, microbatches: int, rows: list[Any], send: float) -> JSON:
     """From the mean seconds of each stage's actions, and those of a message."""
-    per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
-    made = make(schedule, RANKS, microbatches, per_rank)
-
-    def mean(kind: str, stage: int) -> float:
-        found = [seconds for k, s, _, seconds in rows if k == kind and s == stage]
-        return statistics.fmean(found) if found else 0.0
-
-    kinds = ("forward", "backward", "input_gradient", "weight_gradient")
-    times = Times(*(tuple(mean(kind, stage) for stage in range(made.stages)) for kind in kinds), send=send)
+    made = list_of(schedule, microbatches)
+    times = Times(*(tuple(mean(rows, kind, stage) for stage in range(made.stages)) for kind in COMPUTING), send=send)
     simulation = simulate(made, times)
-    return {"seconds": simulation.makespan, "bubble": simulation.bubble}
+    return {
+        "seconds": simulation.makespan,
+        "bubble": simulation.bubble,
+        "of_stages_alike": bubble(schedule, microbatches, rows if schedule in PARTED else None),
+    }
 
 
 def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, gloo: Any, place: Place) -> JSON:
@@ -258,11 +279,13 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
         if name.startswith("dure "):
             share = bubble(name.removeprefix("dure "), microbatches)
             ideal = [seconds / RANKS * (1 + share) for seconds in samples["micro-batched"]]
+            own = [i / (1 + share) * (1 + row["of_stages_alike"]) for i, row in zip(ideal, times[name], strict=True)]
             busy = [1 - row["bubble"] for row in times[name]]
             measured = [1 - b * row["seconds"] / s for b, row, s in zip(busy, times[name], samples[name], strict=True)]
             result[name] |= {
                 "ideal": statistics.median(ideal),
                 "over_ideal": statistics.median(a / b for a, b in zip(samples[name], ideal, strict=True)),
+                "over_ideal_of_its_times": statistics.median(a / b for a, b in zip(samples[name], own, strict=True)),
                 "over_predicted": statistics.median(
                     a / row["seconds"] for a, row in zip(samples[name], times[name], strict=True)
                 ),
@@ -302,11 +325,12 @@ def program(asked: argparse.Namespace, place: Place) -> JSON:
 
 def describe(result: JSON) -> None:
     for microbatches, cell in result.items():
-        show(f"\n{microbatches} micro-batches       ms   of ideal  of predicted   bubble (predicted)")
+        show(f"\n{microbatches} micro-batches       ms   of ideal (own times)  of predicted   bubble (predicted)")
         for name, row in cell["rows"].items():
             more = ""
             if "ideal" in row:
-                more = f"   {row['over_ideal']:6.3f}   {row['over_predicted']:6.3f}"
+                more = f"   {row['over_ideal']:6.3f} ({row['over_ideal_of_its_times']:.3f})"
+                more += f"   {row['over_predicted']:6.3f}"
                 more += f"       {row['bubble_measured']:.3f} ({row['bubble_predicted']:.3f})"
             show(f"{name:22s} {row['median'] * 1e3:7.1f}{more}")
         show("torch over dure: " + ", ".join(f"{k} {v:.3f}" for k, v in cell["torch_over_dure"].items()))
@@ -324,11 +348,14 @@ def tables(result: JSON) -> dict[str, str]:
         for _, cell in cells:
             found, versus = cell["rows"][name], cell["torch_over_dure"].get(row[0])
             row.append(
-                f"{found['over_predicted']:.2f}, {found['over_ideal']:.2f}, "
-                + (f"{versus:.2f}" if versus is not None else "none")
+                f"{found['over_predicted']:.2f}, {found['over_ideal']:.2f} "
+                f"({found['over_ideal_of_its_times']:.2f}), " + (f"{versus:.2f}" if versus is not None else "none")
             )
         more.append(row)
-    compared = ["over predicted, over ideal, torch over dure", *(f"{microbatches}" for microbatches, _ in cells)]
+    compared = [
+        "over predicted, over ideal (of its times), torch over dure",
+        *(f"{microbatches}" for microbatches, _ in cells),
+    ]
     return {"pipeline": table(head, rows) + "\n\n" + table(compared, more)}
 
 

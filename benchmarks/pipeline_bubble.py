@@ -34,7 +34,7 @@ from waiting import WIDTH, network
 import dure
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
-from dure.parallel.pipeline.schedule import make
+from dure.parallel.pipeline.builders import make
 from dure.parallel.pipeline.simulate import Times, simulate
 from dure.strategy import Place
 

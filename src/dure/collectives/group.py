@@ -19,6 +19,7 @@ from torch import Tensor
 from dure.collectives.handle import Handle, Line
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
 from dure.collectives.shared_memory.backend import SharedMemoryGroup
+from dure.collectives.shared_memory.work import FINISHED
 from dure.errors import MismatchError, PeerLostError
 from dure.record.meter import Meter
 
@@ -26,6 +27,10 @@ Value = TypeVar("Value")
 
 Diagnose = Callable[[str, str, "int | None", Exception], "PeerLostError | None"]
 """diagnose(operation, step, peer, error) finds out which peer was lost, if any; worlds know how."""
+
+
+def done_already() -> None:
+    """The end of a transfer that was done when it had begun."""
 
 
 _Started = tuple[int, "dist.Work | None"]
@@ -217,6 +222,10 @@ class Group:
             raise error
         raise lost from error
 
+    def holds(self, nbytes: int) -> bool:
+        """Whether messages of so many bytes from each rank leave at once, and lie with their receiver till it asks."""
+        return isinstance(self.process_group, SharedMemoryGroup) and nbytes <= self.process_group.held
+
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""
         self.transfer([(tensor, to)], [])
@@ -251,6 +260,11 @@ class Group:
             self.meter.received(into.nbytes)
 
     def _transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        backend = self.process_group
+        if isinstance(backend, SharedMemoryGroup) and not sends and len({source for _, source in receives}) == 1:
+            for into, source in receives:
+                backend.fetch(into, self._place_of(source))
+            return
         self._wait(self._start(sends, receives))
 
     def _start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[_Started]:
@@ -277,7 +291,7 @@ class Group:
         operation: its name, for errors. Between two ranks messages arrive in the order in which they were begun.
         Tensors of a GPU travel by way of the CPU's memory.
         """
-        sends = [(tensor.cpu(), to) for tensor, to in sends if tensor.numel()]
+        sends = [(tensor if tensor.is_cpu else tensor.cpu(), to) for tensor, to in sends if tensor.numel()]
         receives = [(into, source) for into, source in receives if into.numel()]
         arrivals = [(torch.empty_like(into, device="cpu") if into.is_cuda else into, peer) for into, peer in receives]
         step = self.step
@@ -285,6 +299,8 @@ class Group:
             started = self._start(sends, arrivals)
         for tensor, _ in sends:
             self.meter.sent(tensor.nbytes)
+        if not receives and all(work is FINISHED for _, work in started):
+            return done_already
 
         def end() -> None:
             with self.during(operation, step):

@@ -40,11 +40,12 @@ from dure.parallel.mesh import Mesh, groups_on
 from dure.parallel.pipeline import validate
 from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.balance import Balance
+from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel, UncutModel, forget
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.evaluation import chunks_of, totals_of
 from dure.parallel.pipeline.runtime import Engine
-from dure.parallel.pipeline.schedule import Schedule, in_order, make
+from dure.parallel.pipeline.schedule import Schedule
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.single import check_gradient
 from dure.parallel.speaker import Speaker

@@ -125,6 +125,25 @@ static void messages(struct core *core, int call, uint64_t n, int32_t *own, int3
     for (uint64_t i = 0; i < n; i++) expect(out[i] == value(from, i, call), "message", core->rank, call);
 }
 
+/* The same, a header before the elements, for who takes a message when all of it has come. */
+static void letters(struct core *core, int call, uint64_t n, int32_t *own, int32_t *out) {
+    int to = (core->rank + 1) % size, from = (core->rank + size - 1) % size, taken = 0;
+    char header[8] = "to you", wrong[8] = "to him";
+    uint64_t sent = 0, whole = sizeof header + n * 4;
+    fill(own, n, core->rank, call);
+    while (sent < whole || !taken) {
+        uint32_t seen = core_bell(core);
+        uint64_t head = sent < sizeof header ? sizeof header - sent : 0, body = sent + head - sizeof header;
+        uint64_t went = sent < whole ? core_channel_write(core, to, header + sizeof header - head, head, (char *)own + body, n * 4 - body) : 0;
+        sent += went;
+        expect(!core_channel_take(core, from, wrong, sizeof wrong, (char *)out, n * 4), "header", core->rank, call);
+        int before = taken;
+        if (!taken) taken = core_channel_take(core, from, header, sizeof header, (char *)out, n * 4);
+        if (went == 0 && taken == before) core_bell_wait(core, seen, 50000000);
+    }
+    for (uint64_t i = 0; i < n; i++) expect(out[i] == value(from, i, call), "letter", core->rank, call);
+}
+
 /* One rank calls with another count: every rank has to see it, and all go on. */
 static void mistake(struct core *core, int call, uint64_t n, int who, int32_t *own) {
     uint64_t count = core->rank == who ? n + 1 : n;
@@ -235,7 +254,8 @@ static void *run(void *argument) {
         else if (kind == 3) reduce_scatter(core, call, n, own, out);
         else if (kind == 4) all_to_all(core, call, n, pooled, own, out);
         else if (kind == 5) broadcast(core, call, n, root, pooled, own);
-        else if (kind == 6) messages(core, call, n, own, out);
+        else if (kind == 6 && n % 2) messages(core, call, n, own, out);
+        else if (kind == 6) letters(core, call, n % (CHANNEL / 4 - 1), own, out);
         else if (kind == 7) mistake(core, call, n, root, own);
         else if (kind == 8 && next(&shared) % 4 == 0) mistake_in_split_phase(begin_scatter, core, call, 1 + n % BLOCK, root, places);
         else if (kind == 12 && next(&shared) % 4 == 0) mistake_in_split_phase(begin_all_reduce, core, call, 1 + n % BLOCK, root, places);

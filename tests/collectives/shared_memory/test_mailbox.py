@@ -301,3 +301,81 @@ def test_what_a_rank_sent_before_it_left_still_arrives(core: Core) -> None:
         assert torch.equal(receive(two, torch.empty(10), 0), numbers(10, 1))
         with pytest.raises(PeerLostError, match="rank 0 left the group"):
             receive(two, torch.empty(10), 0)
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 7, 4000, 70_000, 200_000, LARGE]), min_size=1, max_size=15)
+
+
+@on_both_cores
+@settings(max_examples=12)
+@given(sizes=SIZES, asked=st.lists(st.booleans(), min_size=15, max_size=15))
+def test_what_is_fetched_is_the_next_message_whether_it_has_come_or_not(
+    core: Core, sizes: list[int], asked: list[bool]
+) -> None:
+    """asked: which messages are received without `fetch`, as others may be between."""
+
+    def body(group: SharedMemoryGroup) -> None:
+        other = 1 - group.rank()
+        works = [group.post(numbers(n, i + other), other) for i, n in enumerate(sizes)]
+        for i, n in enumerate(sizes):
+            got = torch.empty(n)
+            if asked[i]:
+                receive(group, got, other)
+            else:
+                group.fetch(got, other)
+            assert torch.equal(got, numbers(n, i + group.rank()))
+        for work in works:
+            work.wait()
+
+    with groups(2, core) as ranks:
+        on_every(ranks, body)
+
+
+@on_both_cores
+def test_fetching_finds_what_was_put_aside_what_comes_from_oneself_and_wakes_no_thread(core: Core) -> None:
+    with groups(2, core) as (one, two):
+        send(one, numbers(9, 1), 1, tag=4).wait()
+        send(one, numbers(5, 2), 1).wait()
+        two.fetch(got := torch.empty(5), 0)  # the one before it is put aside
+        assert torch.equal(got, numbers(5, 2))
+        assert torch.equal(receive(two, torch.empty(9), 0, 4), numbers(9, 1))
+        send(two, numbers(6, 3), 1)
+        two.fetch(got := torch.empty(6), 1)
+        assert torch.equal(got, numbers(6, 3))
+        complex_ones = torch.randn(4, dtype=torch.complex64)
+        one.post(complex_ones, 1).wait()
+        two.fetch(twin := torch.empty(4, dtype=torch.complex64), 0)
+        assert torch.equal(twin, complex_ones)
+
+        late = torch.empty(3)
+        together([lambda: two.fetch(late, 0), lambda: (time.sleep(0.05), one.post(numbers(3, 4), 1).wait())])
+        assert torch.equal(late, numbers(3, 4))
+        assert two._mailbox._thread is None
+
+
+@on_both_cores
+def test_fetching_what_does_not_fit_or_does_not_come_is_told(core: Core) -> None:
+    with groups(2, core, seconds=0.5) as (one, two):
+        send(one, torch.ones(4), 1).wait()
+        with pytest.raises(MismatchError, match="rank 0 called send of 16 bytes with tag 0; rank 1 called recv of 12"):
+            two.fetch(torch.empty(3), 0)
+        send(one, numbers(2, 1), 1).wait()
+        two.fetch(got := torch.empty(2), 0)
+        assert torch.equal(got, numbers(2, 1))
+        with pytest.raises(PeerLostError, match=r"rank 0 did not come within 0\.5 s"):
+            two.fetch(got, 0)
+        with pytest.raises(PeerLostError):
+            two.fetch(got, 0)
+
+
+@on_both_cores
+def test_what_a_rank_sent_before_it_left_is_fetched(core: Core) -> None:
+    with groups(2, core) as (one, two):
+        for seed in (1, 2):
+            send(one, numbers(10, seed), 1).wait()
+        one.shutdown()
+        for seed in (1, 2):
+            two.fetch(got := torch.empty(10), 0)
+            assert torch.equal(got, numbers(10, seed))
+        with pytest.raises(PeerLostError, match="rank 0 left the group"):
+            two.fetch(got, 0)

@@ -6,8 +6,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from dure.parallel.pipeline.builders import make
 from dure.parallel.pipeline.draw import gantt_svg, gantt_text
-from dure.parallel.pipeline.schedule import Action, make
+from dure.parallel.pipeline.schedule import Action
 from dure.parallel.pipeline.simulate import Span, Times, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

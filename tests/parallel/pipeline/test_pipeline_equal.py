@@ -15,8 +15,9 @@ from dure.data.batches import Batches
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
 from dure.parallel.pipeline.apart import LONG
+from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.schedule import in_order, make, v_shaped
+from dure.parallel.pipeline.zero_bubble_v import v_shaped
 from dure.strategy import Place
 from small import CLASSES, FEATURES, small_task
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dure
 from dure.parallel.combined import Parallel
 from dure.parallel.mesh import Mesh
-from dure.parallel.pipeline.schedule import make
+from dure.parallel.pipeline.builders import make
 from dure.parallel.pipeline.strategy import Pipeline
 from dure.parallel.tensor.strategy import TensorParallel
 from small import CLASSES, FEATURES, network, small_task

@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.pipeline.schedule import (
-    COMPUTING,
-    KINDS,
-    SCHEDULES,
-    Action,
-    Schedule,
-    forward_only,
-    make,
-    round_robin,
-    v_shaped,
-    with_transfers,
-)
+from dure.parallel.pipeline.builders import SCHEDULES, forward_only, make, round_robin
+from dure.parallel.pipeline.schedule import COMPUTING, KINDS, Action, Schedule, with_transfers
 from dure.parallel.pipeline.validate import check
+from dure.parallel.pipeline.zero_bubble_v import v_shaped
 
 RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 16), st.integers(1, 4)
 

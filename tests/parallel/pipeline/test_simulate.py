@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.parallel.pipeline.schedule import V_TIMES, Action, Schedule, forward_only, make
+from dure.parallel.pipeline.builders import forward_only, make
+from dure.parallel.pipeline.schedule import Action, Schedule
 from dure.parallel.pipeline.simulate import Simulation, Span, Times, simulate
 from dure.parallel.pipeline.validate import ScheduleError
+from dure.parallel.pipeline.zero_bubble_v import V_TIMES
 
 RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 16), st.integers(1, 9)
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.parallel.pipeline.schedule import SENDS, Action, Schedule, forward_only, make
+from dure.parallel.pipeline.builders import forward_only, make
+from dure.parallel.pipeline.schedule import SENDS, Action, Schedule
 from dure.parallel.pipeline.validate import ScheduleError, check
 
 SCHEDULE = st.builds(

@@ -621,6 +621,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self._across.send(tensor, to, tag)
         return self._mailbox.send(tensor, self._here.index(to), tag)
 
+    @property
+    def held(self) -> int:
+        """Bytes of messages that leave at once and lie with their receiver until it asks for them, from each rank."""
+        return 0 if self._across is not None else self._host.channel_bytes
+
     def post(self, tensor: Tensor, to: int) -> dist.Work:
         """`send` of a contiguous tensor without torch's layers around it; what has left at once is done."""
         check_tensor(tensor)
@@ -632,6 +637,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def expect(self, tensor: Tensor, source: int) -> dist.Work:
         """`recv` into a contiguous tensor without torch's layers around it."""
         return self.recv([torch.view_as_real(tensor) if tensor.is_complex() else tensor], source)
+
+    def fetch(self, tensor: Tensor, source: int) -> None:
+        """`recv` into a contiguous tensor, waited for, without torch's layers around it."""
+        check_tensor(tensor)
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if self._across is not None and source not in self._here:
+            self._across.receive(tensor, source, 0).wait()
+        else:
+            self._mailbox.fetch(tensor, self._here.index(source), 0)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         tensor = single(tensors)

@@ -205,6 +205,9 @@ class Host(ABC):
         deals: Sequence[Deal] | None = None,
     ) -> None: ...
 
+    channel_bytes = 0
+    """Of a channel: what fits leaves at once."""
+
     @abstractmethod
     def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:
         """How many bytes of a header and then a body went into the channel to `to`; never waits."""
@@ -212,6 +215,11 @@ class Host(ABC):
     @abstractmethod
     def channel_read(self, source: int, address: int, nbytes: int) -> int:
         """Bytes that came out of the channel from `source`; never waits."""
+
+    def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
+        """Reads a body out of the channel from `source` if all of it has come, behind just this header; whether it
+        did. Else nothing is read."""
+        return False
 
     @abstractmethod
     def bell(self) -> int:

@@ -139,6 +139,30 @@ class Mailbox:
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Letter:
         """Starts to receive from `source`, or from ANY; `letter.source` says from whom it came."""
+        letter = self._ask_for(tensor, source, tag)
+        self._care_for(letter)
+        return letter
+
+    def fetch(self, tensor: Tensor, source: int, tag: int) -> None:
+        """Receives a contiguous tensor, and waits for it: the thread, which would be in the way, is not woken."""
+        with self._lock:
+            self._raise_if_over()
+            if self._is_next(source) and self._take(tensor, source, tag):
+                return
+        self._ask_for(tensor, source, tag).wait()
+
+    def _is_next(self, source: int) -> bool:
+        """Whether what is asked for now is the next thing to come out of the channel; the lock is held."""
+        stream = self._streams[source]
+        return (
+            not (self._wanted or self._aside or stream.length >= 0 or stream.read) and source != self._host.members.rank
+        )
+
+    def _take(self, tensor: Tensor, source: int, tag: int) -> bool:
+        """Takes a message that has come whole, if it is the one that is asked for."""
+        return self._host.channel_take(source, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes)
+
+    def _ask_for(self, tensor: Tensor, source: int, tag: int) -> Letter:
         whom = "any rank" if source == ANY else f"rank {self._name(source)}"
         letter = Letter(self, tensor, source, tag, f"recv(from {whom}, tag {tag})")
         with self._carrying(), self._lock:
@@ -152,7 +176,6 @@ class Mailbox:
             else:
                 self._wanted.append(letter)
             self._step()
-        self._care_for(letter)
         return letter
 
     def carry_until(self, letter: Letter, seconds: float | None) -> bool:

@@ -146,6 +146,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         "core_exchange": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_int, c_void_p, c_void_p)),
         "core_channel_write": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
         "core_channel_read": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
+        "core_channel_take": (c_int, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
         "core_bell": (c_uint32, (c_void_p,)),
         "core_bell_wait": (c_int, (c_void_p, c_uint32, c_uint64)),
         "core_ring": (None, (c_void_p, c_int)),
@@ -203,6 +204,7 @@ class NativeHost(Host):
         patience: tuple[float, float],
     ) -> None:
         super().__init__(members, timeout)
+        self.channel_bytes = _channel_bytes(members.size)
         core = library()
         assert core is not None
         self._c = core
@@ -216,7 +218,7 @@ class NativeHost(Host):
             members.size,
             SLOT_BYTES,
             STAGE_BYTES,
-            _channel_bytes(members.size),
+            self.channel_bytes,
             spin,
             give,
             self._tick,
@@ -346,6 +348,9 @@ class NativeHost(Host):
 
     def channel_read(self, source: int, address: int, nbytes: int) -> int:
         return int(self._c.core_channel_read(self._core, source, address, nbytes))
+
+    def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
+        return bool(self._c.core_channel_take(self._core, source, header, len(header), address, nbytes))
 
     def bell(self) -> int:
         return int(self._c.core_bell(self._core))

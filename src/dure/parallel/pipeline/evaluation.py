@@ -14,10 +14,10 @@ from dure.collectives.group import Group
 from dure.data.examples import Examples
 from dure.devices import to_device
 from dure.evaluation import measured
+from dure.parallel.pipeline.builders import forward_only
 from dure.parallel.pipeline.cut import CutModel, UncutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
-from dure.parallel.pipeline.schedule import forward_only
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.task import Task
 

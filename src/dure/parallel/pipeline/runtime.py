@@ -1,8 +1,9 @@
 """One rank's list of actions, executed.
 
-Receives are begun ahead, so that the next two messages come in while this one is worked on; sends go on beside the
-computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists decide
-everything else (`dure.parallel.pipeline.schedule`).
+Receives are begun ahead, so that the next two messages come in while this one is worked on; but not where messages
+leave at once and lie with their receiver: it asks when it needs them, and nothing disturbs it before. Sends go on
+beside the computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists
+decide everything else (`dure.parallel.pipeline.schedule`).
 
 A message over the boundary behind stage s holds the values that cross it, in their order, and on the way back a
 gradient for each that has one. So a micro-batch costs 4 b e bytes there and back each, for e float32 numbers an
@@ -14,15 +15,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from dure.collectives.group import Group
+from dure.collectives.group import Group, done_already
 from dure.parallel.pipeline.draws import STATE_BYTES, Stream
 from dure.parallel.pipeline.program import Program
 from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
 from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.pipeline.trace import Value
 
 AHEAD = 3
 """Receives that are under way when one is waited for."""
@@ -58,6 +61,7 @@ class Engine:
         self._sends: list[Callable[[], None]] = []
         self._expected = deque(action for action in self.actions if action.kind in RECEIVES)
         self._coming: deque[tuple[list[Tensor], Callable[[], None]]] = deque()
+        self._ahead = 1 if self._device.type == "cpu" and self.group.holds(AHEAD * self._longest()) else AHEAD
         self.spans = []
         for stage in self.stages.values():
             stage.begin(step)
@@ -125,11 +129,13 @@ class Engine:
 
     def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
-        self._sends.append(self.group.begin_transfer(_words(action), sends, []))
+        end = self.group.begin_transfer(_words(action), sends, [])
+        if end is not done_already:
+            self._sends.append(end)
 
     def _receive(self, action: Action) -> list[Tensor]:
         """The message that `action` waits for. Others are begun before it: behind it, they would delay its work."""
-        while self._expected and len(self._coming) < AHEAD:
+        while self._expected and len(self._coming) < self._ahead:
             self._coming.append(self._begin(self._expected.popleft()))
         tensors, end = self._coming.popleft()
         started = time.perf_counter()
@@ -138,18 +144,33 @@ class Engine:
         return tensors
 
     def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:
-        number, program = action.stage, self._program(action.stage, action.microbatch)
+        source = self.schedule.home[action.stage - 1 if action.kind == "receive_input" else action.stage + 1]
+        tensors = [value.empty(self._device) for value in self._values(action)]
+        if action.kind == "receive_input" and self._stream.carried:
+            tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
+        receives = [(tensor, source) for tensor in tensors]
+        if self._ahead == 1:
+            return tensors, partial(self._fetch, action, receives)
+        return tensors, self.group.begin_transfer(_words(action), [], receives)
+
+    def _fetch(self, action: Action, receives: Sequence[tuple[Tensor, int]]) -> None:
+        with self.group.during(_words(action)):
+            self.group.transfer([], receives)
+
+    def _values(self, action: Action) -> Sequence[Value]:
+        """What comes with a message."""
+        program = self._program(action.stage, action.microbatch)
         if action.kind == "receive_input":
-            source = self.schedule.home[number - 1]
-            tensors = [value.empty(self._device) for value in program.received]
-            if self._stream.carried:
-                tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
-        else:
-            source = self.schedule.home[number + 1]
-            tensors = [value.empty(self._device) for value in program.leaving if value.differentiable]
-        return tensors, self.group.begin_transfer(_words(action), [], [(tensor, source) for tensor in tensors])
+            return program.received
+        return [value for value in program.leaving if value.differentiable]
+
+    def _longest(self) -> int:
+        """Bytes of the longest message that this rank expects in a step."""
+        kinds = {(a.kind, a.stage, self._batches[a.microbatch].examples): a for a in self._expected}
+        return max((sum(value.nbytes for value in self._values(a)) for a in kinds.values()), default=0) + STATE_BYTES
 
 
+@cache
 def _words(action: Action) -> str:
     kind, stage, microbatch = action
     what = "input" if kind == "receive_input" else "output" if kind == "send_output" else "gradient"

@@ -4,7 +4,7 @@
 
 Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of one worker. What
 schedules change is how long a rank has nothing to do (the bubble) and how many micro-batches it keeps: see
-`dure.parallel.pipeline.schedule`.
+`dure.parallel.pipeline.builders`.
 
 Over each boundary travel the values that cross it, once there, and their gradients, once back, for every example.
 

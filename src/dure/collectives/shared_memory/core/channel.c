@@ -18,6 +18,13 @@ static void fill_ring(char *ring, uint64_t capacity, uint64_t at, const char *fr
     memcpy(ring, from + first, n - first);
 }
 
+/* And back: bytes [at, at + n) of the ring into plain memory. */
+static void empty_ring(const char *ring, uint64_t capacity, uint64_t at, char *into, uint64_t n) {
+    uint64_t first = least(n, capacity - at % capacity);
+    memcpy(into, ring + at % capacity, first);
+    memcpy(into + first, ring, n - first);
+}
+
 /* Writes what there is room for of a header and then a body, and rings once. Returns the bytes that went. */
 uint64_t core_channel_write(struct core *core, int to, const char *header, uint64_t header_bytes, const char *body,
                             uint64_t body_bytes) {
@@ -39,15 +46,28 @@ uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t byt
     struct channel *channel = channel_of(core, from, core->rank);
     uint64_t tail = atomic_load_explicit(&channel->tail, memory_order_relaxed);
     uint64_t ready = atomic_load_explicit(&channel->head, memory_order_acquire) - tail;
-    uint64_t capacity = core->channel_bytes, moved = least(bytes, ready);
-    uint64_t at = tail % capacity, first = least(moved, capacity - at);
+    uint64_t moved = least(bytes, ready);
     if (moved == 0) return 0;
-    const char *ring = (const char *)(channel + 1);
-    memcpy(into, ring + at, first);
-    memcpy(into + first, ring, moved - first);
+    empty_ring((const char *)(channel + 1), core->channel_bytes, tail, into, moved);
     atomic_store_explicit(&channel->tail, tail + moved, memory_order_release);
     core_ring(core, from);
     return moved;
+}
+
+/* Reads a body if all of it has come, behind just this header, and else nothing. Returns whether it did. */
+int core_channel_take(struct core *core, int from, const char *header, uint64_t header_bytes, char *into,
+                      uint64_t bytes) {
+    struct channel *channel = channel_of(core, from, core->rank);
+    uint64_t tail = atomic_load_explicit(&channel->tail, memory_order_relaxed);
+    uint64_t ready = atomic_load_explicit(&channel->head, memory_order_acquire) - tail;
+    const char *ring = (const char *)(channel + 1);
+    if (ready < header_bytes + bytes) return 0;
+    for (uint64_t i = 0; i < header_bytes; i++)
+        if (ring[(tail + i) % core->channel_bytes] != header[i]) return 0;
+    empty_ring(ring, core->channel_bytes, tail + header_bytes, into, bytes);
+    atomic_store_explicit(&channel->tail, tail + header_bytes + bytes, memory_order_release);
+    core_ring(core, from);
+    return 1;
 }
 
 uint32_t core_bell(struct core *core) { return atomic_load(&core->seats[core->rank].bell); }

@@ -251,6 +251,8 @@ PUBLIC int core_is_read(struct core *core, uint64_t number);
 PUBLIC uint64_t core_channel_write(struct core *core, int to, const char *header, uint64_t header_bytes,
                                    const char *body, uint64_t body_bytes);
 PUBLIC uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t bytes);
+PUBLIC int core_channel_take(struct core *core, int from, const char *header, uint64_t header_bytes, char *into,
+                             uint64_t bytes);
 PUBLIC uint32_t core_bell(struct core *core);
 PUBLIC int core_bell_wait(struct core *core, uint32_t seen, uint64_t nanoseconds);
 PUBLIC void core_ring(struct core *core, int rank);
