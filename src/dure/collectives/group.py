@@ -19,6 +19,7 @@ from torch import Tensor
 from dure.collectives.handle import Handle, Line
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
 from dure.collectives.shared_memory.backend import SharedMemoryGroup
+from dure.collectives.shared_memory.mailbox import HEADER_BYTES
 from dure.collectives.shared_memory.work import FINISHED
 from dure.errors import MismatchError, PeerLostError
 from dure.record.meter import Meter
@@ -222,9 +223,10 @@ class Group:
             raise error
         raise lost from error
 
-    def holds(self, nbytes: int) -> bool:
-        """Whether messages of so many bytes from each rank leave at once, and lie with their receiver till it asks."""
-        return isinstance(self.process_group, SharedMemoryGroup) and nbytes <= self.process_group.held
+    def holds(self, messages: int, nbytes: int) -> bool:
+        """Whether so many messages, of `nbytes` together, leave at once, and lie with their receiver till it asks."""
+        backend = self.process_group
+        return isinstance(backend, SharedMemoryGroup) and nbytes + messages * HEADER_BYTES <= backend.held
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""

@@ -347,6 +347,9 @@ def test_fetching_finds_what_was_put_aside_what_comes_from_oneself_and_wakes_no_
         two.fetch(twin := torch.empty(4, dtype=torch.complex64), 0)
         assert torch.equal(twin, complex_ones)
 
+        one.post(numbers(3, 5), 1).wait()
+        two.fetch(holes := torch.zeros(3, 2).t()[0], 0)
+        assert torch.equal(holes, numbers(3, 5))
         late = torch.empty(3)
         together([lambda: two.fetch(late, 0), lambda: (time.sleep(0.05), one.post(numbers(3, 4), 1).wait())])
         assert torch.equal(late, numbers(3, 4))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from beside import CLOSE, compare, on_ranks, pipeline, traced_once, walk
 from torch import Tensor, nn
 
 import dure
+from dure.collectives.group import Group
 from dure.data.batches import Batches
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
@@ -76,10 +79,17 @@ def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ten_steps_are_those_of_the_undivided_model(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "ahead"),
+    [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)],
+    ids=["1", "2", "3", "4", "2, receives begun ahead", "3, receives begun ahead"],
+)
+def test_ten_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None:
+    """ahead: as where messages are too long to lie with their receiver until it asks, or not of this host."""
+
     def program(place: Place) -> list[float]:
-        with traced_once(Deep):
+        holds = mock.patch.object(Group, "holds", return_value=False) if ahead else nullcontext()
+        with traced_once(Deep), holds:
             return [
                 compare(place, small_task(model=Deep, optimizer=optimizer), pipeline(place, **options), steps=10)
                 for options, optimizer in choices(ranks)

@@ -623,7 +623,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def held(self) -> int:
-        """Bytes of messages that leave at once and lie with their receiver until it asks for them, from each rank."""
+        """Bytes, headers among them, that leave at once and lie with their receiver until it asks, from each rank."""
         return 0 if self._across is not None else self._host.channel_bytes
 
     def post(self, tensor: Tensor, to: int) -> dist.Work:

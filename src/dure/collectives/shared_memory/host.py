@@ -206,7 +206,7 @@ class Host(ABC):
     ) -> None: ...
 
     channel_bytes = 0
-    """Of a channel: what fits leaves at once."""
+    """Of a channel: what fits leaves at once. 0: nobody knows."""
 
     @abstractmethod
     def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:

@@ -26,6 +26,7 @@ from dure.collectives.shared_memory.work import Work
 from dure.errors import MismatchError, PeerLostError
 
 _HEADER = struct.Struct("<qqq")  # bytes, tag, dtype
+HEADER_BYTES = _HEADER.size
 ANY = -1
 _SOON = 0.001  # seconds after which the thread takes over what nobody waits for
 _ASIDE_BYTES = 64 << 20  # of messages that nobody has asked for, from each source, before it has to wait
@@ -144,10 +145,10 @@ class Mailbox:
         return letter
 
     def fetch(self, tensor: Tensor, source: int, tag: int) -> None:
-        """Receives a contiguous tensor, and waits for it: the thread, which would be in the way, is not woken."""
+        """Receives, and waits for it: the thread, which would be in the way, is not woken."""
         with self._lock:
             self._raise_if_over()
-            if self._is_next(source) and self._take(tensor, source, tag):
+            if tensor.is_contiguous() and self._is_next(source) and self._take(tensor, source, tag):
                 return
         self._ask_for(tensor, source, tag).wait()
 

@@ -40,11 +40,6 @@ def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_u
     return [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
 
 
-def naive(ranks: int) -> Computing:
-    """One micro-batch, the whole batch: at any time one rank computes."""
-    return gpipe(ranks, 1)
-
-
 def gpipe(ranks: int, microbatches: int) -> Computing:
     """All forwards, then all backwards, the last micro-batch's first."""
     return [[*_forwards(rank, microbatches), *reversed(_backwards(rank, microbatches))] for rank in range(ranks)]

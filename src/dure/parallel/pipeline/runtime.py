@@ -1,9 +1,9 @@
 """One rank's list of actions, executed.
 
-Receives are begun ahead, so that the next two messages come in while this one is worked on; but not where messages
-leave at once and lie with their receiver: it asks when it needs them, and nothing disturbs it before. Sends go on
-beside the computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists
-decide everything else (`dure.parallel.pipeline.schedule`).
+Receives are begun ahead, so that the next two messages come in while this one is worked on; but not where so many
+leave at once and lie with their receiver: it asks when it needs them, and is not disturbed before. Sends go on beside
+the computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists decide
+everything else (`dure.parallel.pipeline.schedule`).
 
 A message over the boundary behind stage s holds the values that cross it, in their order, and on the way back a
 gradient for each that has one. So a micro-batch costs 4 b e bytes there and back each, for e float32 numbers an
@@ -61,7 +61,7 @@ class Engine:
         self._sends: list[Callable[[], None]] = []
         self._expected = deque(action for action in self.actions if action.kind in RECEIVES)
         self._coming: deque[tuple[list[Tensor], Callable[[], None]]] = deque()
-        self._ahead = 1 if self._device.type == "cpu" and self.group.holds(AHEAD * self._longest()) else AHEAD
+        self._ahead = 1 if self._device.type == "cpu" and self._lie_here() else AHEAD
         self.spans = []
         for stage in self.stages.values():
             stage.begin(step)
@@ -164,10 +164,13 @@ class Engine:
             return program.received
         return [value for value in program.leaving if value.differentiable]
 
-    def _longest(self) -> int:
-        """Bytes of the longest message that this rank expects in a step."""
+    def _lie_here(self) -> bool:
+        """Whether `AHEAD` messages that this rank expects, of the longest, leave at once and lie here until it asks."""
         kinds = {(a.kind, a.stage, self._batches[a.microbatch].examples): a for a in self._expected}
-        return max((sum(value.nbytes for value in self._values(a)) for a in kinds.values()), default=0) + STATE_BYTES
+        values = [self._values(action) for action in kinds.values()]
+        tensors = 1 + max(map(len, values), default=0)
+        nbytes = STATE_BYTES + max((sum(value.nbytes for value in each) for each in values), default=0)
+        return self.group.holds(AHEAD * tensors, AHEAD * nbytes)
 
 
 @cache

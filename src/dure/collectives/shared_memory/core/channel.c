@@ -13,6 +13,7 @@ static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* Bytes [at, at + n) of the ring, from or to plain memory. */
 static void fill_ring(char *ring, uint64_t capacity, uint64_t at, const char *from, uint64_t n) {
+    if (n == 0) return;
     uint64_t first = least(n, capacity - at % capacity);
     memcpy(ring + at % capacity, from, first);
     memcpy(ring, from + first, n - first);
@@ -20,6 +21,7 @@ static void fill_ring(char *ring, uint64_t capacity, uint64_t at, const char *fr
 
 /* And back: bytes [at, at + n) of the ring into plain memory. */
 static void empty_ring(const char *ring, uint64_t capacity, uint64_t at, char *into, uint64_t n) {
+    if (n == 0) return;
     uint64_t first = least(n, capacity - at % capacity);
     memcpy(into, ring + at % capacity, first);
     memcpy(into + first, ring, n - first);
