@@ -46,7 +46,7 @@ from dure.models import Transformer
 from dure.parallel.combined import Parallel, ParallelLearner
 from dure.parallel.mesh import Mesh
 from dure.parallel.pipeline.builders import make
-from dure.parallel.pipeline.schedule import Schedule
+from dure.parallel.pipeline.schedule import COMPUTING, Schedule
 from dure.parallel.pipeline.simulate import Times, simulate
 from dure.strategy import Place
 
@@ -212,8 +212,6 @@ def contenders(width: int, batch: int, microbatches: int, gloo: Any, place: Plac
 
 PARTED = ("zero-bubble", "zero-bubble-v")
 """Schedules whose bubble depends on how long the two parts of backward take."""
-
-COMPUTING = ("forward", "backward", "input_gradient", "weight_gradient")
 
 
 def list_of(schedule: str, microbatches: int) -> Schedule:

@@ -1,5 +1,8 @@
 """ZB-V: two stages a rank, down the ranks and up again, and the gradients of weights apart.
 
+A rank holds at most 2p activations of half a stage each, and is idle for about (p-1)/(6m) of its work where forward,
+input gradient and weight gradient take equally long (`V_TIMES` for other times).
+
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (V-shaped stages).
 """
 
