@@ -31,6 +31,7 @@ from dure.record.trace import Trace
 from dure.strategy import Place
 from dure.worlds import parcel
 from dure.worlds.backend import Backend, register_backend
+from dure.worlds.memory import keep_freed_memory
 from dure.worlds.store import store_at
 
 
@@ -93,6 +94,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     place: Place | None = None
     try:
         torch.set_num_threads(seat.threads)
+        keep_freed_memory()
         roll_call = join(seat)
         program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)[1]
         place = place_of(seat, control, roll_call)

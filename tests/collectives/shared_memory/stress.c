@@ -194,7 +194,7 @@ static struct begun *begin_scatter(struct core *core, int call, uint64_t n, uint
     fill((int32_t *)(pools[core->rank] + offset), count, core->rank, call);
     struct call posted = {.kind = BEGUN_REDUCE_SCATTER, .dtype = I32, .op = SUM, .root = -1, .count = count + extra,
                           .bytes = count * 4, .pool = offset};
-    expect(core_begin_reduce_scatter(core, &posted, (char *)begun->out) == DONE, "begin", core->rank, call);
+    expect(core_begin_reduce_scatter(core, &posted, (char *)begun->out, NULL) == DONE, "begin", core->rank, call);
     begun->number = posted.number, begun->n = extra ? 0 : n, begun->call = call, begun->sums = NULL;
     return begun;
 }

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +127,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._here = next(host for host in self.hosts if rank in host)
         self._reduce = self._ranks.all_reduce
         self._closed = False
-        self._lent: deque[tuple[int, Tensor, Tensor]] = deque()  # a call's number, what is read, what is written
+        self._lent: deque[tuple[int, Tensor, object]] = deque()  # a call's number, what others read, what else it uses
         _groups.add(self)
 
     # What torch asks of a group.
@@ -206,9 +207,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not tensor.is_contiguous() or pool().offset(tensor.data_ptr(), tensor.nbytes) is None:
             message = empty_shared(tensor.shape, dtype=tensor.dtype)  # where peers can read it
 
+        start = host.prepare_all_reduce(message, op)
+
         def post() -> None:
             nonlocal number
-            number = host.begin_all_reduce(message, op)
+            number = start()
 
         beginning, ending = self._telling(post), self._telling(lambda: host.end_call(number))
 
@@ -224,17 +227,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 with torch.inference_mode():
                     message.copy_(tensor)
             self._promptly(beginning)
-            self._lend(number, message, message)
+            self._lend(number, message)
             return end
 
         return begin
 
-    def _lend(self, number: int, source: Tensor, output: Tensor) -> None:
+    def _lend(self, number: int, source: Tensor, *others: Tensor | None) -> None:
         """Keeps what a call that was begun reads and writes until no rank needs it."""
         lent, host = self._lent, self._host
         while lent and host.is_read(lent[0][0]):
             lent.popleft()
-        lent.append((number, source, output))
+        lent.append((number, source, others))
 
     @property
     def apart(self) -> bool:
@@ -328,35 +331,88 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Whether what is begun is ended later; the same on all ranks."""
         return self._across is None and self._host.split_phase
 
-    def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM) -> Begun:
+    def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM, own: Tensor | None = None) -> Begun:
         """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between, nothing is copied.
 
         output, source: contiguous. Where ranks share memory by the C core a source that is not in shared memory
         (`empty_shared`) is copied there first, and any other call ends those that are under way. Where ranks are
         `apart`, all must know that all begin it, as with `begin_all_reduce`; where gloo carries it, it ends a process
         that was sent another number of elements. Elsewhere it is done at once.
+
+        own: this rank's own block, which nobody else reads, if it does not lie in `source`; left alone until the end.
         """
+        return self.prepare_reduce_scatter(output, source, op, own)()
+
+    def prepare_reduce_scatter(
+        self, output: Tensor, source: Tensor, op: int = SUM, own: Tensor | None = None
+    ) -> Callable[[], Begun]:
+        """`begin_reduce_scatter` of the same tensors again and again, by calling what is returned."""
         check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
         if not (output.is_contiguous() and source.is_contiguous()):
             raise ValueError("begin_reduce_scatter takes contiguous tensors: call contiguous() first")
+        if own is not None:
+            own = self._checked_own(own, output, op)
+        if self.split_phase and source.numel():
+            return self._prepare_scatter(output, source, op, own)
         across = self._across
         if across is not None and self.apart and source.numel():
-            return Begun(self._begin(lambda: across.begin_reduce_scatter(source, output, op)), lambda: True)
-        if not self.split_phase or not source.numel():
-            blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
-            self._line.now(self._telling(lambda: self._reduce_blocks(output, blocks, op)))
-            ended = time.perf_counter()
-            return Begun(lambda: ended, lambda: True)
+            begin = partial(across.begin_reduce_scatter, source, output, op)
+            return self._with_own(source, own, lambda: Begun(self._begin(begin), lambda: True))
+        return self._with_own(source, own, lambda: self._scatter_at_once(output, source, op))
+
+    def _with_own(self, source: Tensor, own: Tensor | None, begin: Callable[[], Begun]) -> Callable[[], Begun]:
+        if own is None or not own.numel():
+            return begin
+        place = source.view(self._size, -1)[self._rank]
+
+        def begun() -> Begun:
+            place.copy_(own.view(-1))
+            return begin()
+
+        return begun
+
+    def _checked_own(self, own: Tensor, output: Tensor, op: int) -> Tensor:
+        if own.numel() != output.numel() or own.dtype != output.dtype or not own.is_contiguous():
+            raise ValueError(
+                f"begin_reduce_scatter into {output.numel()} elements of {output.dtype} takes an own block of as many, "
+                f"contiguous; this one has {own.numel()} of {own.dtype}"
+            )
+        return reducible(own, op)
+
+    def _scatter_at_once(self, output: Tensor, source: Tensor, op: int) -> Begun:
+        blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
+        self._line.now(self._telling(lambda: self._reduce_blocks(output, blocks, op)))
+        ended = time.perf_counter()
+        return Begun(lambda: ended, lambda: True)
+
+    def _prepare_scatter(self, output: Tensor, source: Tensor, op: int, own: Tensor | None) -> Callable[[], Begun]:
+        message, host, number = source, self._host, 0
         if pool().offset(source.data_ptr(), source.nbytes) is None:
-            source = empty_shared(source.shape, dtype=source.dtype).copy_(source)
-        begun: list[int] = []
-        self._promptly(self._telling(lambda: begun.append(self._host.begin_reduce_scatter(source, output, op))))
-        number, host = begun[0], self._host
-        self._lend(number, source, output)
+            message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
+        start = host.prepare_reduce_scatter(message, output, op, own)
+
+        def post() -> None:
+            nonlocal number
+            number = start()
+
+        beginning = self._telling(post)
+
+        def begin() -> Begun:
+            if message is not source:
+                message.copy_(source)
+            self._promptly(beginning)
+            self._lend(number, message, output, own)
+            return self._begun(number)
+
+        return begin
+
+    def _begun(self, number: int) -> Begun:
+        host = self._host
+        ending = self._telling(lambda: host.end_call(number))
 
         def end() -> float:
-            self._promptly(self._telling(lambda: host.end_call(number)))
+            self._promptly(ending)
             return time.perf_counter()
 
         return Begun(end, lambda: self._closed or host.is_read(number))

@@ -170,14 +170,14 @@ class Host(ABC):
         """Whether calls can be begun and ended later; the same on all ranks."""
         return False
 
-    def begin_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> int:
-        """Begins to make `out` the reduction of all ranks' block of `message`, which lies in the pool; the call's
-        number. Where calls are `split_phase`."""
+    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int, own: Tensor | None) -> Callable[[], int]:
+        """What begins to make `out` the reduction of all ranks' block of `message`, which lies in the pool, and returns
+        the call's number. Where calls are `split_phase`. own: this rank's own block, if it lies elsewhere."""
         raise NotImplementedError
 
-    def begin_all_reduce(self, message: Tensor, op: int) -> int:
-        """Begins to make `message`, which lies in the pool, the reduction of all ranks'; the call's number. Where calls
-        are `split_phase`."""
+    def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
+        """What begins to make `message`, which lies in the pool, the reduction of all ranks', and returns the call's
+        number. Where calls are `split_phase`."""
         raise NotImplementedError
 
     def end_call(self, number: int) -> None:

@@ -139,7 +139,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
             (c_void_p, c_int, c_int, c_uint64, c_void_p),
         ),
         "core_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
-        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p)),
+        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
         "core_begin_all_reduce": (c_int, (c_void_p, POINTER(Posted))),
         "core_end": (c_int, (c_void_p, c_uint64)),
         "core_is_read": (c_int, (c_void_p, c_uint64)),
@@ -270,15 +270,17 @@ class NativeHost(Host):
     def split_phase(self) -> bool:
         return True
 
-    def begin_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> int:
-        posted = self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
-        if status := self._c.core_begin_reduce_scatter(self._core, posted, out.data_ptr()):
-            raise self._failed(status)
-        return int(posted.number)
+    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int, own: Tensor | None) -> Callable[[], int]:
+        begin, posted = self._c.core_begin_reduce_scatter, self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
+        into, apart = out.data_ptr(), own.data_ptr() if own is not None else None
+        return lambda: self._number_of(begin(self._core, posted, into, apart), posted)
 
-    def begin_all_reduce(self, message: Tensor, op: int) -> int:
-        posted = self._posted_in_pool(BEGUN_ALL_REDUCE, message, op)
-        if status := self._c.core_begin_all_reduce(self._core, posted):
+    def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
+        begin, posted = self._c.core_begin_all_reduce, self._posted_in_pool(BEGUN_ALL_REDUCE, message, op)
+        return lambda: self._number_of(begin(self._core, posted), posted)
+
+    def _number_of(self, status: int, posted: Posted) -> int:
+        if status:
             raise self._failed(status)
         return int(posted.number)
 

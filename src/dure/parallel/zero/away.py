@@ -91,6 +91,12 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
         _GRADIENT.__set__(parameter, value)
 
 
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """What autograd has left in parameters on this rank."""
+    with _bare():
+        return [_GRADIENT.__get__(parameter) for parameter in parameters]
+
+
 def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     """What autograd has left in parameters on this rank, which then have none."""
     taken = []
@@ -99,6 +105,13 @@ def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
             taken.append(_GRADIENT.__get__(parameter))
             _GRADIENT.__set__(parameter, None)
     return taken
+
+
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Forgets what autograd has left in parameters on this rank."""
+    with _bare():
+        for parameter in parameters:
+            _GRADIENT.__set__(parameter, None)
 
 
 def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:

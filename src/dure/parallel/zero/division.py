@@ -93,8 +93,8 @@ class Block:
             for first, length in zip(self.starts, self.lengths, strict=True)
         )
 
-    def parts(self, tail: int) -> tuple[list[int], list[Part | None]]:
-        """What a message of all chunks consists of, `tail` numbers behind each chunk: lengths, and of which parameter
+    def parts(self, tail: int) -> list[list[tuple[int, Part | None]]]:
+        """What each row of a message consists of, a chunk and `tail` numbers behind it: lengths, and of which parameter
         each part is; None for padding and tails."""
         chunks: list[list[tuple[int, Part | None]]] = [[] for _ in range(self.ranks)]
         for index, pieces in enumerate(self.pieces):
@@ -102,8 +102,7 @@ class Block:
                 chunks[rank].append((stop - start, Part(index, start, stop, stop - start == self.lengths[index])))
         for chunk in chunks:
             chunk.append((self.chunk + tail - sum(length for length, _ in chunk), None))
-        parts = [part for chunk in chunks for part in chunk if part[0]]
-        return [length for length, _ in parts], [part for _, part in parts]
+        return [[part for part in chunk if part[0]] for chunk in chunks]
 
     def piece(self, index: int, rank: int) -> Piece | None:
         """What `rank` holds of parameter `index`; None for nothing."""

@@ -5,9 +5,6 @@ saves of them for the backward pass is kept as a place in the unit and not as me
 unit then has (torch's saved-tensor hooks). A unit is freed in backward when all its gradients are there and nothing in
 the graph needs it; before that some module of it may come again, as a part whose activations are computed anew.
 
-Where all ranks share memory (the backend dure, on one host) nothing is copied: the parameters are views of the memory
-in which every rank keeps its chunk, and only kept from being used while they are not gathered.
-
 A unit is used from the first call of one of its modules to the end of the last. What a module gives back may be a view
 of a parameter; then the unit stays until the forward pass ends.
 """
@@ -82,26 +79,25 @@ class _Saved:
 
 
 class Gathering:
-    """All units of a model on one rank, gathered and freed. When is somebody else's business: `need` asks him."""
+    """All units of a model on one rank, gathered and freed. When is somebody else's business: `need` asks him.
+
+    here: whether all parameters are, so that nothing has to be asked (`dure.parallel.zero.in_place`).
+    """
+
+    in_place = False
+    here = False
 
     def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
         self.units, self.wire, self.pool = units, wire, pool
         self.in_backward = False
-        self.in_place = all(share.common for unit in units for share in unit.shares)
         self._where: dict[int, tuple[Unit, int]] = {}
         self.need: Any = None
         for unit in units:
-            for share in unit.shares if self.in_place else []:
-                share.install()
             self.send_away(unit)
 
     def issue(self, unit: Unit) -> None:
         """Begins to gather a unit."""
         assert unit.whole is None
-        if self.in_place:
-            unit.whole = [share.whole for share in unit.shares if share.whole is not None]
-            unit.handles = []
-            return
         unit.whole = [self.pool.take(share.block.padded, share.block.dtype) for share in unit.shares]
         unit.handles = [
             self.wire.all_gather(whole, share.own) for whole, share in zip(unit.whole, unit.shares, strict=True)
@@ -117,9 +113,6 @@ class Gathering:
         assert unit.whole is not None
         with torch.inference_mode(False), torch.no_grad():
             for number, (share, whole) in enumerate(zip(unit.shares, unit.whole, strict=True)):
-                if self.in_place:
-                    unit.give(number, [None] * len(share.parameters))
-                    continue
                 self._where[whole.untyped_storage().data_ptr()] = unit, number
                 unit.give(number, share.views(whole))
 
@@ -133,7 +126,7 @@ class Gathering:
             unit.handles = None
         else:
             self.send_away(unit)
-        for whole in unit.whole if not self.in_place else []:
+        for whole in unit.whole:
             self._where.pop(whole.untyped_storage().data_ptr(), None)
             self.pool.give(whole)
         unit.whole = None
@@ -167,7 +160,7 @@ class Gathering:
     def called(self, unit: Unit, outputs: Any) -> None:
         """A module of the unit has returned, in a forward pass."""
         unit.calls += 1
-        for output in tensors_in(outputs) if not self.in_place else []:
+        for output in tensors_in(outputs):
             if (found := self.lies_in(output)) is not None:
                 found[0].stays = True
         if unit.calls >= len(unit.modules) and not (unit.stays or unit.always_stays):
@@ -175,24 +168,16 @@ class Gathering:
 
     def own_memory(self, outputs: Any) -> Any:
         """The outputs, copied where they lie in a buffer."""
-        if self.in_place:
-            return outputs
         return tree_map_only(Tensor, lambda output: output.clone() if self.lies_in(output) else output, outputs)
 
     # What autograd saves.
 
     def count(self) -> None:
-        """Memory that all ranks read: each takes what is not its own, once a pass, as if it had been sent."""
-        for unit in self.units if self.in_place else []:
-            for share in unit.shares:
-                self.wire.count(share.own)
+        """Counts what a pass reads, where that is not sent."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, autograd keeps places in units instead of their memory."""
-        if self.in_place:  # where it stays
-            yield
-            return
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dure.collectives.group import Group
 from dure.parallel.direct import Direct
 from dure.parallel.zero.gathering import Gathering, Unit
+from dure.parallel.zero.in_place import InPlace
 from dure.parallel.zero.reducing import Reducing
 from dure.parallel.zero.sweep import Action, Sweep, backward_order, completed, forward_order, guess
 
@@ -121,12 +122,15 @@ class Passes:
             for module in unit.modules:
                 units.setdefault(module, []).append(unit)
         for module, own in units.items():
-            module.register_forward_pre_hook(self._before(own), prepend=True)
+            module.register_forward_pre_hook(self._before(own, gathering), prepend=True)
             module.register_forward_hook(self._after(own, gathering), always_call=True)
 
-    def _before(self, units: list[Unit]) -> Callable[..., None]:
+    def _before(self, units: list[Unit], gathering: Gathering) -> Callable[..., None]:
         def before(module: nn.Module, inputs: Any) -> None:
             if self.rests:
+                return
+            if gathering.here and self.scope is not None and self.orders.learned:
+                self._depth += module is self.scope
                 return
             if self.in_backward():  # recomputed activations
                 for unit in units:
@@ -169,21 +173,25 @@ class Passes:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _gradient_hook(self, number: int, index: int) -> Callable[[Any], None]:
+        reducing = self.reducing
+
         def arrived(parameter: Any) -> None:
+            if self.backward is not None and reducing.waits_for[number] not in (None, index):
+                return
             if self.rests:
                 raise RuntimeError(
                     "a backward pass inside gathered(), where gradients are not divided; leave it before"
                 )
             if not self.sends and self.gathering is None:
                 return
-            sweep = self._backward()
-            if not self.reducing.arrived(number, index):
+            sweep = self._backward(arriving=1)
+            if not reducing.arrived(number, index):
                 return
             if self.sends:
                 self._events.append(Action("reduce", number))
                 sweep.advance()
             unit = self._unit_of.get(number)
-            if unit is not None and all(map(self.reducing.ready, self._blocks[unit])):
+            if unit is not None and all(map(reducing.ready, self._blocks[unit])):
                 assert self.gathering is not None
                 self.gathering.complete(unit)
 
@@ -247,6 +255,9 @@ class Passes:
         else:
             sweep = self.forward
             self._needed.append(unit.number)
+        if isinstance(self.gathering, InPlace):
+            self.gathering.bring()
+            return
         if unit.whole is not None and unit.handles is None:
             return
         if sweep is not None:
@@ -264,16 +275,17 @@ class Passes:
     def in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
 
-    def _backward(self) -> Sweep:
+    def _backward(self, arriving: int = 0) -> Sweep:
+        """The pass that is under way, or begins now. arriving: gradients that are there since just now."""
         if self.backward is None:
-            self._begin_backward()
+            self._begin_backward(arriving)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         assert self.backward is not None
         return self.backward
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, arriving: int = 0) -> None:
         self._events = []
-        self.reducing.begin()
+        self.reducing.begin(arriving)
         gathers = self.gathering is not None and not self.gathering.in_place
         order = self.orders.backward(gathers, self.sends)
         prefetch = self.orders.prefetch

@@ -26,6 +26,7 @@ from dure.parallel.zero.away import watch_gradient
 from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
 from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
 from dure.parallel.zero.gathering import Gathering, Unit
+from dure.parallel.zero.in_place import InPlace
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.passes import Orders, Passes
 from dure.parallel.zero.reducing import Reducing, Tail
@@ -139,7 +140,8 @@ class ZeroRedundancy:
         if self.stage == 3:
             modules = [[self.model.get_submodule(name) for name in cut.modules] for cut in cuts]
             units = [Unit(i, *each) for i, each in enumerate(zip(modules, [cut.shares for cut in cuts], strict=True))]
-            gathering = Gathering(units, self.wire, self._pool)
+            in_place = all(share.common for share in self.shares)
+            gathering = (InPlace if in_place else Gathering)(units, self.wire, self._pool)
         else:
             for share in self.shares:
                 share.install()

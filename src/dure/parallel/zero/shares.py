@@ -118,6 +118,7 @@ class Pool:
         self.device, self.shared = device, shared
         self.free: list[Tensor] = []
         self.used: dict[int, Tensor] = {}
+        self.made = 0  # buffers, ever
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         nbytes = elements * dtype.itemsize
@@ -127,6 +128,7 @@ class Pool:
             self.free = [other for other in self.free if other is not buffer]
         else:
             del self.free[-1:]
+            self.made += 1
             with torch.inference_mode(False):
                 buffer = (
                     empty_shared(max(1, nbytes), dtype=torch.uint8)

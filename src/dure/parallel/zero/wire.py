@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from dure.collectives.handle import Handle
 from dure.collectives.shared_memory.backend import SharedMemoryGroup
 from dure.collectives.shared_memory.calls import AVG, SUM
 
+Value = TypeVar("Value")
 Algorithm = Literal["native", "ring", "one_shot"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
@@ -95,10 +96,14 @@ class Wire:
             whole.copy_(own)
         return self._send("all-gather", work, whole)
 
-    def reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
-        """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk."""
-        if (self.split_phase or self.planned) and message.numel():
-            return self._begin_reduce_scatter(message, into)
+    def reduce_scatter(self, message: Tensor, into: Tensor, own: Tensor | None = None) -> Handle[None]:
+        """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk.
+
+        own: this rank's own chunk, where that is not in the message; only where calls are `split_phase`.
+        """
+        return self.prepare_reduce_scatter(message, into, own)()
+
+    def _reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
         chunks = list(message.view(self.group.size, -1))
         divides = self.mean and self.algorithm == "native" and self.group.backend(message.device) in _AVERAGING
 
@@ -118,27 +123,43 @@ class Wire:
             into.copy_(chunks[0])
         return self._send("reduce-scatter", work, message)
 
-    def _begin_reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
-        backend, group = self.group.process_group, self.group
+    def prepare_reduce_scatter(
+        self, message: Tensor, into: Tensor, own: Tensor | None = None
+    ) -> Callable[[], Handle[None]]:
+        """`reduce_scatter` of the same tensors again and again, by calling what is returned."""
+        if not (self.split_phase or self.planned) or not message.numel():
+            return lambda: self._reduce_scatter(message, into)
+        backend = self.group.process_group
         assert isinstance(backend, SharedMemoryGroup)
-        op, name = AVG if self.mean else SUM, "native reduce-scatter"
-        begun = group.perform(name, lambda: backend.begin_reduce_scatter(into, message, op), message)
-        self.count(into)
-        return Later(self._ending(name, begun.end, message), begun.is_read)
+        start = backend.prepare_reduce_scatter(into, message, AVG if self.mean else SUM, own)
+        name = "native reduce-scatter"
+
+        def begin() -> Handle[None]:
+            begun = self._plainly(name, start)
+            self.count(into)
+            return Later(self._ending(name, begun.end), begun.is_read)
+
+        return begin
 
     def _begin_all_gather(self, whole: Tensor, own: Tensor) -> Handle[None]:
         backend, name = self.group.process_group, "native all-gather"
         assert isinstance(backend, SharedMemoryGroup)
         end = self.group.perform(name, lambda: backend.begin_all_gather(whole, own), whole)
         self.count(own)
-        return Later(self._ending(name, end, whole))
+        return Later(self._ending(name, end))
 
-    def _ending(self, name: str, end: Callable[[], float], tensor: Tensor) -> Callable[[], None]:
+    def _plainly(self, name: str, work: Callable[[], Value]) -> Value:
+        """`Group.perform` for what the backend dure does with memory alone, in the way of a backward pass."""
+        self.group.settle()
+        with self.group.during(name):
+            return work()
+
+    def _ending(self, name: str, end: Callable[[], float]) -> Callable[[], None]:
         """What waits for the end of a call that begins now."""
-        group, started = self.group, time.perf_counter()
+        started = time.perf_counter()
 
         def ending() -> None:
-            ended = group.perform(name, end, tensor)
+            ended = self._plainly(name, end)
             if self.planned:  # several are under way, one behind the other
                 self.transfers.append(Span(name, min(ended, max(started, self._last_end)), ended))
                 self._last_end = max(self._last_end, ended)

@@ -136,10 +136,11 @@ struct interpreter {
 };
 
 /* A call that is begun and not ended: its number, the sync at which all have begun it, where the result goes; NULL is
- * where the message lies, the result of an all-reduce. */
+ * where the message lies, the result of an all-reduce. own: where this rank's own block of a reduce-scatter lies. */
 struct split {
     uint64_t number, sync;
     char *out;
+    const char *own;
 };
 
 /* One rank's private view of the segment. */
@@ -242,7 +243,7 @@ PUBLIC int core_exchange(struct core *core, struct call *call, const struct part
                          const struct deal *deals, const struct pull *pulls);
 
 /* split_phase.c: reduce-scatters and all-reduces that are begun, and ended later. */
-PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out);
+PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out, const char *own);
 PUBLIC int core_begin_all_reduce(struct core *core, struct call *call);
 PUBLIC int core_end(struct core *core, uint64_t number);
 PUBLIC int core_is_read(struct core *core, uint64_t number);

@@ -2,7 +2,8 @@
  * begun. Split-phase is what UPC and GASNet call a begin and an end.
  *
  * Reduce-scatter: a rank reads its own block of every message where it lies, and copies nothing before: of messages of S
- * bytes, N ranks, it reads S and writes S / N bytes.
+ * bytes, N ranks, it reads S and writes S / N bytes. Its own block of its own message nobody else reads, so that may lie
+ * anywhere.
  *
  * All-reduce: as of tensors in pools at once (reducing.c), each rank sums its N-th part and writes it to all. Who begins
  * one when all have begun it sums its part at once, while its message is in the cache and the others still compute, so
@@ -19,12 +20,13 @@
 
 static struct call *posted(const struct core *core) { return &core->seats[core->rank].calls[core->at % CALLS]; }
 
-static void sum_own_block(struct core *core, const struct call *call, char *out) {
+static void sum_own_block(struct core *core, const struct call *call, const struct split *split) {
     uint64_t block = call->bytes / (uint64_t)core->size;
     const char *srcs[core->size];
     for (int rank = 0; rank < core->size; rank++)
         srcs[rank] = core->pools[rank] + core->seats[rank].calls[core->at % CALLS].pool + (uint64_t)core->rank * block;
-    core_reduce(&out, 1, srcs, core->size, call->count / (uint64_t)core->size, call->dtype, call->op);
+    if (split->own != NULL) srcs[core->rank] = split->own;
+    core_reduce(&split->out, 1, srcs, core->size, call->count / (uint64_t)core->size, call->dtype, call->op);
 }
 
 static int end_first(struct core *core) {
@@ -33,7 +35,7 @@ static int end_first(struct core *core) {
     core->at = split.number;
     int status = wait_for_all(core, split.sync);
     if (status == DONE && !agreed(core)) status = MISMATCH;
-    if (status == DONE && split.out != NULL) sum_own_block(core, posted(core), split.out);
+    if (status == DONE && split.out != NULL) sum_own_block(core, posted(core), &split);
     if (status == DONE && split.out == NULL) sum_all_parts(core, posted(core));
     atomic_store(&core->seats[core->rank].read, split.number);
     return finish(core, status);
@@ -56,23 +58,24 @@ int end_all(struct core *core) {
 }
 
 /* Posts a call, and says that this rank has. Calls of one kind are under way at a time. */
-static int begin_split(struct core *core, struct call *call, char *out) {
+static int begin_split(struct core *core, struct call *call, char *out, const char *own) {
     call->place = POOL;
     begin(core, call);
     atomic_store(&core->seats[core->rank].taken[core->at % CALLS], 0);
     int status = arrive(core);
     if (status != DONE) return finish(core, status);
-    core->under_way[core->n_under_way++] = (struct split){call->number, core->syncs, out};
+    core->under_way[core->n_under_way++] = (struct split){call->number, core->syncs, out, own};
     return DONE;
 }
 
 /* call->pool: the message, as many equal blocks as there are ranks; `out` gets the sum of all ranks' block of this
- * rank's, by the time that the call is ended. call->number is what it is ended by. */
-int core_begin_reduce_scatter(struct core *core, struct call *call, char *out) {
+ * rank's, by the time that the call is ended. own: its own one, which until then stays; NULL: in the message.
+ * call->number is what it is ended by. */
+int core_begin_reduce_scatter(struct core *core, struct call *call, char *out, const char *own) {
     int status = DONE;
     if (reducing(core)) status = end_all(core);
     else if (core->n_under_way == UNDER_WAY) status = end_first(core);
-    return status == DONE ? begin_split(core, call, out) : status;
+    return status == DONE ? begin_split(core, call, out, own) : status;
 }
 
 /* How long this rank's part of the call core->at may be left to those who have begun it before. */
@@ -111,7 +114,7 @@ int core_begin_all_reduce(struct core *core, struct call *call) {
     int status = full || scatters ? end_all(core) : DONE;
     if (core->n_under_way == 0) core->left_ns = 0;
     call->begun_at = now_ns();
-    if (status == DONE) status = begin_split(core, call, NULL);
+    if (status == DONE) status = begin_split(core, call, NULL, NULL);
     if (status == DONE) sum_what_is_there(core);
     return status;
 }

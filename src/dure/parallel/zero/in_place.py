@@ -1,0 +1,70 @@
+"""Stage 3 where all ranks share memory (the backend dure, on one host): nothing is gathered, and nothing is copied.
+
+The parameters are views of the memory in which every rank keeps its chunk. They are all there from the beginning of a
+pass to its end, and outside of passes only kept from being used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dure.parallel.zero.away import Away
+from dure.parallel.zero.gathering import Gathering, Unit
+from dure.parallel.zero.shares import Pool
+from dure.parallel.zero.wire import Wire
+
+
+class InPlace(Gathering):
+    """All units of a model on one rank, in memory that all ranks read."""
+
+    in_place = True
+
+    def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
+        for unit in units:
+            for share in unit.shares:
+                share.install()
+        super().__init__(units, wire, pool)
+        self._kinds = [
+            (parameter, kind)
+            for unit in units
+            for share, kinds in zip(unit.shares, unit.kinds, strict=True)
+            for parameter, kind in zip(share.parameters, kinds, strict=True)
+        ]
+
+    def bring(self) -> None:
+        """All parameters may be used from now on."""
+        if not self.here:
+            self.here = True
+            for parameter, kind in self._kinds:
+                parameter.__class__ = kind
+
+    def free_all(self) -> None:
+        if self.here:
+            self.here = False
+            for parameter, _ in self._kinds:
+                parameter.__class__ = Away
+
+    def called(self, unit: Unit, outputs: Any) -> None:
+        """It stays, as do all others."""
+
+    def count(self) -> None:
+        """Each takes what is not its own, once a pass, as if it had been sent."""
+        for unit in self.units:
+            for share in unit.shares:
+                self.wire.count(share.own)
+
+    def own_memory(self, outputs: Any) -> Any:
+        return outputs
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What autograd saves stays where it lies."""
+        yield
+
+    def begin_backward(self) -> None:
+        self.in_backward = True
+
+    def complete(self, unit: Unit) -> None:
+        """It stays."""
