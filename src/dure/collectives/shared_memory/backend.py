@@ -639,6 +639,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         return self._issue(lambda: self._ranks.exchange(Call(BARRIER), [], {}), opts, [])
 
+    def meet(self) -> None:
+        """What `barrier` does, at once, without torch's layers around it."""
+        self._line.now(self._telling(lambda: self._ranks.exchange(Call(BARRIER), [], {})))
+
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a time-out of its own, whose error names the ranks that did not come.
 

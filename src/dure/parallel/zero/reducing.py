@@ -159,10 +159,10 @@ class Reducing:
         return row if self.stage == 1 else share.gradient
 
     def _take(self, number: int) -> list[Tensor | None]:
-        """The gradients of a block on this rank, flat, which then are gone from there; None where there is none."""
+        """The gradients of a block on this rank, which then are gone from there; None where there is none."""
         taken = take_gradients(self.shares[number].parameters)
         self._used[number].update(index for index, gradient in enumerate(taken) if gradient is not None)
-        return [gradient if gradient is None else _flat(gradient) for gradient in taken]
+        return [gradient if gradient is None else _plain(gradient) for gradient in taken]
 
     def place_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Where the gradient of a parameter can be computed so that it leaves from there (`dure.parallel.direct`)."""
@@ -176,7 +176,8 @@ class Reducing:
     def _alone(self, number: int) -> tuple[Tensor, bool, Tensor | None]:
         """The message of a parameter that is a block, whether its memory is the pool's, and this rank's own chunk where
         that is not in the message."""
-        block, (gradient,), place = self.shares[number].block, self._take(number), self._places.pop(number, None)
+        block, (taken,), place = self.shares[number].block, self._take(number), self._places.pop(number, None)
+        gradient = taken.reshape(-1) if taken is not None else None
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True, None
         if place is not None and gradient is None:  # autograd may have written there, and waits for another part
@@ -325,9 +326,11 @@ class Reducing:
                 self._give(message, handle)
 
 
-def _flat(gradient: Tensor) -> Tensor:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.detach().resolve_conj().resolve_neg().reshape(-1)
+def _plain(gradient: Tensor) -> Tensor:
+    """The same as a strided tensor whose memory holds its elements as they are."""
+    if gradient.is_sparse or gradient.is_conj() or gradient.is_neg():
+        return (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()
+    return gradient
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:

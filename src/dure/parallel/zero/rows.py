@@ -20,18 +20,19 @@ class Rows:
     """
 
     def __init__(self, block: Block, tail: int, message: Tensor, rank: int, own: Tensor | None) -> None:
-        places: list[tuple[Tensor, Part | None]] = []
+        places: list[tuple[Tensor, Part | None]] = []  # of a whole parameter in its shape: it is copied as it is
         for number, (row, parts) in enumerate(zip(message.view(block.ranks, -1), block.parts(tail), strict=True)):
             target = own if own is not None and number == rank else row
             lengths = [length for length, _ in parts]
-            places += zip(target.split_with_sizes(lengths), [part for _, part in parts], strict=True)
+            for place, (_, part) in zip(target.split_with_sizes(lengths), parts, strict=True):
+                places.append((place.view(block.shapes[part.number]) if part and part.whole else place, part))
         self._parts = [part for _, part in places if part is not None]
         self._into = [place for place, part in places if part is not None]
         self._empty = [place for place, part in places if part is None]
         self._tails = message.view(block.ranks, -1)[:, block.chunk :]
 
     def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copies the gradients, flat; zeros where there is none, and behind them."""
+        """Copies the gradients, which are strided; zeros where there is none, and behind them."""
         into, values = [], []
         for place, part in zip(self._into, self._parts, strict=True):
             gradient = gradients[part.number]
@@ -39,7 +40,7 @@ class Rows:
                 place.zero_()
                 continue
             into.append(place)
-            values.append(gradient if part.whole else gradient[part.start : part.stop])
+            values.append(gradient if part.whole else gradient.reshape(-1)[part.start : part.stop])
         if into:
             torch._foreach_copy_(into, values)
         for place in self._empty:

@@ -37,13 +37,17 @@ class Later(Handle[None]):
     """What is begun, and ended by who waits for it. is_read: whether the message may be written to again."""
 
     def __init__(self, end: Callable[[], None], is_read: Callable[[], bool] = lambda: True) -> None:
-        super().__init__(end)
+        self._rest: Callable[[], None] | None = end
         self.is_read = is_read
 
+    def is_completed(self) -> bool:
+        return self._rest is None
+
     def wait(self) -> None:
-        if not self.is_completed():
-            self.run()
-        super().wait()
+        """Raises what the end raises, the first time; who waits again waits for nothing."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
 
 
 class Wire:
@@ -169,8 +173,11 @@ class Wire:
     def meet(self) -> None:
         """Waits until all ranks are here."""
         if self.group.size > 1:
-            started = time.perf_counter()
-            self.group.perform("meeting", lambda: dist.barrier(group=self.group.process_group), torch.empty(0))
+            started, backend = time.perf_counter(), self.group.process_group
+            if isinstance(backend, SharedMemoryGroup):
+                self._plainly("meeting", backend.meet)
+            else:
+                self.group.perform("meeting", lambda: dist.barrier(group=backend), torch.empty(0))
             self.waits.append(Span("wait for all ranks", started, time.perf_counter()))
 
     def count(self, chunk: Tensor) -> None:
