@@ -71,6 +71,16 @@ def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
         )
 
 
+def check_own_block(own: Sequence[Tensor], output: Tensor) -> None:
+    """Raises ValueError unless `own` are contiguous parts of one block like `output`."""
+    elements = sum(part.numel() for part in own)
+    if elements != output.numel() or any(part.dtype != output.dtype or not part.is_contiguous() for part in own):
+        raise ValueError(
+            f"a reduce_scatter into {output.numel()} elements of {output.dtype} takes an own block of as many, in "
+            f"contiguous parts; these have {elements}, of {', '.join(sorted({str(part.dtype) for part in own}))}"
+        )
+
+
 def check_gathered(output: Tensor, source: Tensor, ranks: int) -> None:
     """Raises ValueError unless `output` has room for one `source` of each rank."""
     _check_dtypes("all_gather", output, source)

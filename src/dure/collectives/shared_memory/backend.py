@@ -31,6 +31,7 @@ from dure.collectives.shared_memory.across import Across, UnderWay
 from dure.collectives.shared_memory.arguments import (
     check_gathered,
     check_like,
+    check_own_block,
     check_scattered,
     copy_back,
     dense_like,
@@ -232,7 +233,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return begin
 
-    def _lend(self, number: int, source: Tensor, *others: Tensor | None) -> None:
+    def _lend(self, number: int, source: Tensor, *others: object) -> None:
         """Keeps what a call that was begun reads and writes until no rank needs it."""
         lent, host = self._lent, self._host
         while lent and host.is_read(lent[0][0]):
@@ -331,7 +332,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Whether what is begun is ended later; the same on all ranks."""
         return self._across is None and self._host.split_phase
 
-    def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM, own: Tensor | None = None) -> Begun:
+    def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM, own: Sequence[Tensor] = ()) -> Begun:
         """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between, nothing is copied.
 
         output, source: contiguous. Where ranks share memory by the C core a source that is not in shared memory
@@ -339,46 +340,45 @@ class SharedMemoryGroup(dist.ProcessGroup):
         `apart`, all must know that all begin it, as with `begin_all_reduce`; where gloo carries it, it ends a process
         that was sent another number of elements. Elsewhere it is done at once.
 
-        own: this rank's own block, which nobody else reads, if it does not lie in `source`; left alone until the end.
+        own: contiguous tensors that together are this rank's own block, which nobody else reads, if it does not lie in
+        `source`; left alone until the end.
         """
-        return self.prepare_reduce_scatter(output, source, op, own)()
+        return self.prepare_reduce_scatter(output, source, op)(own)
 
     def prepare_reduce_scatter(
-        self, output: Tensor, source: Tensor, op: int = SUM, own: Tensor | None = None
-    ) -> Callable[[], Begun]:
-        """`begin_reduce_scatter` of the same tensors again and again, by calling what is returned."""
+        self, output: Tensor, source: Tensor, op: int = SUM
+    ) -> Callable[[Sequence[Tensor]], Begun]:
+        """`begin_reduce_scatter` of the same tensors again and again: what is returned begins it, when the one before
+        has ended, and is given what is this rank's own."""
         check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
         if not (output.is_contiguous() and source.is_contiguous()):
             raise ValueError("begin_reduce_scatter takes contiguous tensors: call contiguous() first")
-        if own is not None:
-            own = self._checked_own(own, output, op)
-        if self.split_phase and source.numel():
-            return self._prepare_scatter(output, source, op, own)
         across = self._across
-        if across is not None and self.apart and source.numel():
+        if self.split_phase and source.numel():
+            start = self._prepare_scatter(output, source, op)
+        elif across is not None and self.apart and source.numel():
             begin = partial(across.begin_reduce_scatter, source, output, op)
-            return self._with_own(source, own, lambda: Begun(self._begin(begin), lambda: True))
-        return self._with_own(source, own, lambda: self._scatter_at_once(output, source, op))
+            start = self._from_source(source, lambda: Begun(self._begin(begin), lambda: True))
+        else:
+            start = self._from_source(source, lambda: self._scatter_at_once(output, source, op))
 
-    def _with_own(self, source: Tensor, own: Tensor | None, begin: Callable[[], Begun]) -> Callable[[], Begun]:
-        if own is None or not own.numel():
-            return begin
-        place = source.view(self._size, -1)[self._rank]
-
-        def begun() -> Begun:
-            place.copy_(own.view(-1))
-            return begin()
+        def begun(own: Sequence[Tensor]) -> Begun:
+            if own:
+                check_own_block(own, output)
+            return start(own)
 
         return begun
 
-    def _checked_own(self, own: Tensor, output: Tensor, op: int) -> Tensor:
-        if own.numel() != output.numel() or own.dtype != output.dtype or not own.is_contiguous():
-            raise ValueError(
-                f"begin_reduce_scatter into {output.numel()} elements of {output.dtype} takes an own block of as many, "
-                f"contiguous; this one has {own.numel()} of {own.dtype}"
-            )
-        return reducible(own, op)
+    def _from_source(self, source: Tensor, begin: Callable[[], Begun]) -> Callable[[Sequence[Tensor]], Begun]:
+        """Begins after the rank's own block was copied to where it belongs."""
+
+        def begun(own: Sequence[Tensor]) -> Begun:
+            if own and source.numel():
+                torch.cat([part.view(-1) for part in own], out=source.view(self._size, -1)[self._rank])
+            return begin()
+
+        return begun
 
     def _scatter_at_once(self, output: Tensor, source: Tensor, op: int) -> Begun:
         blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
@@ -386,24 +386,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ended = time.perf_counter()
         return Begun(lambda: ended, lambda: True)
 
-    def _prepare_scatter(self, output: Tensor, source: Tensor, op: int, own: Tensor | None) -> Callable[[], Begun]:
-        message, host, number = source, self._host, 0
+    def _prepare_scatter(self, output: Tensor, source: Tensor, op: int) -> Callable[[Sequence[Tensor]], Begun]:
+        message, host = source, self._host
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
-        start = host.prepare_reduce_scatter(message, output, op, own)
+        start = host.prepare_reduce_scatter(message, output, op)
 
-        def post() -> None:
-            nonlocal number
-            number = start()
-
-        beginning = self._telling(post)
-
-        def begin() -> Begun:
+        def begin(own: Sequence[Tensor]) -> Begun:
             if message is not source:
                 message.copy_(source)
-            self._promptly(beginning)
-            self._lend(number, message, output, own)
-            return self._begun(number)
+            numbers: list[int] = []
+            self._promptly(self._telling(lambda: numbers.append(start(own))))
+            self._lend(numbers[0], message, output, own, start)  # in which is a list of what is own
+            return self._begun(numbers[0])
 
         return begin
 

@@ -170,9 +170,10 @@ class Host(ABC):
         """Whether calls can be begun and ended later; the same on all ranks."""
         return False
 
-    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int, own: Tensor | None) -> Callable[[], int]:
+    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> Callable[[Sequence[Tensor]], int]:
         """What begins to make `out` the reduction of all ranks' block of `message`, which lies in the pool, and returns
-        the call's number. Where calls are `split_phase`. own: this rank's own block, if it lies elsewhere."""
+        the call's number. Where calls are `split_phase`. It is given parts that together are this rank's own block, if
+        that lies elsewhere; it is called again when the call before has ended."""
         raise NotImplementedError
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:

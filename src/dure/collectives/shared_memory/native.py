@@ -139,7 +139,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
             (c_void_p, c_int, c_int, c_uint64, c_void_p),
         ),
         "core_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
-        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
+        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, POINTER(_Part), c_int)),
         "core_begin_all_reduce": (c_int, (c_void_p, POINTER(Posted))),
         "core_end": (c_int, (c_void_p, c_uint64)),
         "core_is_read": (c_int, (c_void_p, c_uint64)),
@@ -270,10 +270,18 @@ class NativeHost(Host):
     def split_phase(self) -> bool:
         return True
 
-    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int, own: Tensor | None) -> Callable[[], int]:
-        begin, posted = self._c.core_begin_reduce_scatter, self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
-        into, apart = out.data_ptr(), own.data_ptr() if own is not None else None
-        return lambda: self._number_of(begin(self._core, posted, into, apart), posted)
+    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> Callable[[Sequence[Tensor]], int]:
+        start, posted = self._c.core_begin_reduce_scatter, self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
+        into, parts = out.data_ptr(), (_Part * 0)()
+
+        def begin(own: Sequence[Tensor]) -> int:
+            nonlocal parts  # which C reads until the end
+            parts = parts if len(parts) == len(own) else (_Part * len(own))()
+            for part, tensor in zip(parts, own, strict=True):
+                part.address, part.bytes = tensor.data_ptr(), tensor.nbytes
+            return self._number_of(start(self._core, posted, into, parts, len(parts)), posted)
+
+        return begin
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
         begin, posted = self._c.core_begin_all_reduce, self._posted_in_pool(BEGUN_ALL_REDUCE, message, op)

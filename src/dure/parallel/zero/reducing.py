@@ -51,7 +51,7 @@ class _Prepared(NamedTuple):
     """What is used again with the same memory: where gradients go, and what sends them."""
 
     rows: Rows
-    begin: Callable[[], Handle[None]]
+    begin: Callable[[Sequence[Tensor]], Handle[None]]
 
 
 class Reducing:
@@ -173,38 +173,38 @@ class Reducing:
         self._places[number] = self._room(block.padded, block.dtype)
         return self._places[number].view(block.shapes[0])
 
-    def _alone(self, number: int) -> tuple[Tensor, bool, Tensor | None]:
+    def _alone(self, number: int) -> tuple[Tensor, bool, list[Tensor]]:
         """The message of a parameter that is a block, whether its memory is the pool's, and this rank's own chunk where
         that is not in the message."""
         block, (taken,), place = self.shares[number].block, self._take(number), self._places.pop(number, None)
         gradient = taken.reshape(-1) if taken is not None else None
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
-            return place, True, None
+            return place, True, []
         if place is not None and gradient is None:  # autograd may have written there, and waits for another part
             self.pool.leave(place)
             place = None
         if self.wire.split_phase:
             place = place if place is not None else self._room(block.padded, block.dtype)
             if gradient is None:
-                return place.zero_(), True, None
+                return place.zero_(), True, []
             return place, True, self._copy_for_others(number, gradient, place)
         if place is not None:
             self.pool.give(place)
         message = gradient if gradient is not None else self.shares[number].own.new_zeros(block.padded)
-        return message, False, None
+        return message, False, []
 
-    def _copy_for_others(self, number: int, gradient: Tensor, message: Tensor) -> Tensor | None:
-        """Copies what other ranks read of a gradient; returns this rank's own chunk, or None if that is copied too."""
+    def _copy_for_others(self, number: int, gradient: Tensor, message: Tensor) -> list[Tensor]:
+        """Copies what other ranks read of a gradient; returns this rank's own chunk, unless that is copied too."""
         share = self.shares[number]
         if gradient.dtype != message.dtype:
             message.copy_(gradient)
-            return None
+            return []
         start, stop = share.rank * share.block.chunk, (share.rank + 1) * share.block.chunk
         if start:
             message[:start].copy_(gradient[:start])
         if stop < message.numel():
             message[stop:].copy_(gradient[stop:])
-        return gradient[start:stop]
+        return [gradient[start:stop]]
 
     def _send_alone(self, number: int, adds: bool) -> _Sent:
         share, (message, pooled, own) = self.shares[number], self._alone(number)
@@ -217,10 +217,10 @@ class Reducing:
         message = self._room(share.block.padded + share.block.ranks * tail, share.block.dtype)
         into = self._into(number, message, adds, carries)
         rows, begin = self._prepared_rows(number, tail, message, into)
-        rows.fill(gradients)
+        own = rows.fill(gradients)
         if tail:
             rows.say(self._said())
-        return _Sent(share, message, into, True, adds, begin())
+        return _Sent(share, message, into, True, adds, begin(own))
 
     def _prepared_rows(self, number: int, tail: int, message: Tensor, into: Tensor) -> _Prepared:
         if self._made != self.pool.made:  # and others are gone
@@ -228,9 +228,8 @@ class Reducing:
         key = number, tail, message.data_ptr(), into.data_ptr()
         if key not in self._prepared:
             share = self.shares[number]
-            own = into if self.wire.split_phase and not lies_in(into, message) else None
-            rows = Rows(share.block, tail, message, share.rank, own)
-            self._prepared[key] = _Prepared(rows, self.wire.prepare_reduce_scatter(message, into, own))
+            rows = Rows(share.block, tail, message, share.rank if self.wire.split_phase and not tail else None)
+            self._prepared[key] = _Prepared(rows, self.wire.prepare_reduce_scatter(message, into))
         return self._prepared[key]
 
     def _room(self, elements: int, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """The message of a block that is not one parameter alone: its gradients, copied into N rows, one a rank.
 
-The row of the rank itself nobody else reads: where it becomes part of a sum in place, it is copied there at once.
+The row of the rank itself nobody else reads: where a sum can be made of what lies anywhere, it is not copied.
 """
 
 from __future__ import annotations
@@ -16,36 +16,55 @@ from dure.parallel.zero.division import Block, Part
 class Rows:
     """Where the gradients of a block go, in a message that may be filled again and again.
 
-    tail: numbers behind each row. own: where the row of `rank` goes, if not into the message.
+    tail: numbers behind each row. own: the rank whose row need not be copied; None if all have to be.
     """
 
-    def __init__(self, block: Block, tail: int, message: Tensor, rank: int, own: Tensor | None) -> None:
-        places: list[tuple[Tensor, Part | None]] = []  # of a whole parameter in its shape: it is copied as it is
-        for number, (row, parts) in enumerate(zip(message.view(block.ranks, -1), block.parts(tail), strict=True)):
-            target = own if own is not None and number == rank else row
-            lengths = [length for length, _ in parts]
-            for place, (_, part) in zip(target.split_with_sizes(lengths), parts, strict=True):
-                places.append((place.view(block.shapes[part.number]) if part and part.whole else place, part))
-        self._parts = [part for _, part in places if part is not None]
-        self._into = [place for place, part in places if part is not None]
-        self._empty = [place for place, part in places if part is None]
-        self._tails = message.view(block.ranks, -1)[:, block.chunk :]
+    def __init__(self, block: Block, tail: int, message: Tensor, own: int | None) -> None:
+        rows, self._dtype = message.view(block.ranks, -1), message.dtype
+        filled = [_filled(block, row, parts) for row, parts in zip(rows, block.parts(tail), strict=True)]
+        self._own = filled.pop(own) if own is not None else []
+        self._others = [place for row in filled for place in row]
+        self._tails = rows[:, block.chunk :]
 
-    def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copies the gradients, which are strided; zeros where there is none, and behind them."""
+    def fill(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Copies the gradients, which are strided; zeros where there is none, and behind them. Returns what together is
+        the row that was not copied, if there is one."""
+        own = self._whole_row(gradients)
         into, values = [], []
-        for place, part in zip(self._into, self._parts, strict=True):
-            gradient = gradients[part.number]
-            if gradient is None:
+        for place, part in self._others if own else [*self._own, *self._others]:
+            gradient = gradients[part.number] if part is not None else None
+            if part is None or gradient is None:
                 place.zero_()
                 continue
             into.append(place)
-            values.append(gradient if part.whole else gradient.reshape(-1)[part.start : part.stop])
+            values.append(_run(gradient, part))
         if into:
             torch._foreach_copy_(into, values)
-        for place in self._empty:
-            place.zero_()
+        return own
+
+    def _whole_row(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The own row as it lies in the gradients; empty if some of it is missing, or has to be converted."""
+        row = []
+        for place, part in self._own:
+            gradient = gradients[part.number] if part is not None else place.zero_()
+            if gradient is None or gradient.dtype != self._dtype or not gradient.is_contiguous():
+                return []
+            row.append(_run(gradient, part) if part is not None else gradient)
+        return row
 
     def say(self, numbers: Sequence[float]) -> None:
         """Writes the tail."""
         self._tails[:] = torch.tensor(numbers, dtype=self._tails.dtype, device=self._tails.device)
+
+
+def _filled(block: Block, row: Tensor, parts: Sequence[tuple[int, Part | None]]) -> list[tuple[Tensor, Part | None]]:
+    """The places of a row, with what is to be copied there. A whole parameter is copied as it is, in its shape."""
+    places = row.split_with_sizes([length for length, _ in parts])
+    return [
+        (place.view(block.shapes[part.number]) if part is not None and part.whole else place, part)
+        for place, (_, part) in zip(places, parts, strict=True)
+    ]
+
+
+def _run(gradient: Tensor, part: Part) -> Tensor:
+    return gradient if part.whole else gradient.reshape(-1)[part.start : part.stop]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -100,12 +100,13 @@ class Wire:
             whole.copy_(own)
         return self._send("all-gather", work, whole)
 
-    def reduce_scatter(self, message: Tensor, into: Tensor, own: Tensor | None = None) -> Handle[None]:
+    def reduce_scatter(self, message: Tensor, into: Tensor, own: Sequence[Tensor] = ()) -> Handle[None]:
         """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk.
 
-        own: this rank's own chunk, where that is not in the message; only where calls are `split_phase`.
+        own: contiguous tensors that together are this rank's own chunk, where that is not in the message; only where
+        calls are `split_phase`.
         """
-        return self.prepare_reduce_scatter(message, into, own)()
+        return self.prepare_reduce_scatter(message, into)(own)
 
     def _reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
         chunks = list(message.view(self.group.size, -1))
@@ -127,19 +128,17 @@ class Wire:
             into.copy_(chunks[0])
         return self._send("reduce-scatter", work, message)
 
-    def prepare_reduce_scatter(
-        self, message: Tensor, into: Tensor, own: Tensor | None = None
-    ) -> Callable[[], Handle[None]]:
-        """`reduce_scatter` of the same tensors again and again, by calling what is returned."""
+    def prepare_reduce_scatter(self, message: Tensor, into: Tensor) -> Callable[[Sequence[Tensor]], Handle[None]]:
+        """`reduce_scatter` of the same tensors again and again, by calling what is returned with what is own."""
         if not (self.split_phase or self.planned) or not message.numel():
-            return lambda: self._reduce_scatter(message, into)
+            return lambda own: self._reduce_scatter(message, into)
         backend = self.group.process_group
         assert isinstance(backend, SharedMemoryGroup)
-        start = backend.prepare_reduce_scatter(into, message, AVG if self.mean else SUM, own)
+        start = backend.prepare_reduce_scatter(into, message, AVG if self.mean else SUM)
         name = "native reduce-scatter"
 
-        def begin() -> Handle[None]:
-            begun = self._plainly(name, start)
+        def begin(own: Sequence[Tensor]) -> Handle[None]:
+            begun = self._plainly(name, lambda: start(own))
             self.count(into)
             return Later(self._ending(name, begun.end), begun.is_read)
 

@@ -135,12 +135,19 @@ struct interpreter {
     void *kind, *value, *traceback;
 };
 
+struct part { /* of an input: a range of private memory */
+    const char *address;
+    uint64_t bytes;
+};
+
 /* A call that is begun and not ended: its number, the sync at which all have begun it, where the result goes; NULL is
- * where the message lies, the result of an all-reduce. own: where this rank's own block of a reduce-scatter lies. */
+ * where the message lies, the result of an all-reduce. own: where this rank's own block of a reduce-scatter lies, in
+ * parts; none where it lies in the message. */
 struct split {
     uint64_t number, sync;
     char *out;
-    const char *own;
+    const struct part *own;
+    int n_own;
 };
 
 /* One rank's private view of the segment. */
@@ -163,11 +170,6 @@ struct core {
     uint64_t spin_ns, yield_ns;
     tick_function tick;
     struct interpreter *interpreter;
-};
-
-struct part { /* of an input: a range of private memory */
-    const char *address;
-    uint64_t bytes;
 };
 
 struct pull { /* what this rank reads of a peer's input */
@@ -243,7 +245,7 @@ PUBLIC int core_exchange(struct core *core, struct call *call, const struct part
                          const struct deal *deals, const struct pull *pulls);
 
 /* split_phase.c: reduce-scatters and all-reduces that are begun, and ended later. */
-PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out, const char *own);
+PUBLIC int core_begin_reduce_scatter(struct core *core, struct call *call, char *out, const struct part *own, int n_own);
 PUBLIC int core_begin_all_reduce(struct core *core, struct call *call);
 PUBLIC int core_end(struct core *core, uint64_t number);
 PUBLIC int core_is_read(struct core *core, uint64_t number);

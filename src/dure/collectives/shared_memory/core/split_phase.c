@@ -21,12 +21,18 @@
 static struct call *posted(const struct core *core) { return &core->seats[core->rank].calls[core->at % CALLS]; }
 
 static void sum_own_block(struct core *core, const struct call *call, const struct split *split) {
-    uint64_t block = call->bytes / (uint64_t)core->size;
-    const char *srcs[core->size];
-    for (int rank = 0; rank < core->size; rank++)
-        srcs[rank] = core->pools[rank] + core->seats[rank].calls[core->at % CALLS].pool + (uint64_t)core->rank * block;
-    if (split->own != NULL) srcs[core->rank] = split->own;
-    core_reduce(&split->out, 1, srcs, core->size, call->count / (uint64_t)core->size, call->dtype, call->op);
+    uint64_t block = call->bytes / (uint64_t)core->size, at = 0;
+    struct part whole = {core->pools[core->rank] + call->pool + (uint64_t)core->rank * block, block};
+    const struct part *own = split->n_own ? split->own : &whole;
+    for (int part = 0; at < block; at += own[part++].bytes) {
+        const char *srcs[core->size];
+        char *out = split->out + at;
+        for (int rank = 0; rank < core->size; rank++)
+            srcs[rank] = core->pools[rank] + core->seats[rank].calls[core->at % CALLS].pool +
+                         (uint64_t)core->rank * block + at;
+        srcs[core->rank] = own[part].address;
+        core_reduce(&out, 1, srcs, core->size, own[part].bytes / core_width(call->dtype), call->dtype, call->op);
+    }
 }
 
 static int end_first(struct core *core) {
@@ -58,24 +64,24 @@ int end_all(struct core *core) {
 }
 
 /* Posts a call, and says that this rank has. Calls of one kind are under way at a time. */
-static int begin_split(struct core *core, struct call *call, char *out, const char *own) {
+static int begin_split(struct core *core, struct call *call, char *out, const struct part *own, int n_own) {
     call->place = POOL;
     begin(core, call);
     atomic_store(&core->seats[core->rank].taken[core->at % CALLS], 0);
     int status = arrive(core);
     if (status != DONE) return finish(core, status);
-    core->under_way[core->n_under_way++] = (struct split){call->number, core->syncs, out, own};
+    core->under_way[core->n_under_way++] = (struct split){call->number, core->syncs, out, own, n_own};
     return DONE;
 }
 
 /* call->pool: the message, as many equal blocks as there are ranks; `out` gets the sum of all ranks' block of this
- * rank's, by the time that the call is ended. own: its own one, which until then stays; NULL: in the message.
- * call->number is what it is ended by. */
-int core_begin_reduce_scatter(struct core *core, struct call *call, char *out, const char *own) {
+ * rank's, by the time that the call is ended. own: parts that together are its own one, all of which stay until then;
+ * none: it lies in the message. call->number is what it is ended by. */
+int core_begin_reduce_scatter(struct core *core, struct call *call, char *out, const struct part *own, int n_own) {
     int status = DONE;
     if (reducing(core)) status = end_all(core);
     else if (core->n_under_way == UNDER_WAY) status = end_first(core);
-    return status == DONE ? begin_split(core, call, out, own) : status;
+    return status == DONE ? begin_split(core, call, out, own, n_own) : status;
 }
 
 /* How long this rank's part of the call core->at may be left to those who have begun it before. */
@@ -114,7 +120,7 @@ int core_begin_all_reduce(struct core *core, struct call *call) {
     int status = full || scatters ? end_all(core) : DONE;
     if (core->n_under_way == 0) core->left_ns = 0;
     call->begun_at = now_ns();
-    if (status == DONE) status = begin_split(core, call, NULL, NULL);
+    if (status == DONE) status = begin_split(core, call, NULL, NULL, 0);
     if (status == DONE) sum_what_is_there(core);
     return status;
 }
