@@ -66,6 +66,21 @@ class Disordered(nn.Module):
         return result
 
 
+class Turning(nn.Module):
+    """Parameters of one block whose gradients come in another order from batch to batch and from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((8,), 1 + number / 4)) for number in range(4)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, turn = self.first(inputs), int(abs(inputs[0, 0]) * 100)
+        turned = [self.scales[(turn + number) % 4] for number in range(4)]
+        result: Tensor = self.last(sum(torch.tanh(hidden * scale) for scale in turned))
+        return result
+
+
 class Table(nn.Module):
     """Gives back a view of its parameter."""
 
@@ -171,7 +186,18 @@ class Convolutions(nn.Module):
         return result
 
 
-MODELS = [Branches, Disordered, Views, Attention, partial(Attention, False), Words, Frozen, Mixed, Convolutions]
+MODELS = [
+    Branches,
+    Disordered,
+    Turning,
+    Views,
+    Attention,
+    partial(Attention, False),
+    Words,
+    Frozen,
+    Mixed,
+    Convolutions,
+]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -80,6 +80,33 @@ def test_the_result_may_be_the_own_block_of_the_message(ranks: Ranks) -> None:
     same(own, right)
 
 
+@on_ranks(1, 2, 3, backends=DURE)
+def test_the_own_block_may_lie_in_parts_anywhere(ranks: Ranks) -> None:
+    group, chance = group_of(ranks), random.Random(5)
+    for seed, (dtype, op) in enumerate(REDUCTIONS):
+        for n in SIZES:
+            message = drawn(ranks, n, dtype, seed)
+            right = at_once(ranks, message, ReduceOp.AVG if op == AVG else ReduceOp.SUM)
+            own = message.view(ranks.size, n)[ranks.rank]
+            cuts = sorted(chance.randint(0, n) for _ in range(3))
+            parts = [part.clone() for part in own.tensor_split(cuts)]
+            own.fill_(77)  # is not looked at
+            out, begin = torch.empty(n, dtype=dtype), group.prepare_reduce_scatter(torch.empty(n, dtype=dtype), message)
+            group.begin_reduce_scatter(out, message, op, parts).end()
+            same(out, right)
+            begin(parts).end()  # and what is prepared is begun again with others
+            begin([part + 1 for part in parts]).end()
+
+
+@on_ranks(2, backends=DURE)
+def test_an_own_block_that_does_not_fit_is_refused(ranks: Ranks) -> None:
+    group, message = group_of(ranks), drawn(ranks, 10)
+    for own in ([torch.ones(9)], [torch.ones(5), torch.ones(6)], [torch.ones(10).double()], [torch.ones(20)[::2]]):
+        with raises(ValueError):
+            group.begin_reduce_scatter(torch.empty(10), message, own=own)
+    same(at_once(ranks, torch.ones(6)), torch.full((3,), 2.0))
+
+
 @on_ranks(2, 3, backends=DURE)
 def test_a_message_is_read_when_all_have_ended(ranks: Ranks) -> None:
     group = group_of(ranks)

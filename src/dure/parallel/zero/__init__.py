@@ -22,6 +22,8 @@ block of layers) computes, in forward and once more in backward, its parameters 
     wire        reduce-scatters and all-gathers, beside the program or not
     away        parameters that are not here
     gathering   units gathered and freed; what autograd saves of them
+    in_place    units in memory that all ranks read, where nothing is gathered
+    rows        gradients of a block as rows, one a rank
     reducing    gradients, the tail behind them, latecomers
     arriving    stages 1 and 2: parameters that come behind the next forward pass
     passes      forward and backward passes: from hooks to messages
