@@ -14,7 +14,10 @@ _MOST = 32 << 20  # the C library takes no larger blocks from its heap: they go 
 
 
 def keep_freed_memory() -> None:
-    """From now on memory that this process frees stays with it. For the GNU C library; elsewhere nothing happens."""
+    """From now on memory that this process frees stays with it, but for blocks of 32 MiB and more.
+
+    For the GNU C library; elsewhere nothing happens.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, 0x7FFFFFFF)

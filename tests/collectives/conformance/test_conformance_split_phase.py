@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import torch
@@ -96,6 +97,16 @@ def test_the_own_block_may_lie_in_parts_anywhere(ranks: Ranks) -> None:
             same(out, right)
             begin(parts).end()  # and what is prepared is begun again with others
             begin([part + 1 for part in parts]).end()
+
+
+@on_ranks(2, backends=("c",))
+def test_what_is_own_is_let_go_at_the_end(ranks: Ranks) -> None:
+    begun = group_of(ranks).begin_reduce_scatter(torch.empty(10), drawn(ranks, 10, seed=1), own=[own := torch.ones(10)])
+    kept = weakref.ref(own)
+    del own
+    assert kept() is not None
+    begun.end()
+    assert kept() is None
 
 
 @on_ranks(2, backends=DURE)

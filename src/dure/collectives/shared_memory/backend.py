@@ -128,7 +128,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._here = next(host for host in self.hosts if rank in host)
         self._reduce = self._ranks.all_reduce
         self._closed = False
-        self._lent: deque[tuple[int, Tensor, object]] = deque()  # a call's number, what others read, what else it uses
+        self._lent: deque[tuple[int, Tensor, list[object]]] = deque()  # a call's number, what all read, what it uses
+        self._starting: list[object] = []  # what the call uses that was begun last, even if an interrupt came then
         _groups.add(self)
 
     # What torch asks of a group.
@@ -228,17 +229,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 with torch.inference_mode():
                     message.copy_(tensor)
             self._promptly(beginning)
-            self._lend(number, message)
+            self._lend(number, message, [])
             return end
 
         return begin
 
-    def _lend(self, number: int, source: Tensor, *others: object) -> None:
-        """Keeps what a call that was begun reads and writes until no rank needs it."""
+    def _lend(self, number: int, source: Tensor, used: list[object]) -> None:
+        """Keeps what a call that was begun reads and writes until no rank needs it; `used`: what only this one does."""
         lent, host = self._lent, self._host
         while lent and host.is_read(lent[0][0]):
             lent.popleft()
-        lent.append((number, source, others))
+        lent.append((number, source, used))
 
     @property
     def apart(self) -> bool:
@@ -348,8 +349,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """`begin_reduce_scatter` of the same tensors again and again: what is returned begins it, when the one before
-        has ended, and is given what is this rank's own."""
+        """`begin_reduce_scatter` of the same tensors again and again: what is returned begins it, when the message of
+        the one before is read (`Begun.is_read`), and is given what is this rank's own."""
         check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
         if not (output.is_contiguous() and source.is_contiguous()):
@@ -364,6 +365,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             start = self._from_source(source, lambda: self._scatter_at_once(output, source, op))
 
         def begun(own: Sequence[Tensor]) -> Begun:
+            own = [reducible(part, op) for part in own]
             if own:
                 check_own_block(own, output)
             return start(own)
@@ -396,18 +398,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
             if message is not source:
                 message.copy_(source)
             numbers: list[int] = []
+            used = self._starting = [output, own, start]  # and what `start` keeps: the list that C has of what is own
             self._promptly(self._telling(lambda: numbers.append(start(own))))
-            self._lend(numbers[0], message, output, own, start)  # in which is a list of what is own
-            return self._begun(numbers[0])
+            self._lend(numbers[0], message, used)
+            return self._begun(numbers[0], used)
 
         return begin
 
-    def _begun(self, number: int) -> Begun:
+    def _begun(self, number: int, used: list[object]) -> Begun:
         host = self._host
         ending = self._telling(lambda: host.end_call(number))
 
         def end() -> float:
             self._promptly(ending)
+            used.clear()  # others read the message alone
             return time.perf_counter()
 
         return Begun(end, lambda: self._closed or host.is_read(number))
@@ -780,6 +784,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             "all_reduce",
             "reduce_scatter",
             "exchange",
+            "prepare_reduce_scatter",
+            "prepare_all_reduce",
             "begin_reduce_scatter",
             "begin_all_reduce",
             "end_call",

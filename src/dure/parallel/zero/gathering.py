@@ -42,8 +42,8 @@ class Unit:
         self.whole: list[Tensor] | None = None
         self.handles: list[Handle[None]] | None = None
 
-    def give(self, share: int, elements: Sequence[Tensor | None]) -> None:
-        """Gives the parameters of a share their elements, or None where they have stayed."""
+    def give(self, share: int, elements: Sequence[Tensor]) -> None:
+        """Gives the parameters of a share their elements."""
         for parameter, kind, own in zip(self.shares[share].parameters, self.kinds[share], elements, strict=True):
             bring_back(parameter, kind, own)
 

@@ -176,7 +176,7 @@ class Passes:
         reducing = self.reducing
 
         def arrived(parameter: Any) -> None:
-            if self.backward is not None and reducing.waits_for[number] not in (None, index):
+            if self.backward is not None and not self.rests and reducing.waits_for[number] not in (None, index):
                 return
             if self.rests:
                 raise RuntimeError(

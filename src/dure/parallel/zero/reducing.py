@@ -1,9 +1,9 @@
 """Gradients become sums: each block's message, the tail that travels behind the last one, and who comes late.
 
-The message of a block is the gradient itself where a parameter is a block alone; otherwise gradients are copied into N
-rows, one a rank. The last message of a step carries the tail: numbers that all ranks have to know, in each of its rows,
-because a reduce-scatter leaves every rank one row. Each number is written by one rank and zero elsewhere, or counts, so
-that the sum is what was meant.
+The message of a block is the gradient itself where a parameter is a block alone; otherwise, and where messages have to
+lie in shared memory, gradients are copied into N rows, one a rank, there without this rank's own. The last message of a
+step carries the tail: numbers that all ranks have to know, in each of its rows, because a reduce-scatter leaves every
+rank one row. Each number is written by one rank and zero elsewhere, or counts, so that the sum is what was meant.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Reducing:
         self._number_of = {id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone}
         self._places: dict[int, Tensor] = {}
         self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
-        self._made = 0
+        pool.before_change = self._prepared.clear  # so that what it drops is gone
         self._last: list[int | None] = [None] * len(self.shares)
         self._kept: list[tuple[Tensor, Handle[None]]] = []
         self._unread: list[tuple[Tensor, Handle[None]]] = []
@@ -177,7 +177,7 @@ class Reducing:
         """The message of a parameter that is a block, whether its memory is the pool's, and this rank's own chunk where
         that is not in the message."""
         block, (taken,), place = self.shares[number].block, self._take(number), self._places.pop(number, None)
-        gradient = taken.reshape(-1) if taken is not None else None
+        gradient = taken.contiguous().view(-1) if taken is not None else None
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True, []
         if place is not None and gradient is None:  # autograd may have written there, and waits for another part
@@ -223,8 +223,6 @@ class Reducing:
         return _Sent(share, message, into, True, adds, begin(own))
 
     def _prepared_rows(self, number: int, tail: int, message: Tensor, into: Tensor) -> _Prepared:
-        if self._made != self.pool.made:  # and others are gone
-            self._prepared, self._made = {}, self.pool.made
         key = number, tail, message.data_ptr(), into.data_ptr()
         if key not in self._prepared:
             share = self.shares[number]
@@ -327,6 +325,7 @@ class Reducing:
 
 def _plain(gradient: Tensor) -> Tensor:
     """The same as a strided tensor whose memory holds its elements as they are."""
+    gradient = gradient.detach()
     if gradient.is_sparse or gradient.is_conj() or gradient.is_neg():
         return (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()
     return gradient

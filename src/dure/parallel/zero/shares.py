@@ -118,7 +118,7 @@ class Pool:
         self.device, self.shared = device, shared
         self.free: list[Tensor] = []
         self.used: dict[int, Tensor] = {}
-        self.made = 0  # buffers, ever
+        self.before_change: Callable[[], None] = lambda: None  # called before a buffer is dropped, or left
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         nbytes = elements * dtype.itemsize
@@ -127,8 +127,8 @@ class Pool:
         if buffer is not None:
             self.free = [other for other in self.free if other is not buffer]
         else:
+            self.before_change()
             del self.free[-1:]
-            self.made += 1
             with torch.inference_mode(False):
                 buffer = (
                     empty_shared(max(1, nbytes), dtype=torch.uint8)
@@ -144,6 +144,7 @@ class Pool:
 
     def leave(self, tensor: Tensor) -> None:
         """A tensor that `take` gave stays with who has it."""
+        self.before_change()
         del self.used[tensor.data_ptr()]
 
     @property

@@ -44,10 +44,17 @@ class Later(Handle[None]):
         return self._rest is None
 
     def wait(self) -> None:
-        """Raises what the end raises, the first time; who waits again waits for nothing."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest()
+        """Raises what the end raises; who waits once more is told that it failed."""
+        rest = self._rest
+        if rest is None:
+            return
+        self._rest = _failed
+        rest()
+        self._rest = None
+
+
+def _failed() -> None:
+    raise RuntimeError("this operation failed, and has said so to who waited first")
 
 
 class Wire:
@@ -129,7 +136,10 @@ class Wire:
         return self._send("reduce-scatter", work, message)
 
     def prepare_reduce_scatter(self, message: Tensor, into: Tensor) -> Callable[[Sequence[Tensor]], Handle[None]]:
-        """`reduce_scatter` of the same tensors again and again, by calling what is returned with what is own."""
+        """`reduce_scatter` of the same tensors again and again, by calling what is returned with what is own.
+
+        Where calls are not `split_phase` all lies in the message, and nothing else is looked at.
+        """
         if not (self.split_phase or self.planned) or not message.numel():
             return lambda own: self._reduce_scatter(message, into)
         backend = self.group.process_group
