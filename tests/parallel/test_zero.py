@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -115,7 +116,10 @@ def test_the_norm_is_that_of_the_undivided_gradients_and_forgotten_ones_are_gone
         for options in STAGES:
             model, _, zero = divided(place, **options)
             loss_of(model, (10 * batch[0], batch[1])).backward()
+            zero.reduce()
+            forgotten = weakref.ref(next(part.grad for part in zero.parts() if part.grad is not None))
             zero.zero_grad()
+            assert zero.stage > 1 or forgotten() is None  # others keep the memory for the next gradients
             with zero.no_sync():
                 loss_of(model, (10 * batch[0], batch[1])).backward()
             model.zero_grad()

@@ -7,9 +7,9 @@ error that names the lost rank, the operation and the step. A group of one needs
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import NoReturn, TypeVar, overload
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -65,6 +65,30 @@ def settle(process_group: dist.ProcessGroup) -> None:
     known = _shared.get(process_group)
     if known is not None:
         known.line.settle()
+
+
+class _During:
+    """`Group.during`: a class, since it is entered and left in the middle of backward passes, twice a message."""
+
+    __slots__ = ("_before", "_group", "_operation", "_step")
+
+    def __init__(self, group: Group, operation: str, step: str | None) -> None:
+        self._group, self._operation, self._step = group, operation, step
+
+    def __enter__(self) -> None:
+        group = self._group
+        self._before, group.operation, group._shared.peer = group.operation, self._operation, None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        group = self._group
+        try:
+            # RuntimeError is all that c10d raises when a transfer fails; a mismatch says already all that can be known
+            if isinstance(error, RuntimeError) and not isinstance(error, MismatchError):
+                lost = group._diagnosed(error, group.step if self._step is None else self._step)
+                if lost is not None:
+                    raise lost from error
+        finally:
+            group.operation = self._before
 
 
 class Group:
@@ -201,27 +225,15 @@ class Group:
             dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
             self._shared.connected = True
 
-    @contextmanager
-    def during(self, operation: str, step: str | None = None) -> Iterator[None]:
+    def during(self, operation: str, step: str | None = None) -> _During:
         """Names what the group does, for errors; transfers that fail inside are diagnosed.
 
         step: what the operation belongs to, if that is not what the group is at.
         """
-        before, self.operation, self._shared.peer = self.operation, operation, None
-        try:
-            yield
-        except MismatchError:  # says already all that can be known
-            raise
-        except RuntimeError as error:  # all that c10d raises when a transfer fails
-            self._fail(error, self.step if step is None else step)
-        finally:
-            self.operation = before
+        return _During(self, operation, step)
 
-    def _fail(self, error: Exception, step: str) -> NoReturn:
-        lost = self._diagnose(self.operation, step, self._shared.peer, error) if self._diagnose is not None else None
-        if lost is None:
-            raise error
-        raise lost from error
+    def _diagnosed(self, error: Exception, step: str) -> PeerLostError | None:
+        return self._diagnose(self.operation, step, self._shared.peer, error) if self._diagnose is not None else None
 
     def holds(self, messages: int, nbytes: int) -> bool:
         """Whether so many messages, of `nbytes` together, leave at once, and lie with their receiver till it asks."""

@@ -94,7 +94,7 @@ class Line:
 
     def settle(self) -> None:
         """Waits until all that was issued has ended; raises nothing."""
-        if threading.current_thread() is self._thread:  # an operation that is made of others
+        if self._thread is None or threading.current_thread() is self._thread:  # an operation that is made of others
             return
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)

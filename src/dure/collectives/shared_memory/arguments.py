@@ -71,14 +71,24 @@ def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
         )
 
 
-def check_own_block(own: Sequence[Tensor], output: Tensor) -> None:
-    """Raises ValueError unless `own` are contiguous parts of one block like `output`."""
-    elements = sum(part.numel() for part in own)
-    if elements != output.numel() or any(part.dtype != output.dtype or not part.is_contiguous() for part in own):
+def own_block(own: Sequence[Tensor], output: Tensor) -> Sequence[Tensor]:
+    """The contiguous parts of a block like `output`, which is real: complex ones by their parts.
+
+    Raises ValueError for what is not that.
+    """
+    dtype, elements = output.dtype, 0
+    for part in own:
+        check_tensor(part)
+    if any(part.is_complex() for part in own):
+        own = [torch.view_as_real(part) if part.is_complex() else part for part in own]
+    for part in own:
+        elements += part.numel()
+    if own and (elements != output.numel() or any(part.dtype != dtype or not part.is_contiguous() for part in own)):
         raise ValueError(
-            f"a reduce_scatter into {output.numel()} elements of {output.dtype} takes an own block of as many, in "
+            f"a reduce_scatter into {output.numel()} elements of {dtype} takes an own block of as many, in "
             f"contiguous parts; these have {elements}, of {', '.join(sorted({str(part.dtype) for part in own}))}"
         )
+    return own
 
 
 def check_gathered(output: Tensor, source: Tensor, ranks: int) -> None:

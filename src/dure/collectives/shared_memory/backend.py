@@ -31,11 +31,11 @@ from dure.collectives.shared_memory.across import Across, UnderWay
 from dure.collectives.shared_memory.arguments import (
     check_gathered,
     check_like,
-    check_own_block,
     check_scattered,
     copy_back,
     dense_like,
     offers,
+    own_block,
     reducible,
     single,
     split,
@@ -364,13 +364,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         else:
             start = self._from_source(source, lambda: self._scatter_at_once(output, source, op))
 
-        def begun(own: Sequence[Tensor]) -> Begun:
-            own = [reducible(part, op) for part in own]
-            if own:
-                check_own_block(own, output)
-            return start(own)
-
-        return begun
+        return lambda own: start(own_block(own, output))
 
     def _from_source(self, source: Tensor, begin: Callable[[], Begun]) -> Callable[[Sequence[Tensor]], Begun]:
         """Begins after the rank's own block was copied to where it belongs."""
@@ -393,15 +387,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
         start = host.prepare_reduce_scatter(message, output, op)
+        number, block = 0, ()
+
+        def post() -> None:
+            nonlocal number
+            number = start(block)
+
+        beginning = self._telling(post)
 
         def begin(own: Sequence[Tensor]) -> Begun:
+            nonlocal block
             if message is not source:
                 message.copy_(source)
-            numbers: list[int] = []
+            block = own
             used = self._starting = [output, own, start]  # and what `start` keeps: the list that C has of what is own
-            self._promptly(self._telling(lambda: numbers.append(start(own))))
-            self._lend(numbers[0], message, used)
-            return self._begun(numbers[0], used)
+            self._promptly(beginning)
+            block = ()
+            self._lend(number, message, used)
+            return self._begun(number, used)
 
         return begin
 

@@ -132,7 +132,6 @@ class Reducing:
     def ready(self, number: int) -> bool:
         return len(self._arrived[number]) == len(self.shares[number].parameters)
 
-    @torch.no_grad()
     def issue(self, number: int) -> None:
         """Sends what there is of a block's gradients."""
         self._issued[number] = True
@@ -149,20 +148,29 @@ class Reducing:
     def _into(self, number: int, message: Tensor, adds: bool, carries: bool) -> Tensor:
         """Where the sum of a message goes: where it is to stay, or into this rank's row."""
         share = self.shares[number]
+        stays = not (adds or carries or share.block.dtype != share.block.master)
+        if stays and self.stage > 1:
+            if share.gradient is None:
+                share.gradient = torch.empty_like(share.master)
+            return share.gradient
         row = message.view(share.block.ranks, -1)[share.rank]
-        if adds or carries or share.block.dtype != share.block.master:
-            return row
-        if self.stage == 1:
+        if stays:
             share.gradient = row
-        elif share.gradient is None:
-            share.gradient = torch.empty_like(share.master)
-        return row if self.stage == 1 else share.gradient
+        return row
 
     def _take(self, number: int) -> list[Tensor | None]:
-        """The gradients of a block on this rank, which then are gone from there; None where there is none."""
-        taken = take_gradients(self.shares[number].parameters)
-        self._used[number].update(index for index, gradient in enumerate(taken) if gradient is not None)
-        return [gradient if gradient is None else _plain(gradient) for gradient in taken]
+        """The gradients of a block on this rank, strided and without a graph, which then are gone from there.
+
+        None where there is none.
+        """
+        taken, used = take_gradients(self.shares[number].parameters), self._used[number]
+        for index, gradient in enumerate(taken):
+            if gradient is None:
+                continue
+            used.add(index)
+            if gradient.is_sparse or gradient.requires_grad:
+                taken[index] = gradient.detach().to_dense()
+        return taken
 
     def place_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Where the gradient of a parameter can be computed so that it leaves from there (`dure.parallel.direct`)."""
@@ -177,7 +185,7 @@ class Reducing:
         """The message of a parameter that is a block, whether its memory is the pool's, and this rank's own chunk where
         that is not in the message."""
         block, (taken,), place = self.shares[number].block, self._take(number), self._places.pop(number, None)
-        gradient = taken.contiguous().view(-1) if taken is not None else None
+        gradient = _plain(taken).contiguous().view(-1) if taken is not None else None
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True, []
         if place is not None and gradient is None:  # autograd may have written there, and waits for another part
@@ -258,24 +266,29 @@ class Reducing:
 
     def _settle(self, sent: _Sent) -> None:
         """Waits for a message and puts its sum where it belongs."""
-        share, chunk = sent.share, sent.share.block.chunk
         self.wire.wait(sent.handle, "gradients")
+        stays = sent.into is sent.share.gradient
+        if not stays:
+            self._put(sent)
+        if sent.pooled and stays and self.stage == 1:
+            self._kept.append((sent.message, sent.handle))
+        elif sent.pooled:
+            self._give(sent.message, sent.handle)
+
+    def _put(self, sent: _Sent) -> None:
+        """Puts a sum that has come into this rank's row of the message where it belongs."""
+        share, chunk = sent.share, sent.share.block.chunk
         reduced = sent.into[:chunk]
         if sent.into.numel() > chunk:
             self._numbers = sent.into[chunk:].clone()
         if sent.adds:
             assert share.gradient is not None
             share.gradient.add_(reduced)
-        elif share.gradient is None or share.gradient.data_ptr() != reduced.data_ptr():
-            if share.gradient is None or self.stage == 1:
-                share.gradient = torch.empty_like(share.master)
-            share.gradient.copy_(reduced)
-        if sent.pooled and share.gradient is not None and lies_in(share.gradient, sent.message):
-            self._kept.append((sent.message, sent.handle))
-        elif sent.pooled:
-            self._give(sent.message, sent.handle)
+            return
+        if share.gradient is None or self.stage == 1:
+            share.gradient = torch.empty_like(share.master)
+        share.gradient.copy_(reduced)
 
-    @torch.no_grad()
     def finish(self) -> None:
         """The end of a pass: waits for all sums, sends what was late, and hands the gradients to the optimizer."""
         if self.carrier is None and self.shares:
@@ -311,7 +324,7 @@ class Reducing:
         for share in self.shares:
             drop_gradients(share.parameters)
             if self.stage == 1 and not share.accumulates():
-                share.gradient = None
+                share.forget_gradient()
         for place in self._places.values():
             self.pool.give(place)
         self._places.clear()
@@ -324,11 +337,8 @@ class Reducing:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """The same as a strided tensor whose memory holds its elements as they are."""
-    gradient = gradient.detach()
-    if gradient.is_sparse or gradient.is_conj() or gradient.is_neg():
-        return (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()
-    return gradient
+    """The same as a tensor whose memory holds its elements as they are."""
+    return gradient.resolve_conj().resolve_neg()
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:

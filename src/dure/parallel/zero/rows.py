@@ -47,7 +47,7 @@ class Rows:
         row = []
         for place, part in self._own:
             gradient = gradients[part.number] if part is not None else place.zero_()
-            if gradient is None or gradient.dtype != self._dtype or not gradient.is_contiguous():
+            if gradient is None or gradient.dtype != self._dtype or not gradient.is_contiguous() or _is_lazy(gradient):
                 return []
             row.append(_run(gradient, part) if part is not None else gradient)
         return row
@@ -64,6 +64,11 @@ def _filled(block: Block, row: Tensor, parts: Sequence[tuple[int, Part | None]])
         (place.view(block.shapes[part.number]) if part is not None and part.whole else place, part)
         for place, (_, part) in zip(places, parts, strict=True)
     ]
+
+
+def _is_lazy(gradient: Tensor) -> bool:
+    """Whether its memory holds something else than its elements."""
+    return gradient.is_neg() or gradient.is_conj()
 
 
 def _run(gradient: Tensor, part: Part) -> Tensor:

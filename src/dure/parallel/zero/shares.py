@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ class Share:
         self.own = memory if self.whole is None else memory[rank * block.chunk : (rank + 1) * block.chunk]
         self._places = list(zip(block.starts, block.lengths, block.shapes, strict=True))
         self.gradient: Tensor | None = None
+        self._cut: Tensor | None = None  # the gradient that `_pieces` are of
+        self._pieces: list[Tensor] = []
         mixed = block.dtype != block.master
         self.master = torch.empty_like(self.own, dtype=block.master) if mixed else self.own
         self.take([parameter.data for parameter in parameters])
@@ -99,12 +102,19 @@ class Share:
         """Whether there are gradients to which those of the next pass are added."""
         return any(held.part.grad is not None for held in self.held)
 
+    def forget_gradient(self) -> None:
+        self.gradient = self._cut = None
+        self._pieces = []
+
     def give_gradients(self, used: Sequence[bool]) -> None:
         """Hands the sum to the optimizer's parts, where some rank has used the parameter."""
         assert self.gradient is not None
-        for held in self.held:
+        if self._cut is not self.gradient:
+            self._cut = self.gradient
+            self._pieces = [self.part(self.gradient, held.place, held.piece) for held in self.held]
+        for held, gradient in zip(self.held, self._pieces, strict=True):
             if used[held.place] and held.part.grad is None:
-                held.part.grad = self.part(self.gradient, held.place, held.piece)
+                held.part.grad = gradient
 
 
 class Pool:
@@ -116,36 +126,46 @@ class Pool:
 
     def __init__(self, device: torch.device, shared: bool = False) -> None:
         self.device, self.shared = device, shared
-        self.free: list[Tensor] = []
+        self.free: list[Tensor] = []  # by size
         self.used: dict[int, Tensor] = {}
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.before_change: Callable[[], None] = lambda: None  # called before a buffer is dropped, or left
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         nbytes = elements * dtype.itemsize
-        self.free.sort(key=Tensor.numel)
-        buffer = next((buffer for buffer in self.free if buffer.numel() >= nbytes), None)
-        if buffer is not None:
-            self.free = [other for other in self.free if other is not buffer]
+        place = next((place for place, buffer in enumerate(self.free) if buffer.numel() >= nbytes), None)
+        if place is not None:
+            buffer = self.free.pop(place)
         else:
-            self.before_change()
+            self._changes()
             del self.free[-1:]
+            buffer = self._made(nbytes)
+        address = buffer.data_ptr()
+        self.used[address] = buffer
+        view = self._views.get((address, nbytes, dtype))
+        if view is None:
             with torch.inference_mode(False):
-                buffer = (
-                    empty_shared(max(1, nbytes), dtype=torch.uint8)
-                    if self.shared
-                    else torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
-                )
-        self.used[buffer.data_ptr()] = buffer
-        return buffer[:nbytes].view(dtype)
+                view = self._views[address, nbytes, dtype] = buffer[:nbytes].view(dtype)
+        return view
+
+    def _made(self, nbytes: int) -> Tensor:
+        with torch.inference_mode(False):
+            if self.shared:
+                return empty_shared(max(1, nbytes), dtype=torch.uint8)
+            return torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
 
     def give(self, tensor: Tensor) -> None:
         """Takes a tensor back that `take` gave."""
-        self.free.append(self.used.pop(tensor.data_ptr()))
+        bisect.insort(self.free, self.used.pop(tensor.data_ptr()), key=Tensor.numel)
 
     def leave(self, tensor: Tensor) -> None:
         """A tensor that `take` gave stays with who has it."""
-        self.before_change()
+        self._changes()
         del self.used[tensor.data_ptr()]
+
+    def _changes(self) -> None:
+        self._views.clear()
+        self.before_change()
 
     @property
     def buffers(self) -> list[Tensor]:

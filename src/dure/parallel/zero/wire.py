@@ -148,7 +148,9 @@ class Wire:
         name = "native reduce-scatter"
 
         def begin(own: Sequence[Tensor]) -> Handle[None]:
-            begun = self._plainly(name, lambda: start(own))
+            self.group.settle()
+            with self.group.during(name):
+                begun = start(own)
             self.count(into)
             return Later(self._ending(name, begun.end), begun.is_read)
 
