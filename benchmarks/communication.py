@@ -1,15 +1,14 @@
 """What travels in each system: bytes and messages of every participant, how much of it is hidden, who waits.
 
-Every system of dure's catalogue trains the same model on the same number of samples, an MLP of 10 million parameters
-(784-2800-2800-10) or with --task digits one of 55,210. Bytes and messages are counted with --count-ranks workers and
-set beside the formula of the system's leading term, without tails and padding. Time is measured with --ranks workers,
-in rounds in which each system runs once, beginning with another one each time; shares are medians over the rounds.
+Every parallelism of dure's catalogue, and FedAvg, trains the same model on the same number of samples, an MLP of 10
+million parameters (784-2800-2800-10) or with --task digits one of 55,210. Bytes and messages are counted with
+--count-ranks workers and set beside the formula of the system's leading term, without tails and padding. Time is
+measured with --ranks workers, in rounds in which each system runs once, beginning with another one each time; shares
+are medians over the rounds.
 
     python benchmarks/communication.py --out docs/images --page docs/study-communication.md \\
         > benchmarks/results/communication.json
     python benchmarks/communication.py --systems data-parallel local-sgd --quick
-
-A system of the catalogue that has no cases here runs as its defaults are, without a formula.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure import catalog
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.cost import bytes_sent
 from dure.record.checkpoint import unpack_checkpoint
@@ -60,6 +58,7 @@ class Facts:
     d: int
     n: int
     inputs: int
+    width: int
     outputs: int
     epochs: int
 
@@ -87,6 +86,9 @@ class Case:
     @property
     def system(self) -> str:
         return self.spec.partition(",")[0]
+
+    def spec_of(self, ranks: int) -> str:
+        return self.spec.format(n=ranks, half=ranks // 2)
 
 
 def by_all_reduce(algorithm: str, of: Callable[[Facts], float]) -> Formula:
@@ -116,6 +118,24 @@ def master_and_workers(facts: Facts) -> list[float]:
     master = 4 * BATCH * (facts.inputs + facts.outputs) * facts.steps
     worker = (4 * BATCH * facts.outputs / facts.n + 4 * facts.d) * facts.steps
     return [master, *[worker] * facts.n]
+
+
+def stages(facts: Facts) -> list[float]:
+    """Activations to the stage behind, their gradients to the one before; all cuts lie in the hidden layers."""
+    cut = 4 * BATCH * facts.width * facts.steps
+    return [cut * ((rank < facts.n - 1) + (rank > 0)) for rank in range(facts.n)]
+
+
+def neighbours(facts: Facts) -> list[float]:
+    """What the two hidden layers, by columns and by rows, sum over all ranks: the activations, once a step."""
+    return [2 * (facts.n - 1) / facts.n * 4 * BATCH * facts.width * facts.steps] * facts.n
+
+
+def pairs_of_neighbours(facts: Facts) -> list[float]:
+    """Pairs of tensor neighbours; each rank sums the gradients of its half with its like in the other pairs."""
+    pairs = facts.n // 2
+    elements = BATCH / pairs * facts.width + 2 * (pairs - 1) / pairs * facts.d / 2
+    return [4 * elements * facts.steps] * facts.n
 
 
 def server_and_clients(facts: Facts) -> list[float]:
@@ -169,7 +189,15 @@ CASES = [
         by_all_reduce("ring", every_period),
     ),
     Case("parallel-sgd", "weights, once", "2(N-1)/N · d a run", by_all_reduce("ring", lambda facts: 1.0)),
-    Case("layers-per-core,microbatches=4", "activations, and their gradients", "2 · B · width a cut and step"),
+    Case("layers-per-core,microbatches=4", "activations, and their gradients", "2 · B · width a cut and step", stages),
+    Case("pipeline,microbatches=4", "activations, and their gradients", "2 · B · width a cut and step", stages),
+    Case("tensor-parallel", "activations, summed", "2(N-1)/N · B · width a pair of layers and step", neighbours),
+    Case(
+        "parallel,data={half},tensor=2",
+        "activations, summed; gradients of halves",
+        "T tensor, D data: 2(T-1)/T · B/D · width + 2(D-1)/D · d/T a step",
+        pairs_of_neighbours,
+    ),
     Case("hogwild", "nothing: shared memory", "0", lambda facts: [0.0] * facts.n, kind="threads"),
     Case("hogwild", "nothing: shared memory", "0", lambda facts: [0.0] * facts.n, kind="ranks"),
     Case(
@@ -182,10 +210,12 @@ CASES = [
 
 
 def cases(systems: list[str]) -> list[Case]:
-    """The cases of these systems; those of the catalogue that no case names run as they are."""
-    known = {case.system for case in CASES}
-    others = [Case(name, "", "") for name in catalog.SYSTEMS if name not in known]
-    return [case for case in [*CASES, *others] if case.system in systems and case.system in catalog.SYSTEMS]
+    """The cases of these systems."""
+    return [case for case in CASES if case.system in systems]
+
+
+WIDTHS = {"mlp": 2800, "digits": 200}
+"""Of the hidden layers, by the name of the task."""
 
 
 def mlp() -> nn.Module:
@@ -224,7 +254,7 @@ def world_of(case: Case, ranks: int) -> World:
 
 def run(case: Case, task: dure.Task, ranks: int, epochs: int) -> tuple[dure.Run, list[Counters]]:
     """A run, and the counters of its workers at the end."""
-    strategy = parse_strategy(case.spec.format(n=ranks))
+    strategy = parse_strategy(case.spec_of(ranks))
     with tempfile.TemporaryDirectory() as folder:
         done = dure.train(
             task,
@@ -242,7 +272,7 @@ def run(case: Case, task: dure.Task, ranks: int, epochs: int) -> tuple[dure.Run,
 
 def label_of(case: Case, ranks: int) -> str:
     """As tables call it, with the world's name where the strategy has no label of its own for it."""
-    world, strategy = world_of(case, ranks), parse_strategy(case.spec.format(n=ranks))
+    world, strategy = world_of(case, ranks), parse_strategy(case.spec_of(ranks))
     label = label_in(strategy, world.kind) + case.also
     return label if case.kind is None or label != strategy.label else f"{label} in {world.name}"
 
@@ -251,13 +281,14 @@ def counted(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON:
     """Bytes and messages of every participant in an epoch, and the formula's."""
     done, workers = run(case, task, ranks, epochs)
     inputs, outputs = task.train.inputs[0].numel(), 10
-    facts = Facts(done.summary["parameters"], ranks, inputs, outputs, round(done.summary["epochs"]))
+    epochs = round(done.summary["epochs"])
+    facts = Facts(done.summary["parameters"], ranks, inputs, WIDTHS[task.name], outputs, epochs)
     expected = case.sent(facts) if case.sent is not None else None
     sent = [one.bytes_sent for one in workers]
     row = {
         "label": label_of(case, ranks),
         "system": case.system,
-        "strategy": case.spec.format(n=ranks),
+        "strategy": case.spec_of(ranks),
         "world": done.summary["world"],
         "what": case.what,
         "formula": case.formula,
@@ -333,11 +364,11 @@ def measured(asked: argparse.Namespace) -> JSON:
             if one is not None:
                 rounds[at].append(one)
         show(f"round {turn + 1} of {asked.repeat}")
-    for row, found in zip(rows, rounds, strict=True):
-        row["time"] = summed_up(found) if found else None
+    for case, row, found in zip(chosen, rows, rounds, strict=True):
+        row["time"] = {"label": label_of(case, asked.ranks), **summed_up(found)} if found else None
         if row["time"] is not None:
             show(
-                f"{row['label']:<44} {row['time']['seconds_per_epoch'] * 1e3 / STEPS:8.1f} ms a step, "
+                f"{row['time']['label']:<44} {row['time']['seconds_per_epoch'] * 1e3 / STEPS:8.1f} ms a step, "
                 f"communication {row['time']['communication_share']:.0%}, idle {row['time']['idle_share']:.0%}, "
                 f"hidden {row['time']['hidden_of_communication']:.0%}"
             )
@@ -392,7 +423,7 @@ def draw(result: JSON, out: Path) -> None:
     ]
     save(out / "communication-bytes.svg", f"What each of {n} workers sends, and who stands out", panels)
     timed_rows = [row for row in result["rows"] if row["time"] is not None]
-    labels = [row["label"] for row in timed_rows]
+    labels = [row["time"]["label"] for row in timed_rows]
     kinds = ("compute", "communication", "idle")
     shares = {kind: [row["time"][f"{kind}_share"] * 100 for row in timed_rows] for kind in kinds}
     hidden = {"": [row["time"]["hidden_of_communication"] * 100 for row in timed_rows]}
@@ -434,7 +465,7 @@ def describe(result: JSON, page: Path) -> None:
         shares = ("compute_share", "communication_share", "idle_share", "hidden_of_communication")
         each = f"{time['seconds_per_epoch'] / steps * 1e3:.1f}"
         uneven = f"{time['compute_of_busiest_over_mean']:.2f}"
-        return [row["label"], each, *(f"{time[share]:.0%}" for share in shares), uneven]
+        return [time["label"], each, *(f"{time[share]:.0%}" for share in shares), uneven]
 
     sent = ["system", "what travels", "elements that a worker sends", "MB a worker", "the busiest", "of the formula"]
     times = ["system", "ms a step", "compute", "communication", "idle", "hidden", "busiest / mean compute"]
@@ -449,7 +480,7 @@ def describe(result: JSON, page: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = list(catalog.SYSTEMS)
+    known = list(dict.fromkeys(case.system for case in CASES))
     parser.add_argument("--systems", nargs="+", choices=known, default=known, metavar="SYSTEM", help="by name; all")
     parser.add_argument("--task", choices=("mlp", "digits"), default="mlp")
     parser.add_argument("--count-ranks", type=int, default=4)
