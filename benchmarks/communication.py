@@ -270,6 +270,12 @@ def run(case: Case, task: dure.Task, ranks: int, epochs: int) -> tuple[dure.Run,
         return done, [Counters.from_list(row) for row in unpack_checkpoint(parts)[1]["workers"]]
 
 
+def check(chosen: list[Case], task: dure.Task, ranks: int) -> None:
+    """Raises ValueError if one of them cannot run with so many workers."""
+    for case in chosen:
+        parse_strategy(case.spec_of(ranks)).check(task, world_of(case, ranks).workers)
+
+
 def label_of(case: Case, ranks: int) -> str:
     """As tables call it, with the world's name where the strategy has no label of its own for it."""
     world, strategy = world_of(case, ranks), parse_strategy(case.spec_of(ranks))
@@ -491,6 +497,11 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
     parser.add_argument("--result", type=Path, help="draw and describe this result again, and measure nothing")
     asked = parser.parse_args()
+    try:
+        for ranks in (asked.count_ranks, asked.ranks):
+            check(cases(asked.systems), task_of(asked.task), ranks)
+    except ValueError as error:
+        parser.error(f"with {ranks} workers: {error}")
     result = measured(asked) if asked.result is None else json.loads(asked.result.read_text())
     if asked.result is None:
         json.dump(result, sys.stdout)

@@ -94,7 +94,8 @@ class Line:
 
     def settle(self) -> None:
         """Waits until all that was issued has ended; raises nothing."""
-        if self._thread is None or threading.current_thread() is self._thread:  # an operation that is made of others
+        thread = self._thread
+        if thread is None or threading.current_thread() is thread:  # nothing is under way; an operation made of others
             return
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)

@@ -71,24 +71,19 @@ def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
         )
 
 
-def own_block(own: Sequence[Tensor], output: Tensor) -> Sequence[Tensor]:
-    """The contiguous parts of a block like `output`, which is real: complex ones by their parts.
+def own_block(own: Sequence[Tensor], output: Tensor, op: int) -> list[Tensor]:
+    """These parts of a block like `output`, as they are reduced.
 
-    Raises ValueError for what is not that.
+    Raises ValueError unless they are contiguous and together as long, or there is none.
     """
-    dtype, elements = output.dtype, 0
-    for part in own:
-        check_tensor(part)
-    if any(part.is_complex() for part in own):
-        own = [torch.view_as_real(part) if part.is_complex() else part for part in own]
-    for part in own:
-        elements += part.numel()
-    if own and (elements != output.numel() or any(part.dtype != dtype or not part.is_contiguous() for part in own)):
+    parts, dtype = [reducible(part, op) for part in own], output.dtype
+    elements = sum(part.numel() for part in parts)
+    if parts and (elements != output.numel() or any(part.dtype != dtype or not part.is_contiguous() for part in parts)):
         raise ValueError(
             f"a reduce_scatter into {output.numel()} elements of {dtype} takes an own block of as many, in "
-            f"contiguous parts; these have {elements}, of {', '.join(sorted({str(part.dtype) for part in own}))}"
+            f"contiguous parts; these have {elements}, of {', '.join(sorted({str(part.dtype) for part in parts}))}"
         )
-    return own
+    return parts
 
 
 def check_gathered(output: Tensor, source: Tensor, ranks: int) -> None:

@@ -364,7 +364,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         else:
             start = self._from_source(source, lambda: self._scatter_at_once(output, source, op))
 
-        return lambda own: start(own_block(own, output))
+        return lambda own: start(own_block(own, output, op))
 
     def _from_source(self, source: Tensor, begin: Callable[[], Begun]) -> Callable[[Sequence[Tensor]], Begun]:
         """Begins after the rank's own block was copied to where it belongs."""
@@ -387,7 +387,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
         start = host.prepare_reduce_scatter(message, output, op)
-        number, block = 0, ()
+        number, block = 0, ()  # of the call that was begun last
 
         def post() -> None:
             nonlocal number

@@ -103,6 +103,7 @@ class Share:
         return any(held.part.grad is not None for held in self.held)
 
     def forget_gradient(self) -> None:
+        """The memory goes back, if nobody else has it."""
         self.gradient = self._cut = None
         self._pieces = []
 
@@ -121,7 +122,8 @@ class Pool:
     """Buffers that are used again and again, so that no memory has to be made anew in every step.
 
     The smallest free buffer that is large enough is taken; if there is none, a larger one is made in place of the
-    largest free one. So there are as many as were ever in use at once. shared: where other ranks can read them.
+    largest free one. So there are as many as were ever in use at once, and what is asked for again has the same view of
+    it. shared: where other ranks can read them.
     """
 
     def __init__(self, device: torch.device, shared: bool = False) -> None:

@@ -148,9 +148,7 @@ class Wire:
         name = "native reduce-scatter"
 
         def begin(own: Sequence[Tensor]) -> Handle[None]:
-            self.group.settle()
-            with self.group.during(name):
-                begun = start(own)
+            begun = self._plainly(name, lambda: start(own))
             self.count(into)
             return Later(self._ending(name, begun.end), begun.is_read)
 
