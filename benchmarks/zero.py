@@ -6,7 +6,7 @@ slowest rank. Medians over the rounds; ratios are medians of the rounds' ratios.
 learn the same: the weights after some steps are compared with those of one process.
 
     one thread                  one process, the joint batch
-    no exchange                 the ranks train apart, undivided: nothing can be faster
+    no exchange                 the ranks train apart, undivided: only who divides the optimizer's work can be faster
     ZeRO 1, ZeRO 2, ZeRO 3      dure's, over dure's shared memory
     ZeRO 3, gloo                the same over gloo
     FSDP2, gloo; FSDP2, dure    torch's fully_shard of every layer and the model, over both
