@@ -1,14 +1,16 @@
 """ADMM, FedProx's local loss and FedAvg where every worker has other labels, at equal rounds.
 
-MNIST 2NN, four workers with two label shards each (the data are sorted by label and cut into eight). A round is one
-pass of every worker over its own data in batches of 16, and one exchange of weights. Every system trains with every
-rate of --rates, ADMM and FedProx with every rho of --rhos; shown is what has the best mean test accuracy over all
-rounds, so that all are chosen by the same measure. All trials are in the result.
+MNIST 2NN, four workers with two label shards each (the data are sorted by label and cut into
+eight). A round is one pass of every worker over its own data in batches of 16, and one exchange of
+weights. Every system trains with every rate of --rates, ADMM and FedProx with every rho of --rhos;
+shown is what has the best mean test accuracy over all rounds, so that all are chosen by the same
+measure. All trials are in the result.
 
     python benchmarks/admm.py --data DIR [--figure docs/images/admm.svg] > result.json
 
-Progress goes to standard error, the result as JSON to standard output. Run folders are kept under --out: called again
-with the same --out it takes the runs that are there, and goes on with one that was interrupted.
+Progress goes to standard error, the result as JSON to standard output. Run folders are kept under
+--out: called again with the same --out it takes the runs that are there, and goes on with one that
+was interrupted.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from typing import Any
 from figures import Axis, Curve, lines, save
 
 import dure
+from dure.contracts.strategy import Strategy, World
 from dure.record.run import Run
-from dure.strategy import Strategy, World
 
 WORKERS, BATCH = 4, 16
 SHARDS = dure.LabelShards(2)
@@ -34,7 +36,9 @@ def show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def trained(asked: argparse.Namespace, name: str, strategy: Strategy, world: World, rate: float) -> Run:
+def trained(
+    asked: argparse.Namespace, name: str, strategy: Strategy, world: World, rate: float
+) -> Run:
     """A new run, or the one that is there, gone on with if it was interrupted."""
     folder = asked.out / f"{name.replace(' ', '-')}-lr-{rate:g}"
     task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=rate)
@@ -42,7 +46,9 @@ def trained(asked: argparse.Namespace, name: str, strategy: Strategy, world: Wor
         return dure.load_run(folder, task.model)
     if (folder / "config.json").exists():
         return dure.resume(folder)
-    return dure.train(task, strategy, world, dure.Stop(rounds=asked.rounds), seed=asked.seed, out=folder)
+    return dure.train(
+        task, strategy, world, dure.Stop(rounds=asked.rounds), seed=asked.seed, out=folder
+    )
 
 
 def trials_of(asked: argparse.Namespace) -> dict[str, list[tuple[str, Strategy, World]]]:
@@ -53,7 +59,9 @@ def trials_of(asked: argparse.Namespace) -> dict[str, list[tuple[str, Strategy, 
         return dure.ADMM(BATCH * WORKERS, rho, adaptive=False, duals=duals, partition=SHARDS)
 
     return {
-        "FedAvg": [("FedAvg", dure.FedAvg(WORKERS, batch_size=BATCH, partition=SHARDS), dure.Simulated())],
+        "FedAvg": [
+            ("FedAvg", dure.FedAvg(WORKERS, batch_size=BATCH, partition=SHARDS), dure.Simulated())
+        ],
         "FedProx's loss": [(f"FedProx mu={rho:g}", admm(rho, False), ranks) for rho in asked.rhos],
         "ADMM": [(f"ADMM rho={rho:g}", admm(rho, True), ranks) for rho in asked.rhos],
     }
@@ -63,7 +71,9 @@ def curve(run: Run) -> list[float]:
     return run.history.curve("test_accuracy")[1]
 
 
-def measured(asked: argparse.Namespace, system: str, trials: list[tuple[str, Strategy, World]]) -> dict[str, Any]:
+def measured(
+    asked: argparse.Namespace, system: str, trials: list[tuple[str, Strategy, World]]
+) -> dict[str, Any]:
     """One row: the best trial, and what the others came to."""
     runs: dict[tuple[str, float], Run] = {}
     for name, strategy, world in trials:
@@ -74,7 +84,10 @@ def measured(asked: argparse.Namespace, system: str, trials: list[tuple[str, Str
                 show(f"{name} lr {rate:g} diverges: {error}")
                 continue
             accuracy = curve(runs[name, rate])
-            show(f"{name} lr {rate:g}: accuracy {accuracy[-1]:.4f} at the end, {statistics.fmean(accuracy):.4f} mean")
+            show(
+                f"{name} lr {rate:g}: accuracy {accuracy[-1]:.4f} at the end, "
+                f"{statistics.fmean(accuracy):.4f} mean"
+            )
     name, rate = max(runs, key=lambda trial: statistics.fmean(curve(runs[trial])))
     run = runs[name, rate]
     return {
@@ -92,7 +105,11 @@ def measured(asked: argparse.Namespace, system: str, trials: list[tuple[str, Str
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     accuracies = [
-        Curve(f"{row['chosen']}, lr {row['rate']:g}", range(len(row["test_accuracy"])), row["test_accuracy"])
+        Curve(
+            f"{row['chosen']}, lr {row['rate']:g}",
+            range(len(row["test_accuracy"])),
+            row["test_accuracy"],
+        )
         for row in rows
     ]
     residuals = [
@@ -105,11 +122,17 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         lines("Test accuracy", accuracies, Axis("rounds"), Axis("", low=0.4)),
         lines("Residuals", residuals, Axis("rounds"), Axis("", log=True)),
     ]
-    save(path, "ADMM where every worker has other labels: MNIST, 2NN, four workers with two shards each", panels)
+    save(
+        path,
+        "ADMM where every worker has other labels: MNIST, 2NN, four workers with two shards each",
+        panels,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder of MNIST's four IDX files")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rates", nargs="+", type=float, default=[0.03, 0.1])
@@ -122,7 +145,9 @@ def main() -> None:
     if asked.figure is not None:
         draw(rows, asked.figure)
     setting = f"MNIST 2NN, {WORKERS} workers, {SHARDS}, batch {BATCH} a worker, {asked.rounds} rounds of one pass"
-    json.dump({"benchmark": "admm", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout)
+    json.dump(
+        {"benchmark": "admm", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout
+    )
 
 
 if __name__ == "__main__":

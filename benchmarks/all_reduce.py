@@ -1,9 +1,12 @@
-"""All-reduce beside its peers on this machine: gloo, Open MPI, dure's shared memory, and every algorithm over gloo.
+"""All-reduce beside its peers on this machine: gloo, Open MPI, dure's shared memory, and every
+algorithm over gloo.
 
-    python benchmarks/all_reduce.py [options of dure bench all-reduce] > benchmarks/results/all_reduce.json
+    python benchmarks/all_reduce.py [options of dure bench all-reduce] >
+    benchmarks/results/all_reduce.json
 
-The result goes to standard output as JSON (its fields: dure.bench.result), progress and tables to standard error. The
-cost model is fitted as well. Run it on a machine that has nothing else to do; docs/benchmarks.md says how it measures.
+The result goes to standard output as JSON (its fields: dure.bench.result), progress and tables to
+standard error. The cost model is fitted as well. Run it on a machine that has nothing else to do;
+docs/benchmarks.md says how it measures.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dure.cli import main
+from dure.cli.main import main
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

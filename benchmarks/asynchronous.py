@@ -1,16 +1,19 @@
-"""Asynchronous federations: what staleness does to FedAsync's mixing, and who arrives first where some are slow.
+"""Asynchronous federations: what staleness does to FedAsync's mixing, and who arrives first where
+some are slow.
 
-1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old, drawn uniformly;
-   MNIST, 2NN, 100 clients with IID and with Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing,
-   alpha 0.9, against polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same clients,
-   batches and staleness. What is reported is the test accuracy at the end (mean over the second half's evaluations),
-   and how it swings there, and before: the standard deviation of the differences between evaluations. Medians over
-   the seeds.
-2. Stragglers: a tenth of the devices computes 10 times as slowly. Virtual seconds, and bytes, to a target accuracy:
-   FedAvg that waits for all of a round, FedAvg that asks 1.3 times as many as it needs, FedAsync, FedBuff; with as many
-   clients at work. Learning rates are the task's for all.
+1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old,
+   drawn uniformly; MNIST, 2NN, 100 clients with IID and with Dirichlet(0.3) labels, one local
+   epoch, batches of 50. Constant mixing, alpha 0.9, against polynomial (a = 0.5) and hinge (a = 10,
+   b = 4), at S = 0, 4, 16. Each has the same clients, batches and staleness. What is reported is
+   the test accuracy at the end (mean over the second half's evaluations), and how it swings there,
+   and before: the standard deviation of the differences between evaluations. Medians over the
+   seeds.
+2. Stragglers: a tenth of the devices computes 10 times as slowly. Virtual seconds, and bytes, to a
+   target accuracy: FedAvg that waits for all of a round, FedAvg that asks 1.3 times as many as it
+   needs, FedAsync, FedBuff; with as many clients at work. Learning rates are the task's for all.
 
-    python benchmarks/asynchronous.py --data DIR --out docs/images --page docs/study-asynchronous.md \\
+    python benchmarks/asynchronous.py --data DIR --out docs/images --page docs/study-asynchronous.md
+    \\
         > benchmarks/results/asynchronous.json
 
 Progress goes to standard error, the result as JSON to standard output.
@@ -55,7 +58,9 @@ def swing(accuracy: list[float]) -> float:
     return statistics.pstdev(after - before for before, after in pairwise(accuracy))
 
 
-def stale(task: dure.Task, data: str, staleness: int, mixing: str, updates: int, seed: int) -> dict[str, Any]:
+def stale(
+    task: dure.Task, data: str, staleness: int, mixing: str, updates: int, seed: int
+) -> dict[str, Any]:
     """One run of FedAsync with drawn staleness."""
     strategy = dure.FedAsync(
         clients=100,
@@ -66,7 +71,13 @@ def stale(task: dure.Task, data: str, staleness: int, mixing: str, updates: int,
         stale=staleness,
         **MIXINGS[mixing],
     )
-    run = dure.train(task, strategy, stop=dure.Stop(rounds=updates), seed=seed, evaluate_every=max(1, updates // 60))
+    run = dure.train(
+        task,
+        strategy,
+        stop=dure.Stop(rounds=updates),
+        seed=seed,
+        evaluate_every=max(1, updates // 60),
+    )
     step, accuracy = run.history.curve("test_accuracy")
     half = len(accuracy) // 2
     late = accuracy[half:]
@@ -88,7 +99,12 @@ def stale(task: dure.Task, data: str, staleness: int, mixing: str, updates: int,
 
 def contestants() -> dict[str, Any]:
     """Ten clients at work in each."""
-    options: dict[str, Any] = {"clients": 100, "fraction": 0.1, "batch_size": 10, "partition": dure.IID()}
+    options: dict[str, Any] = {
+        "clients": 100,
+        "fraction": 0.1,
+        "batch_size": 10,
+        "partition": dure.IID(),
+    }
     return {
         "FedAvg": dure.FedAvg(**options),
         "FedAvg, asks 13 for 10": dure.FedAvg(selection="uniform:1.3", **options),
@@ -122,12 +138,17 @@ def race(task: dure.Task, name: str, strategy: Any, seed: int, most: int) -> dic
             "accuracy": [e.metrics["test_accuracy"] for e in evaluations],
         },
     }
-    show(f"{name}, seed {seed}: {row['virtual_seconds']:.0f} virtual seconds, {row['updates']} updates")
+    show(
+        f"{name}, seed {seed}: {row['virtual_seconds']:.0f} virtual seconds, {row['updates']} "
+        f"updates"
+    )
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="the folder of MNIST's four files")
     parser.add_argument("--updates", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=5, help="of each run")
@@ -138,7 +159,11 @@ def main() -> None:
     updates, seeds = (60, 1) if asked.quick else (asked.updates, asked.seeds)
     task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=0.1)
     stales = [stale(task, *cell, updates, seed) for cell in CELLS for seed in range(seeds)]
-    races = [race(task, name, one, seed, 60) for seed in range(seeds) for name, one in contestants().items()]
+    races = [
+        race(task, name, one, seed, 60)
+        for seed in range(seeds)
+        for name, one in contestants().items()
+    ]
     result = {
         "compared": "FedAsync's mixings under staleness; synchronous and asynchronous systems with stragglers",
         "alpha": ALPHA,
@@ -152,28 +177,47 @@ def main() -> None:
     if asked.out is not None:
         pictures(stales, races, asked.out)
     if asked.page is not None:
-        fill(asked.page, {"staleness": staleness_table(stales), "stragglers": stragglers_table(races)})
+        fill(
+            asked.page,
+            {"staleness": staleness_table(stales), "stragglers": stragglers_table(races)},
+        )
 
 
 def staleness_table(rows: list[dict[str, Any]]) -> str:
     cells = []
     for data, staleness, mixing in CELLS:
-        own = [row for row in rows if (row["data"], row["staleness"], row["mixing"]) == (data, staleness, mixing)]
+        own = [
+            row
+            for row in rows
+            if (row["data"], row["staleness"], row["mixing"]) == (data, staleness, mixing)
+        ]
         numbers = [
-            100 * statistics.median(row[of] for row in own) for of in ("accuracy", "early_swing", "swing", "worst")
+            100 * statistics.median(row[of] for row in own)
+            for of in ("accuracy", "early_swing", "swing", "worst")
         ]
         mixed = mixing if staleness else "any"
         cells.append(
-            [data, str(staleness), mixed, *(f"{number:.{1 + (n in (1, 2))}f}" for n, number in enumerate(numbers))]
+            [
+                data,
+                str(staleness),
+                mixed,
+                *(f"{number:.{1 + (n in (1, 2))}f}" for n, number in enumerate(numbers)),
+            ]
         )
-    return table(["data", "staleness up to", "mixing", "accuracy, %", "swings before", "swings", "worst, %"], cells)
+    return table(
+        ["data", "staleness up to", "mixing", "accuracy, %", "swings before", "swings", "worst, %"],
+        cells,
+    )
 
 
 def stragglers_table(rows: list[dict[str, Any]]) -> str:
     cells = []
     for name in contestants():
         own = [row for row in rows if row["system"] == name]
-        middle = {key: statistics.median(row[key] for row in own) for key in ("virtual_seconds", "updates", "bytes")}
+        middle = {
+            key: statistics.median(row[key] for row in own)
+            for key in ("virtual_seconds", "updates", "bytes")
+        }
         reached = sum(row["reached"] for row in own)
         cells.append(
             [
@@ -188,16 +232,29 @@ def stragglers_table(rows: list[dict[str, Any]]) -> str:
 
 
 def pictures(stales: list[dict[str, Any]], races: list[dict[str, Any]], out: Path) -> None:
-    """Accuracy against updates for the largest staleness, and against virtual seconds with stragglers, of one seed."""
+    """Accuracy against updates for the largest staleness, and against virtual seconds with
+    stragglers, of one seed."""
     for data, name in (("IID", "staleness-iid.svg"), ("Dirichlet(0.3)", "staleness.svg")):
-        own = [row for row in stales if (row["data"], row["staleness"], row["seed"]) == (data, STALENESS[-1], 0)]
-        curves = [Curve(row["mixing"], row["curve"]["update"], row["curve"]["accuracy"]) for row in own]
+        own = [
+            row
+            for row in stales
+            if (row["data"], row["staleness"], row["seed"]) == (data, STALENESS[-1], 0)
+        ]
+        curves = [
+            Curve(row["mixing"], row["curve"]["update"], row["curve"]["accuracy"]) for row in own
+        ]
         title = f"{data}, models up to {STALENESS[-1]} versions old"
         save(out / name, title, lines(title, curves, Axis("updates"), Axis("test accuracy")))
     first = [row for row in races if row["system"] in contestants()][: len(contestants())]
-    curves = [Curve(row["system"], row["curve"]["seconds"], row["curve"]["accuracy"]) for row in first]
+    curves = [
+        Curve(row["system"], row["curve"]["seconds"], row["curve"]["accuracy"]) for row in first
+    ]
     title = "A tenth of the devices computes 10 times as slowly"
-    save(out / "stragglers.svg", title, lines(title, curves, Axis("virtual seconds"), Axis("test accuracy")))
+    save(
+        out / "stragglers.svg",
+        title,
+        lines(title, curves, Axis("virtual seconds"), Axis("test accuracy")),
+    )
 
 
 if __name__ == "__main__":

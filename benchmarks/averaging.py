@@ -1,15 +1,18 @@
 """Systems that average weights against data parallel, at equal samples and at equal bytes.
 
-One task (Fashion-MNIST, the FedAvg paper's 2NN of 199,210 parameters), one seed, four ranks, joint batches of 64, the
-same epochs for all. Every system trains with every rate of --rates for all epochs, from the same first weights; the
-rate with the least training loss over the last epoch is the one that is shown, for every system alike.
-The curve of a system is its test accuracy at every half epoch, against epochs and against the bytes that a worker has
-sent. "At equal bytes" is the accuracy when a worker has sent what it sends in a whole run of a system that sends less.
+One task (Fashion-MNIST, the FedAvg paper's 2NN of 199,210 parameters), one seed, four ranks, joint
+batches of 64, the same epochs for all. Every system trains with every rate of --rates for all
+epochs, from the same first weights; the rate with the least training loss over the last epoch is
+the one that is shown, for every system alike. The curve of a system is its test accuracy at every
+half epoch, against epochs and against the bytes that a worker has sent. "At equal bytes" is the
+accuracy when a worker has sent what it sends in a whole run of a system that sends less.
 
-    python benchmarks/averaging.py --data DIR [--figures docs/images] [--page docs/study-averaging.md] > result.json
+    python benchmarks/averaging.py --data DIR [--figures docs/images] [--page
+    docs/study-averaging.md] > result.json
 
-Progress goes to standard error, the result as JSON to standard output. Run folders are kept under --out: called again
-with the same --out it takes the runs that are there, and goes on with one that was interrupted.
+Progress goes to standard error, the result as JSON to standard output. Run folders are kept under
+--out: called again with the same --out it takes the runs that are there, and goes on with one that
+was interrupted.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from figures import NEUTRAL, Axis, Curve, bars, lines, save
 from pages import fill, table
 
 import dure
+from dure.contracts.strategy import Strategy
 from dure.record.run import Run
-from dure.strategy import Strategy
 
 BATCH = 64
 
@@ -57,7 +60,8 @@ def half_epoch(strategy: Strategy, steps_per_epoch: int) -> int:
 
 
 def trained(asked: argparse.Namespace, name: str, strategy: Strategy, rate: float) -> Run:
-    """The run of one system with one rate: a new one, or the one that is there, gone on with if it was interrupted."""
+    """The run of one system with one rate: a new one, or the one that is there, gone on with if it
+    was interrupted."""
     folder = asked.out / f"{name.replace(' ', '-').replace(',', '')}-lr-{rate:g}"
     task = dure.load_task("fashion-mnist", data=str(asked.data), model="2nn", lr=rate)
     if (folder / "summary.json").exists():
@@ -67,7 +71,9 @@ def trained(asked: argparse.Namespace, name: str, strategy: Strategy, rate: floa
     every = half_epoch(strategy, -(-len(task.train) // BATCH))
     world = dure.Processes(asked.workers)
     stop = dure.Stop(epochs=asked.epochs)
-    return dure.train(task, strategy, world, stop, seed=asked.seed, out=folder, evaluate_every=every)
+    return dure.train(
+        task, strategy, world, stop, seed=asked.seed, out=folder, evaluate_every=every
+    )
 
 
 def curve(run: Run, workers: int) -> dict[str, list[float]]:
@@ -99,7 +105,10 @@ def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[s
             continue
         run = trials[rate]
         accuracy, seconds = run.summary["test_accuracy"], run.summary["seconds"]
-        show(f"{name} lr {rate:g}: training loss {last_loss(run):.4f}, accuracy {accuracy:.4f}, {seconds:.0f} s")
+        show(
+            f"{name} lr {rate:g}: training loss {last_loss(run):.4f}, accuracy {accuracy:.4f}, "
+            f"{seconds:.0f} s"
+        )
     rate = min(trials, key=lambda rate: last_loss(trials[rate]))
     run = trials[rate]
     keys = ("test_accuracy", "test_loss", "seconds", "bytes_sent_per_worker", "epochs", "compute_seconds",
@@ -108,7 +117,10 @@ def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[s
         "system": name,
         "rate": rate,
         "trials": {
-            f"{tried:g}": {"train_loss": last_loss(run), "test_accuracy": run.summary["test_accuracy"]}
+            f"{tried:g}": {
+                "train_loss": last_loss(run),
+                "test_accuracy": run.summary["test_accuracy"],
+            }
             for tried, run in trials.items()
         },
         **{key: run.summary[key] for key in keys},
@@ -149,7 +161,9 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
 
 def describe(rows: list[dict[str, Any]], page: Path) -> None:
     """The table of the page. Accuracy at the bytes of DiLoCo: what a worker may send there."""
-    budget = next(row for row in rows if row["system"].startswith("DiLoCo"))["bytes_sent_per_worker"]
+    budget = next(row for row in rows if row["system"].startswith("DiLoCo"))[
+        "bytes_sent_per_worker"
+    ]
 
     def one(row: dict[str, Any]) -> list[str]:
         there = at_bytes(row, budget)
@@ -174,8 +188,12 @@ def describe(rows: list[dict[str, Any]], page: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of Fashion-MNIST's four IDX files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder of Fashion-MNIST's four IDX files"
+    )
     parser.add_argument("--epochs", type=float, default=8)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rates", nargs="+", type=float, default=[0.03, 0.1, 0.3])
@@ -189,8 +207,12 @@ def main() -> None:
     budgets = sorted(row["bytes_sent_per_worker"] for row in rows)
     for row in rows:
         row["accuracy_at_bytes"] = {f"{budget:.0f}": at_bytes(row, budget) for budget in budgets}
-    setting = f"Fashion-MNIST, 2NN, {asked.workers} workers, joint batch {BATCH}, {asked.epochs:g} epochs"
-    json.dump({"benchmark": "averaging", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout)
+    setting = (
+        f"Fashion-MNIST, 2NN, {asked.workers} workers, joint batch {BATCH}, {asked.epochs:g} epochs"
+    )
+    json.dump(
+        {"benchmark": "averaging", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout
+    )
     if asked.figures is not None:
         draw(rows, asked.figures)
     if asked.page is not None:

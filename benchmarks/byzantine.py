@@ -1,17 +1,19 @@
-"""Rules against liars: MNIST, the 2NN of 199,210 parameters, 20 clients of whom 4 lie, every attack against every rule.
+"""Rules against liars: MNIST, the 2NN of 199,210 parameters, 20 clients of whom 4 lie, every attack
+against every rule.
 
-Each cell is the test accuracy after so many rounds, examples divided IID, the same seed in every cell, so that all
-rules see the same clients, batches and liars. The server does not know who lies; each rule is told that there may be 4.
-Two ways of working:
+Each cell is the test accuracy after so many rounds, examples divided IID, the same seed in every
+cell, so that all rules see the same clients, batches and liars. The server does not know who lies;
+each rule is told that there may be 4. Two ways of working:
 
     local        10 local steps with batches of 50 (lr 0.1), and the rule on the changes of the weights: FedAvg
     gradients    one gradient of 500 examples (lr 0.3), and the rule on those: Byzantine gradient descent
 
-`byzantine` is the geometric median of 10 random groups' means (Chen, Su, Xu 2017), which 4 < 10/2 liars do not break
-wherever they fall. A cell is "stood" where it is within 2 points of the same rule's own run without liars *and* of the
-mean's.
+`byzantine` is the geometric median of 10 random groups' means (Chen, Su, Xu 2017), which 4 < 10/2
+liars do not break wherever they fall. A cell is "stood" where it is within 2 points of the same
+rule's own run without liars *and* of the mean's.
 
-    python benchmarks/byzantine.py --data DIR --page docs/study-byzantine.md > benchmarks/results/byzantine.json
+    python benchmarks/byzantine.py --data DIR --page docs/study-byzantine.md >
+    benchmarks/results/byzantine.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -78,16 +80,25 @@ WAYS = {
     "local": (local, 0.1, [30, 100], list(RULES)),
     "gradients": (gradients, 0.3, [100], ["mean", "byzantine", "krum", "median"]),
 }
-"""How clients work: the strategy, the rate, after how many rounds accuracy is measured, the rules that are tried."""
+"""How clients work: the strategy, the rate, after how many rounds accuracy is measured, the rules
+that are tried."""
 
 
-def accuracies(task: dure.Task, strategy: Any, attack: str, rounds: list[int], seed: int) -> dict[int, float | None]:
-    """Test accuracy after each of these numbers of rounds; None where the model did not stay finite."""
+def accuracies(
+    task: dure.Task, strategy: Any, attack: str, rounds: list[int], seed: int
+) -> dict[int, float | None]:
+    """Test accuracy after each of these numbers of rounds; None where the model did not stay
+    finite."""
     liars: dict[str, Any] = {"attack": attack, "attackers": LIARS} if attack != "none" else {}
     last, every = rounds[-1], math.gcd(*rounds)
     try:
         run = dure.train(
-            task, strategy, dure.Simulated(**liars), dure.Stop(rounds=last), seed=seed, evaluate_every=every
+            task,
+            strategy,
+            dure.Simulated(**liars),
+            dure.Stop(rounds=last),
+            seed=seed,
+            evaluate_every=every,
         )
     except LossNotFiniteError:
         before = accuracies(task, strategy, attack, rounds[:-1], seed) if len(rounds) > 1 else {}
@@ -99,7 +110,9 @@ def accuracies(task: dure.Task, strategy: Any, attack: str, rounds: list[int], s
 Found = dict[str, dict[str, float | None]]  # accuracy by rule and attack
 
 
-def cells(data: Path, way: str, rounds: list[int], seed: int, rules: list[str], attacks: dict[str, str]) -> JSON:
+def cells(
+    data: Path, way: str, rounds: list[int], seed: int, rules: list[str], attacks: dict[str, str]
+) -> JSON:
     """What a way of working came to, by number of rounds."""
     make, rate, _, _ = WAYS[way]
     task = dure.load_task("mnist", data=str(data), model="2nn", lr=rate)
@@ -110,12 +123,16 @@ def cells(data: Path, way: str, rounds: list[int], seed: int, rules: list[str], 
             measured = accuracies(task, make(RULES[name]), attack, rounds, seed)
             for number, value in measured.items():
                 found[number][name][told] = value
-            said = ", ".join("diverged" if value is None else f"{value:.4f}" for value in measured.values())
+            said = ", ".join(
+                "diverged" if value is None else f"{value:.4f}" for value in measured.values()
+            )
             show(f"{way}: {name} under {told}: {said}, {time.perf_counter() - started:.0f} s")
     return {
         str(number): {
             "accuracy": cell,
-            "stood": {rule: [attack for attack in attacks if stood(cell, rule, attack)] for rule in rules},
+            "stood": {
+                rule: [attack for attack in attacks if stood(cell, rule, attack)] for rule in rules
+            },
         }
         for number, cell in found.items()
     }
@@ -123,7 +140,12 @@ def cells(data: Path, way: str, rounds: list[int], seed: int, rules: list[str], 
 
 def stood(found: Found, rule: str, attack: str) -> bool:
     value, clean, best = found[rule][attack], found[rule]["none"], found["mean"]["none"]
-    return value is not None and clean is not None and best is not None and value >= max(clean, best) - CLOSE
+    return (
+        value is not None
+        and clean is not None
+        and best is not None
+        and value >= max(clean, best) - CLOSE
+    )
 
 
 def shown(found: Found) -> str:
@@ -141,15 +163,21 @@ def shown(found: Found) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="the folder of MNIST's four files")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="three rules, four attacks, five rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="three rules, four attacks, five rounds"
+    )
     parser.add_argument("--page", type=Path, help="the page whose tables are filled")
     asked = parser.parse_args()
-    attacks = {name: ATTACKS[name] for name in (list(ATTACKS)[:4] if asked.quick else asked.attacks)}
+    attacks = {
+        name: ATTACKS[name] for name in (list(ATTACKS)[:4] if asked.quick else asked.attacks)
+    }
     ways = {}
     for way in asked.ways:
         _, _, rounds, rules = WAYS[way]
@@ -166,7 +194,11 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     if asked.page is not None:
-        tables = {f"{way} {number}": shown(cell["accuracy"]) for way in ways for number, cell in ways[way].items()}
+        tables = {
+            f"{way} {number}": shown(cell["accuracy"])
+            for way in ways
+            for number, cell in ways[way].items()
+        }
         fill(asked.page, tables)
 
 

@@ -1,10 +1,11 @@
-"""What travels in each system: bytes and messages of every participant, how much of it is hidden, who waits.
+"""What travels in each system: bytes and messages of every participant, how much of it is hidden,
+who waits.
 
-Every parallelism of dure's catalogue, and FedAvg, trains the same model on the same number of samples, an MLP of 10
-million parameters (784-2800-2800-10) or with --task digits one of 55,210. Bytes and messages are counted with
---count-ranks workers and set beside the formula of the system's leading term, without tails and padding. Time is
-measured with --ranks workers, in rounds in which each system runs once, beginning with another one each time; shares
-are medians over the rounds.
+Every parallelism of dure's catalogue, and FedAvg, trains the same model on the same number of
+samples, an MLP of 10 million parameters (784-2800-2800-10) or with --task digits one of 55,210.
+Bytes and messages are counted with --count-ranks workers and set beside the formula of the system's
+leading term, without tails and padding. Time is measured with --ranks workers, in rounds in which
+each system runs once, beginning with another one each time; shares are medians over the rounds.
 
     python benchmarks/communication.py --out docs/images --page docs/study-communication.md \\
         > benchmarks/results/communication.json
@@ -32,11 +33,11 @@ from torch.nn import functional as F
 import dure
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.cost import bytes_sent
+from dure.contracts.strategy import World, dwellings, label_in
 from dure.record.checkpoint import unpack_checkpoint
 from dure.record.meter import Counters
 from dure.record.run import RunFolder
-from dure.strategies import parse_strategy, strategy_class
-from dure.strategy import World, dwellings, label_in
+from dure.run.registry import parse_strategy, strategy_class
 
 BATCH, STEPS = 64, 8
 """Examples of a joint step, and steps of an epoch."""
@@ -53,7 +54,8 @@ def show(text: str) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What formulas are made of. d: parameters. n: workers. inputs, outputs: elements of an example. epochs: all."""
+    """What formulas are made of. d: parameters. n: workers. inputs, outputs: elements of an
+    example. epochs: all."""
 
     d: int
     n: int
@@ -73,8 +75,9 @@ Formula = Callable[[Facts], list[float]]
 
 @dataclass(frozen=True)
 class Case:
-    """One contender. spec: as `dure compare` takes it. kind: of the world, None is the strategy's own. what: travels,
-    in words. formula: its leading term, in symbols. sent: the same as numbers. also: what its label does not say."""
+    """One contender. spec: as `dure compare` takes it. kind: of the world, None is the strategy's
+    own. what: travels, in words. formula: its leading term, in symbols. sent: the same as numbers.
+    also: what its label does not say."""
 
     spec: str
     what: str
@@ -114,25 +117,29 @@ def zero_sends(times: int) -> Formula:
 
 
 def master_and_workers(facts: Facts) -> list[float]:
-    """The master hands out inputs and gradients of outputs; a worker hands back outputs and gradients."""
+    """The master hands out inputs and gradients of outputs; a worker hands back outputs and
+    gradients."""
     master = 4 * BATCH * (facts.inputs + facts.outputs) * facts.steps
     worker = (4 * BATCH * facts.outputs / facts.n + 4 * facts.d) * facts.steps
     return [master, *[worker] * facts.n]
 
 
 def stages(facts: Facts) -> list[float]:
-    """Activations to the stage behind, their gradients to the one before; all cuts lie in the hidden layers."""
+    """Activations to the stage behind, their gradients to the one before; all cuts lie in the
+    hidden layers."""
     cut = 4 * BATCH * facts.width * facts.steps
     return [cut * ((rank < facts.n - 1) + (rank > 0)) for rank in range(facts.n)]
 
 
 def neighbours(facts: Facts) -> list[float]:
-    """What the two hidden layers, by columns and by rows, sum over all ranks: the activations, once a step."""
+    """What the two hidden layers, by columns and by rows, sum over all ranks: the activations, once
+    a step."""
     return [2 * (facts.n - 1) / facts.n * 4 * BATCH * facts.width * facts.steps] * facts.n
 
 
 def pairs_of_neighbours(facts: Facts) -> list[float]:
-    """Pairs of tensor neighbours; each rank sums the gradients of its half with its like in the other pairs."""
+    """Pairs of tensor neighbours; each rank sums the gradients of its half with its like in the
+    other pairs."""
     pairs = facts.n // 2
     elements = BATCH / pairs * facts.width + 2 * (pairs - 1) / pairs * facts.d / 2
     return [4 * elements * facts.steps] * facts.n
@@ -175,23 +182,61 @@ CASES = [
         kind="threads",
     ),
     Case("data-parallel,compression=cast:bfloat16", "gradients, rounded", f"1/2 · {RING}"),
-    Case("data-parallel,compression=top-k:0.01", "the largest gradients", "about 2 · 0.01 (N-1) · d a step"),
-    Case("data-parallel,compression=power-sgd:2", "factors of rank 2", "2 · 2(N-1)/N · (rows + columns) a matrix"),
+    Case(
+        "data-parallel,compression=top-k:0.01",
+        "the largest gradients",
+        "about 2 · 0.01 (N-1) · d a step",
+    ),
+    Case(
+        "data-parallel,compression=power-sgd:2",
+        "factors of rank 2",
+        "2 · 2(N-1)/N · (rows + columns) a matrix",
+    ),
     Case("zero,stage=1", "gradients; parameters", RING, zero_sends(2)),
     Case("zero,stage=2", "gradients; parameters", RING, zero_sends(2)),
     Case("zero,stage=3", "gradients; parameters twice", "3(N-1)/N · d a step", zero_sends(3)),
-    Case(f"local-sgd,period={PERIOD}", "weights", "1/H of data parallel", by_all_reduce("ring", every_period)),
-    Case(f"diloco,period={PERIOD}", "weights", "1/H of data parallel", by_all_reduce("ring", every_period)),
+    Case(
+        f"local-sgd,period={PERIOD}",
+        "weights",
+        "1/H of data parallel",
+        by_all_reduce("ring", every_period),
+    ),
+    Case(
+        f"diloco,period={PERIOD}",
+        "weights",
+        "1/H of data parallel",
+        by_all_reduce("ring", every_period),
+    ),
     Case(
         f"admm,local_steps={PERIOD}",
         "weights and duals, as one sum",
         "1/H of data parallel",
         by_all_reduce("ring", every_period),
     ),
-    Case("parallel-sgd", "weights, once", "2(N-1)/N · d a run", by_all_reduce("ring", lambda facts: 1.0)),
-    Case("layers-per-core,microbatches=4", "activations, and their gradients", "2 · B · width a cut and step", stages),
-    Case("pipeline,microbatches=4", "activations, and their gradients", "2 · B · width a cut and step", stages),
-    Case("tensor-parallel", "activations, summed", "2(N-1)/N · B · width a pair of layers and step", neighbours),
+    Case(
+        "parallel-sgd",
+        "weights, once",
+        "2(N-1)/N · d a run",
+        by_all_reduce("ring", lambda facts: 1.0),
+    ),
+    Case(
+        "layers-per-core,microbatches=4",
+        "activations, and their gradients",
+        "2 · B · width a cut and step",
+        stages,
+    ),
+    Case(
+        "pipeline,microbatches=4",
+        "activations, and their gradients",
+        "2 · B · width a cut and step",
+        stages,
+    ),
+    Case(
+        "tensor-parallel",
+        "activations, summed",
+        "2(N-1)/N · B · width a pair of layers and step",
+        neighbours,
+    ),
     Case(
         "parallel,data={half},tensor=2",
         "activations, summed; gradients of halves",
@@ -227,11 +272,14 @@ def mlp() -> nn.Module:
 
 def small() -> nn.Module:
     """55,210 parameters: the MLP of digits."""
-    return nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
+    return nn.Sequential(
+        nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)
+    )
 
 
 def task_of(name: str) -> dure.Task:
-    """What is sent does not depend on what is learned: random inputs and labels, eight batches of them."""
+    """What is sent does not depend on what is learned: random inputs and labels, eight batches of
+    them."""
     inputs = 784 if name == "mlp" else 64
     generator = torch.Generator().manual_seed(0)
     data = (
@@ -239,7 +287,9 @@ def task_of(name: str) -> dure.Task:
         torch.randint(0, 10, (BATCH * STEPS,), generator=generator),
     )
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.001, momentum=0.9)  # noqa: E731
-    return dure.Task(mlp if name == "mlp" else small, F.cross_entropy, data, optimizer=optimizer, name=name)
+    return dure.Task(
+        mlp if name == "mlp" else small, F.cross_entropy, data, optimizer=optimizer, name=name
+    )
 
 
 def world_of(case: Case, ranks: int) -> World:
@@ -277,7 +327,8 @@ def check(chosen: list[Case], task: dure.Task, ranks: int) -> None:
 
 
 def label_of(case: Case, ranks: int) -> str:
-    """As tables call it, with the world's name where the strategy has no label of its own for it."""
+    """As tables call it, with the world's name where the strategy has no label of its own for
+    it."""
     world, strategy = world_of(case, ranks), parse_strategy(case.spec_of(ranks))
     label = label_in(strategy, world.kind) + case.also
     return label if case.kind is None or label != strategy.label else f"{label} in {world.name}"
@@ -301,8 +352,12 @@ def counted(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON:
         "participants": [one["name"] for one in done.summary["per_worker"]],
         "epochs": facts.epochs,
         "bytes_sent_per_epoch": [value / facts.epochs for value in sent],
-        "formula_bytes_per_epoch": None if expected is None else [value / facts.epochs for value in expected],
-        "bytes_over_formula": None if not expected or not sum(expected) else sum(sent) / sum(expected),
+        "formula_bytes_per_epoch": None
+        if expected is None
+        else [value / facts.epochs for value in expected],
+        "bytes_over_formula": None
+        if not expected or not sum(expected)
+        else sum(sent) / sum(expected),
         "messages_per_epoch": [one.messages_sent / facts.epochs for one in workers],
         "busiest_over_mean": max(sent) / (sum(sent) / len(sent)) if sum(sent) else None,
         "peak_memory": [one.peak_memory for one in workers],
@@ -314,7 +369,8 @@ def counted(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON:
 
 
 def timed(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON | None:
-    """Seconds of an epoch and where they went, for every participant; None where clients only simulate."""
+    """Seconds of an epoch and where they went, for every participant; None where clients only
+    simulate."""
     if "clients" in dwellings(strategy_class(case.system)):
         return None
     done, workers = run(case, task, ranks, epochs)
@@ -334,7 +390,11 @@ def summed_up(rounds: list[JSON]) -> JSON:
         return statistics.median(map(of, rounds))
 
     def share(kind: str) -> float:
-        return median(lambda one: sum(one[kind]) / (sum(one["compute"] + one["communication"] + one["idle"]) or 1.0))
+        return median(
+            lambda one: (
+                sum(one[kind]) / (sum(one["compute"] + one["communication"] + one["idle"]) or 1.0)
+            )
+        )
 
     def hidden(one: JSON) -> float:
         total = sum(one["hidden"]) + sum(one["communication"])
@@ -351,7 +411,8 @@ def summed_up(rounds: list[JSON]) -> JSON:
         ),
         **{
             f"{kind}_seconds": [
-                statistics.median(values) for values in zip(*(one[kind] for one in rounds), strict=True)
+                statistics.median(values)
+                for values in zip(*(one[kind] for one in rounds), strict=True)
             ]
             for kind in ("compute", "communication", "idle", "hidden")
         },
@@ -374,8 +435,10 @@ def measured(asked: argparse.Namespace) -> JSON:
         row["time"] = {"label": label_of(case, asked.ranks), **summed_up(found)} if found else None
         if row["time"] is not None:
             show(
-                f"{row['time']['label']:<44} {row['time']['seconds_per_epoch'] * 1e3 / STEPS:8.1f} ms a step, "
-                f"communication {row['time']['communication_share']:.0%}, idle {row['time']['idle_share']:.0%}, "
+                f"{row['time']['label']:<44} {row['time']['seconds_per_epoch'] * 1e3 / STEPS:8.1f} "
+                f"ms a step, "
+                f"communication {row['time']['communication_share']:.0%}, idle "
+                f"{row['time']['idle_share']:.0%}, "
                 f"hidden {row['time']['hidden_of_communication']:.0%}"
             )
     return {
@@ -403,7 +466,9 @@ def draw(result: JSON, out: Path) -> None:
         names = ["master or server", *(f"worker {rank}" for rank in range(most - 1))]
         columns: dict[str, list[float | None]] = {name: [] for name in names}
         for row in rows:
-            values = row[key] if row["participants"][0] in ("master", "server") else [None, *row[key]]
+            values = (
+                row[key] if row["participants"][0] in ("master", "server") else [None, *row[key]]
+            )
             padded = [*values, *[None] * (most - len(values))]
             for name, value in zip(names, padded, strict=True):
                 columns[name].append(None if not value else value / unit)
@@ -427,7 +492,11 @@ def draw(result: JSON, out: Path) -> None:
             width=620,
         ),
     ]
-    save(out / "communication-bytes.svg", f"What each of {n} workers sends, and who stands out", panels)
+    save(
+        out / "communication-bytes.svg",
+        f"What each of {n} workers sends, and who stands out",
+        panels,
+    )
     timed_rows = [row for row in result["rows"] if row["time"] is not None]
     labels = [row["time"]["label"] for row in timed_rows]
     kinds = ("compute", "communication", "idle")
@@ -437,13 +506,34 @@ def draw(result: JSON, out: Path) -> None:
     uneven = {"": [row["time"]["compute_of_busiest_over_mean"] for row in timed_rows]}
     panels = [
         bars(
-            "Where the time goes", labels, shares, Axis("% of all workers' time", high=100.0), stacked=True, width=620
+            "Where the time goes",
+            labels,
+            shares,
+            Axis("% of all workers' time", high=100.0),
+            stacked=True,
+            width=620,
         ),
-        bars("Communication behind computation", labels, hidden, Axis("% hidden", low=0.0, high=100.0), width=620),
+        bars(
+            "Communication behind computation",
+            labels,
+            hidden,
+            Axis("% hidden", low=0.0, high=100.0),
+            width=620,
+        ),
         bars("A step", labels, step, Axis("ms"), width=620),
-        bars("Computing: the busiest over the mean", labels, uneven, Axis("times the mean", low=0.0), width=620),
+        bars(
+            "Computing: the busiest over the mean",
+            labels,
+            uneven,
+            Axis("times the mean", low=0.0),
+            width=620,
+        ),
     ]
-    save(out / "communication-time.svg", f"{result['timed_with']} workers on two cores: what hides, who waits", panels)
+    save(
+        out / "communication-time.svg",
+        f"{result['timed_with']} workers on two cores: what hides, who waits",
+        panels,
+    )
 
 
 def describe(result: JSON, page: Path) -> None:
@@ -461,7 +551,11 @@ def describe(result: JSON, page: Path) -> None:
             row["formula"],
             f"{statistics.fmean(workers):.3g}",
             f"{most:.3g}"
-            + (f" ({row['participants'][sent.index(most)]})" if most > 1.01 * max(min(sent), 1e-9) else ""),
+            + (
+                f" ({row['participants'][sent.index(most)]})"
+                if most > 1.01 * max(min(sent), 1e-9)
+                else ""
+            ),
             "" if ratio is None else f"{ratio:.4f}",
             f"{max(row['messages_per_epoch']) / steps:.3g}",
         ]
@@ -473,8 +567,23 @@ def describe(result: JSON, page: Path) -> None:
         uneven = f"{time['compute_of_busiest_over_mean']:.2f}"
         return [time["label"], each, *(f"{time[share]:.0%}" for share in shares), uneven]
 
-    sent = ["system", "what travels", "elements that a worker sends", "MB a worker", "the busiest", "of the formula"]
-    times = ["system", "ms a step", "compute", "communication", "idle", "hidden", "busiest / mean compute"]
+    sent = [
+        "system",
+        "what travels",
+        "elements that a worker sends",
+        "MB a worker",
+        "the busiest",
+        "of the formula",
+    ]
+    times = [
+        "system",
+        "ms a step",
+        "compute",
+        "communication",
+        "idle",
+        "hidden",
+        "busiest / mean compute",
+    ]
     fill(
         page,
         {
@@ -485,9 +594,13 @@ def describe(result: JSON, page: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = list(dict.fromkeys(case.system for case in CASES))
-    parser.add_argument("--systems", nargs="+", choices=known, default=known, metavar="SYSTEM", help="by name; all")
+    parser.add_argument(
+        "--systems", nargs="+", choices=known, default=known, metavar="SYSTEM", help="by name; all"
+    )
     parser.add_argument("--task", choices=("mlp", "digits"), default="mlp")
     parser.add_argument("--count-ranks", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)
@@ -495,7 +608,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer epochs a run")
     parser.add_argument("--out", type=Path, help="folder for the figures")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
-    parser.add_argument("--result", type=Path, help="draw and describe this result again, and measure nothing")
+    parser.add_argument(
+        "--result", type=Path, help="draw and describe this result again, and measure nothing"
+    )
     asked = parser.parse_args()
     try:
         for ranks in (asked.count_ranks, asked.ranks):

@@ -1,23 +1,26 @@
-"""Compression measured: what encoding and decoding cost, what travels, how far off a sum is, what training loses.
+"""Compression measured: what encoding and decoding cost, what travels, how far off a sum is, what
+training loses.
 
 Three tables, all contenders of one side by side in one run, one thread a rank:
 
     codecs      encode and decode the gradient of an MLP on the built-in digits; GB/s are its float32 numbers over the
                 thread's CPU time
     sums        that gradient, of another batch on each rank, all-reduced by every compression and by torch's own hooks
-                (fp16_compress, bf16_compress, PowerSGD of rank 2) on the same groups: gloo, and backend dure
+                (fp16_compress, bf16_compress, PowerSGD of rank 2) on the same groups: gloo, and
+                backend dure
     training    a small MLP on the digits, each batch divided over the ranks: loss, accuracy and bytes at the end
 
-Rounds are interleaved: in each round every contender has one call behind a barrier, whose time is that of the slowest
-rank; the median over the rounds counts. Our bytes are those of the meter, which are checked against the formula;
-torch's, which cannot be seen, are 2(N-1)/N of its messages: half of the numbers' bytes, and the factors that ours of
-rank 2 sends too. `off` is ‖sum - exact‖ / ‖exact‖ of the first call that compresses, and `off_on_average` that of the
-mean of 20 calls from there on with the same gradients, where error feedback and random rounding show.
+Rounds are interleaved: in each round every contender has one call behind a barrier, whose time is
+that of the slowest rank; the median over the rounds counts. Our bytes are those of the meter, which
+are checked against the formula; torch's, which cannot be seen, are 2(N-1)/N of its messages: half
+of the numbers' bytes, and the factors that ours of rank 2 sends too. `off` is ‖sum - exact‖ /
+‖exact‖ of the first call that compresses, and `off_on_average` that of the mean of 20 calls from
+there on with the same gradients, where error feedback and random rounding show.
 
     python benchmarks/compression.py > benchmarks/results/compression.json
 
-Progress and tables go to standard error, the result as JSON to standard output; --tables RESULT prints the tables of an
-earlier result, which docs/compression.md has.
+Progress and tables go to standard error, the result as JSON to standard output; --tables RESULT
+prints the tables of an earlier result, which docs/compression.md has.
 """
 
 from __future__ import annotations
@@ -42,15 +45,24 @@ import dure
 from dure.collectives import Group
 from dure.collectives.compression import NoCompression, PowerSGD, parse
 from dure.collectives.compression.bucket import Bucket, one_piece
-from dure.flat import views_of
-from dure.models import TwoNN
-from dure.randomness import shuffled
-from dure.strategy import Place, seeded_model
-from dure.worlds.cores import available_cores
+from dure.contracts.strategy import Place, seeded_model
+from dure.machine.cores import available_cores
+from dure.randomness.seeds import shuffled
+from dure.tasks.models import TwoNN
+from dure.tensors.flat import views_of
 
 BATCH = 64
 CALLS = 20
-TEXTS = ["none", "cast:bfloat16", "cast:float16", "top-k:0.01", "top-k:0.001", "qsgd:1", "qsgd:7", "qsgd:127"]
+TEXTS = [
+    "none",
+    "cast:bfloat16",
+    "cast:float16",
+    "top-k:0.01",
+    "top-k:0.001",
+    "qsgd:1",
+    "qsgd:7",
+    "qsgd:127",
+]
 TEXTS += ["one-bit", "sign", "power-sgd:1", "power-sgd:2", "power-sgd:4"]
 
 JSON = dict[str, Any]
@@ -62,7 +74,9 @@ def show(text: str) -> None:
 
 
 def task_of(width: int) -> dure.Task:
-    return dataclasses.replace(dure.load_task("digits"), model=partial(TwoNN, features=64, width=width))
+    return dataclasses.replace(
+        dure.load_task("digits"), model=partial(TwoNN, features=64, width=width)
+    )
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -92,7 +106,8 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def codecs(width: int, repeats: int) -> list[JSON]:
-    """Encoding and decoding in this process, on one thread; for PowerSGD, which has no codec, a call of one rank."""
+    """Encoding and decoding in this process, on one thread; for PowerSGD, which has no codec, a
+    call of one rank."""
     torch.set_num_threads(1)
     like = gradient(width, 0)
     vector = joined(like)
@@ -109,9 +124,16 @@ def codecs(width: int, repeats: int) -> list[JSON]:
             row |= {"bytes": codec.nbytes, "encode_gb_s": 4e-9 * len(vector) / encode}
             row |= {"decode_gb_s": 4e-9 * len(vector) / decode}
         compressor, tensors = compression.compressor(like, 0), views_of(vector.clone(), like)
-        row["call_gb_s"] = 4e-9 * len(vector) / seconds(partial(compressor.all_reduce, tensors, Group()), repeats)
+        row["call_gb_s"] = (
+            4e-9 * len(vector) / seconds(partial(compressor.all_reduce, tensors, Group()), repeats)
+        )
         rows.append(row)
-        show("  ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
+        show(
+            "  ".join(
+                f"{key} {value:.2f}" if isinstance(value, float) else str(value)
+                for key, value in row.items()
+            )
+        )
     return rows
 
 
@@ -168,13 +190,19 @@ def slowest(value: float) -> float:
     return tensor.item()
 
 
-def contenders(like: list[Tensor], backend: str, group: dist.ProcessGroup) -> dict[str, tuple[Sum, Group | None]]:
-    """Who sums tensors in place, and the group whose meter counts it; torch's hooks have none, and leave the mean."""
+def contenders(
+    like: list[Tensor], backend: str, group: dist.ProcessGroup
+) -> dict[str, tuple[Sum, Group | None]]:
+    """Who sums tensors in place, and the group whose meter counts it; torch's hooks have none, and
+    leave the mean."""
     found: dict[str, tuple[Sum, Group | None]] = {}
     for text in TEXTS:
         counted = Group(group)
         compressor = parse(text).compressor(like, 0)
-        found[f"{backend}: {text}"] = partial(compressor.all_reduce, group=counted, algorithm="native"), counted
+        found[f"{backend}: {text}"] = (
+            partial(compressor.all_reduce, group=counted, algorithm="native"),
+            counted,
+        )
     for name, hook in torch_hooks(group).items():
         found[f"{backend}: {name}"] = partial(by_torch, hook), None
     return found
@@ -211,7 +239,13 @@ def sums(width: int, rounds: int, place: Place) -> list[JSON]:
             sent = compression.bytes_sent(mine, size, place.group.rank, "native")
             assert counters.bytes_sent == CALLS * sent, name
         average = float((arrived / CALLS - exact).norm() / exact.norm())
-        rows[name] = {"contender": name, "bytes": sent, "off": off, "off_on_average": average, "samples": []}
+        rows[name] = {
+            "contender": name,
+            "bytes": sent,
+            "off": off,
+            "off_on_average": average,
+            "samples": [],
+        }
     for number in range(rounds):
         for name, (call, _) in list(everybody.items())[:: 1 if number % 2 else -1]:
             flat.copy_(joined(mine))
@@ -227,7 +261,8 @@ def sums(width: int, rounds: int, place: Place) -> list[JSON]:
 
 
 def training(epochs: int, place: Place) -> list[JSON]:
-    """A small MLP trained through every compression: the gradient of the joint batch, from the ranks' parts."""
+    """A small MLP trained through every compression: the gradient of the joint batch, from the
+    ranks' parts."""
     torch.set_num_threads(1)
     task, rows = task_of(200), []
     assert task.test is not None
@@ -242,12 +277,19 @@ def training(epochs: int, place: Place) -> list[JSON]:
                 optimizer.zero_grad()
                 loss = task.loss(model(task.train.inputs[mine]), task.train.targets[mine])
                 (loss * (len(mine) / len(batch))).backward()
-                compressor.all_reduce([parameter.grad for parameter in parameters if parameter.grad is not None], group)
+                compressor.all_reduce(
+                    [parameter.grad for parameter in parameters if parameter.grad is not None],
+                    group,
+                )
                 optimizer.step()
         with torch.no_grad():
             scores, targets = model.eval()(task.test.inputs), task.test.targets
             trained = float(task.loss(model(task.train.inputs), task.train.targets))
-        row: JSON = {"compression": text, "train_loss": trained, "test_loss": float(task.loss(scores, targets))}
+        row: JSON = {
+            "compression": text,
+            "train_loss": trained,
+            "test_loss": float(task.loss(scores, targets)),
+        }
         row |= {"test_accuracy": float((scores.argmax(1) == targets).float().mean())}
         row |= {"bytes": group.meter.counters.bytes_sent}
         rows.append(row)
@@ -270,7 +312,10 @@ def speed(gb_s: float) -> str:
 
 def tables(result: JSON) -> str:
     """The page's tables, in Markdown."""
-    text = ["| compression | bytes | smaller | encode | decode |", "| --- | --- | --- | --- | --- |"]
+    text = [
+        "| compression | bytes | smaller | encode | decode |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in result["codecs"]:
         if "bytes" in row:
             smaller = f"{4 * row['numbers'] / row['bytes']:.1f}x"
@@ -282,10 +327,19 @@ def tables(result: JSON) -> str:
     for contender, row in rows.items():
         backend, _, name = contender.partition(": ")
         if backend == "gloo":
-            times = " | ".join(f"{rows[f'{each}: {name}']['seconds'] * 1e3:.0f} ms" for each in ("gloo", "dure"))
+            times = " | ".join(
+                f"{rows[f'{each}: {name}']['seconds'] * 1e3:.0f} ms" for each in ("gloo", "dure")
+            )
             shown = name if name.startswith("torch") else f"`{name}`"
-            text.append(f"| {shown} | {row['bytes']:,} | {times} | {row['off']:.1e} | {row['off_on_average']:.1e} |")
-    text += ["", "| compression | training loss | test accuracy | bytes a rank sends |", "| --- | --- | --- | --- |"]
+            text.append(
+                f"| {shown} | {row['bytes']:,} | {times} | {row['off']:.1e} | "
+                f"{row['off_on_average']:.1e} |"
+            )
+    text += [
+        "",
+        "| compression | training loss | test accuracy | bytes a rank sends |",
+        "| --- | --- | --- | --- |",
+    ]
     for row in result["training"]:
         about = f"{row['train_loss']:.4f} | {100 * row['test_accuracy']:.1f} % | {row['bytes']:,}"
         text.append(f"| `{row['compression']}` | {about} |")
@@ -293,23 +347,44 @@ def tables(result: JSON) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=3100, help="of the MLP's two hidden layers; 3100: 9.8 M numbers")
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=3100,
+        help="of the MLP's two hidden layers; 3100: 9.8 M numbers",
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--tables", type=Path, help="print the tables of this result and measure nothing")
+    parser.add_argument(
+        "--tables", type=Path, help="print the tables of this result and measure nothing"
+    )
     asked = parser.parse_args()
     if asked.tables is not None:
         print(tables(json.loads(asked.tables.read_text())))
         return
-    result: JSON = {"benchmark": "compression", "task": "digits", "batch": BATCH, "threads_per_rank": 1}
-    result |= {"ranks": asked.ranks, "cores": available_cores(), "rounds": asked.rounds, "torch": torch.__version__}
+    result: JSON = {
+        "benchmark": "compression",
+        "task": "digits",
+        "batch": BATCH,
+        "threads_per_rank": 1,
+    }
+    result |= {
+        "ranks": asked.ranks,
+        "cores": available_cores(),
+        "rounds": asked.rounds,
+        "torch": torch.__version__,
+    }
     show("encode and decode, one thread")
     result["codecs"] = codecs(asked.width, asked.rounds)
     world = dure.Processes(asked.ranks, backend="gloo")
     show(f"sums over {asked.ranks} ranks")
-    result["sums"] = world.run(partial(sums, asked.width, asked.rounds), lambda event: show(line(event)))
+    result["sums"] = world.run(
+        partial(sums, asked.width, asked.rounds), lambda event: show(line(event))
+    )
     show(f"training on {asked.ranks} ranks, {asked.epochs} epochs")
     result["training"] = world.run(partial(training, asked.epochs), lambda event: show(line(event)))
     json.dump(result, sys.stdout)

@@ -1,28 +1,32 @@
-"""Convolution as a matrix product against torch's native one, forward and backward, and fully connected layers.
+"""Convolution as a matrix product against torch's native one, forward and backward, and fully
+connected layers.
 
 Side by side in one run, on 1 and 2 threads, and on a GPU where there is one:
 
     native      torch's conv2d: oneDNN on a CPU, cuDNN on a GPU
     fused       torch's conv2d with oneDNN and NNPACK switched off: im2col in C++, and a matrix product for each image
-    im2col      dure.convolution.conv2d_im2col: the same in a few operations of torch, a part of the batch at a time
+    im2col      dure.parallel.local.convolution.conv2d_im2col: the same in a few operations
+                of torch, a part of the batch at a time
     whole       the same for the whole batch at once
     copies      im2col alone (forward), im2col and col2im alone (backward)
     products    the matrix products alone, on columns that are there already
 
-Five sweeps around one layer (a batch of 16, 32 to 32 channels, 28x28 pixels, 3x3 kernels, stride 1, padded to the same
-size): kernels, channels, batches, image sizes, strides; then the layers of the FedAvg CNN and of ResNet-8, and fully
-connected layers as a product, as native and as im2col convolutions whose kernel covers the image. Every contender's
-results are compared with native's in float64 before it is timed. Rounds are interleaved; medians. On one thread seconds
-are those of CPU time. GFLOP/s count
-2·Co·C·k²·oh·ow·B operations forward and twice as many backward. `peak` is the best matrix product of the same run.
+Five sweeps around one layer (a batch of 16, 32 to 32 channels, 28x28 pixels, 3x3 kernels, stride 1,
+padded to the same size): kernels, channels, batches, image sizes, strides; then the layers of the
+FedAvg CNN and of ResNet-8, and fully connected layers as a product, as native and as im2col
+convolutions whose kernel covers the image. Every contender's results are compared with native's in
+float64 before it is timed. Rounds are interleaved; medians. On one thread seconds are those of CPU
+time. GFLOP/s count 2·Co·C·k²·oh·ow·B operations forward and twice as many backward. `peak` is the
+best matrix product of the same run.
 
-Then the steps of two models on 28x28 pixels (forward, backward, SGD): which share of parameters, of operations and of
-measured time is convolution, fully connected, or the rest. Times are the operators' own, by torch's profiler.
+Then the steps of two models on 28x28 pixels (forward, backward, SGD): which share of parameters, of
+operations and of measured time is convolution, fully connected, or the rest. Times are the
+operators' own, by torch's profiler.
 
     python benchmarks/convolution.py --out docs/images > benchmarks/results/convolution.json
 
-Progress goes to standard error, the result as JSON to standard output. --figures RESULT draws the figures of an earlier
-result, --tables RESULT prints its tables. docs/study-convolution.md has both.
+Progress goes to standard error, the result as JSON to standard output. --figures RESULT draws the
+figures of an earlier result, --tables RESULT prints its tables. docs/study-convolution.md has both.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ from figures import NEUTRAL, Axis, Curve, Panel, bars, lines, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.convolution import col2im, conv2d_flops, conv2d_im2col, im2col, window
-from dure.models import CNN, ResNet
-from dure.worlds.cores import available_cores
+from dure.machine.cores import available_cores
+from dure.parallel.local.convolution import col2im, conv2d_flops, conv2d_im2col, im2col, window
+from dure.tasks.models import CNN, ResNet
 
 JSON = dict[str, Any]
 PHASES = ("forward", "backward")
@@ -74,11 +78,19 @@ class Layer:
 
     @property
     def settings(self) -> dict[str, int]:
-        return {"stride": self.stride, "padding": self.k // 2 if self.padding is None else self.padding}
+        return {
+            "stride": self.stride,
+            "padding": self.k // 2 if self.padding is None else self.padding,
+        }
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        return (self.batch, self.channels, self.size, self.size), (self.kernels, self.channels, self.k, self.k)
+        return (self.batch, self.channels, self.size, self.size), (
+            self.kernels,
+            self.channels,
+            self.k,
+            self.k,
+        )
 
     @property
     def flops(self) -> int:
@@ -120,18 +132,31 @@ def only_fused() -> Iterator[None]:
         yield
 
 
-def contenders(layer: Layer, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Run]:
+def contenders(
+    layer: Layer, device: torch.device, dtype: torch.dtype = torch.float32
+) -> dict[str, Run]:
     """All that compute the layer, on the same numbers."""
     random = torch.Generator().manual_seed(0)
-    images, kernels = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in layer.shapes)
-    leaves = tuple(each.to(device, dtype).requires_grad_() for each in (images, kernels / layer.k**2 / layer.channels))
+    images, kernels = (
+        torch.randn(shape, generator=random, dtype=torch.float64) for shape in layer.shapes
+    )
+    leaves = tuple(
+        each.to(device, dtype).requires_grad_()
+        for each in (images, kernels / layer.k**2 / layer.channels)
+    )
     found: dict[str, Run] = {"native": (partial(F.conv2d, *leaves, **layer.settings), leaves)}
     if device.type == "cpu":
         found["fused"] = found["native"]
     found["im2col"] = (partial(conv2d_im2col, *leaves, **layer.settings), leaves)
-    found["whole"] = (partial(conv2d_im2col, *leaves, **layer.settings, at_once=layer.batch), leaves)
+    found["whole"] = (
+        partial(conv2d_im2col, *leaves, **layer.settings, at_once=layer.batch),
+        leaves,
+    )
     if layer.sweep == "connected":
-        found["product"] = (lambda: F.linear(leaves[0].flatten(1), leaves[1].flatten(1))[..., None, None], leaves)
+        found["product"] = (
+            lambda: F.linear(leaves[0].flatten(1), leaves[1].flatten(1))[..., None, None],
+            leaves,
+        )
     return found
 
 
@@ -170,10 +195,15 @@ def passes(name: str, run: Run) -> tuple[float, float]:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds: CPU time on one thread; otherwise of the clock on the wall, when a GPU has done what it was given."""
+    """Seconds: CPU time on one thread; otherwise of the clock on the wall, when a GPU has done what
+    it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+    return (
+        time.thread_time()
+        if device.type == "cpu" and torch.get_num_threads() == 1
+        else time.perf_counter()
+    )
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
@@ -189,10 +219,15 @@ def check_that_all_agree(layer: Layer, device: torch.device) -> None:
     for name, (forward, leaves) in found.items():
         with only_fused() if name == "fused" else torch.enable_grad():
             outputs = forward()
-            results[name] = [outputs, *torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))]
+            results[name] = [
+                outputs,
+                *torch.autograd.grad(outputs, leaves, torch.ones_like(outputs)),
+            ]
     for name, result in results.items():
         for one, native in zip(result, results["native"], strict=True):
-            assert torch.allclose(one, native, rtol=1e-10, atol=1e-10), f"{name} computes something else: {layer}"
+            assert torch.allclose(one, native, rtol=1e-10, atol=1e-10), (
+                f"{name} computes something else: {layer}"
+            )
 
 
 def measure(layer: Layer, device: torch.device, rounds: int) -> JSON:
@@ -218,7 +253,11 @@ def measure(layer: Layer, device: torch.device, rounds: int) -> JSON:
 
 def gflops(row: JSON, name: str, phase: str) -> float | None:
     seconds = row["seconds"].get(f"{name} {phase}")
-    return None if seconds is None else 1e-9 * row["flops"] * (1 if phase == "forward" else 2) / seconds
+    return (
+        None
+        if seconds is None
+        else 1e-9 * row["flops"] * (1 if phase == "forward" else 2) / seconds
+    )
 
 
 def peak(device: torch.device) -> float:
@@ -246,12 +285,17 @@ def shares(name: str, batch: int, steps: int) -> JSON:
         kind = kind_of(layer)
         own = sum(parameter.numel() for parameter in layer.parameters())
         parameters[kind] += own
-        # a multiplication and an addition a weight and output; the first layer needs no gradient of its images
+        # a multiplication and an addition a weight and output; the first layer needs no gradient of
+        # its images
         weights = layer.weight.numel() if kind != "the rest" else 0
         positions = outputs.numel() // outputs.shape[1]
         flops[kind] += (3 if inputs[0].requires_grad else 2) * 2 * weights * positions
 
-    hooks = [layer.register_forward_hook(count) for layer in model.modules() if not list(layer.children())]
+    hooks = [
+        layer.register_forward_hook(count)
+        for layer in model.modules()
+        if not list(layer.children())
+    ]
     images, labels = torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
     F.cross_entropy(model(images), labels).backward()
     for hook in hooks:
@@ -271,22 +315,43 @@ def shares(name: str, batch: int, steps: int) -> JSON:
     for event in profile.key_averages():
         seconds[kind_of_operator(event.key)] += event.self_cpu_time_total * 1e-6 / steps
     plain = statistics.median(timed(step, images.device) for _ in range(steps))
-    return {"model": name, "batch": batch, "parameters": parameters, "flops": flops, "seconds": seconds, "step": plain}
+    return {
+        "model": name,
+        "batch": batch,
+        "parameters": parameters,
+        "flops": flops,
+        "seconds": seconds,
+        "step": plain,
+    }
 
 
 def kind_of(layer: nn.Module) -> str:
-    return KINDS[0] if isinstance(layer, nn.Conv2d) else KINDS[1] if isinstance(layer, nn.Linear) else KINDS[2]
+    return (
+        KINDS[0]
+        if isinstance(layer, nn.Conv2d)
+        else KINDS[1]
+        if isinstance(layer, nn.Linear)
+        else KINDS[2]
+    )
 
 
 def kind_of_operator(name: str) -> str:
     name = name.lower()
     if "conv" in name:
         return KINDS[0]
-    return KINDS[1] if any(word in name for word in ("addmm", "aten::mm", "linear", "addmmbackward")) else KINDS[2]
+    return (
+        KINDS[1]
+        if any(word in name for word in ("addmm", "aten::mm", "linear", "addmmbackward"))
+        else KINDS[2]
+    )
 
 
 def measured(rounds: int, batch: int, threads: Sequence[int], only: Sequence[str]) -> JSON:
-    result: JSON = {"benchmark": "convolution", "torch": torch.__version__, "cores": available_cores()}
+    result: JSON = {
+        "benchmark": "convolution",
+        "torch": torch.__version__,
+        "cores": available_cores(),
+    }
     result |= {"rounds": rounds, "devices": []}
     settings = [(torch.device("cpu"), number) for number in threads]
     if torch.cuda.is_available():
@@ -296,7 +361,11 @@ def measured(rounds: int, batch: int, threads: Sequence[int], only: Sequence[str
         show("no GPU here: its rows are left out")
     for device, number in settings:
         torch.set_num_threads(number)
-        name = torch.cuda.get_device_name() if device.type == "cuda" else f"{number} thread" + "s" * (number > 1)
+        name = (
+            torch.cuda.get_device_name()
+            if device.type == "cuda"
+            else f"{number} thread" + "s" * (number > 1)
+        )
         best = peak(device)
         show(f"{name}: peak {best:.0f} GFLOP/s; GFLOP/s forward/backward")
         rows = []
@@ -339,11 +408,25 @@ def speeds(device: JSON, sweep: str, phase: str) -> Panel:
     rows = [row for row in device["layers"] if row["sweep"] == sweep]
     x = [float(row["name"]) for row in rows]
     curves = [
-        Curve(NAMES[name], x, [gflops(row, name, phase) for row in rows], dashed=name == "products", marks=True)
+        Curve(
+            NAMES[name],
+            x,
+            [gflops(row, name, phase) for row in rows],
+            dashed=name == "products",
+            marks=True,
+        )
         for name in NAMES
         if gflops(rows[0], name, phase) is not None
     ]
-    curves.append(Curve("a square product", [x[0], x[-1]], [device["peak_gflops"]] * 2, dashed=True, colour=NEUTRAL))
+    curves.append(
+        Curve(
+            "a square product",
+            [x[0], x[-1]],
+            [device["peak_gflops"]] * 2,
+            dashed=True,
+            colour=NEUTRAL,
+        )
+    )
     title, axis = SWEEPS[sweep]
     return lines(f"{title}, {phase}", curves, Axis(axis, log=True), Axis("GFLOP/s", low=0))
 
@@ -352,8 +435,13 @@ def ratios(device: JSON, sweeps: Sequence[str]) -> Panel:
     """How many times longer im2col takes than native, forward and backward."""
     rows = [row for row in device["layers"] if row["sweep"] in sweeps]
     seconds = [row["seconds"] for row in rows]
-    series = {phase: [each[f"im2col {phase}"] / each[f"native {phase}"] for each in seconds] for phase in PHASES}
-    names = [f"stride {row['name']}, 5x5" if row["sweep"] == "strides" else row["name"] for row in rows]
+    series = {
+        phase: [each[f"im2col {phase}"] / each[f"native {phase}"] for each in seconds]
+        for phase in PHASES
+    }
+    names = [
+        f"stride {row['name']}, 5x5" if row["sweep"] == "strides" else row["name"] for row in rows
+    ]
     return bars("Time of dure's im2col over native", names, series, Axis("ratio", low=0))
 
 
@@ -361,7 +449,10 @@ def memory(device: JSON) -> Panel:
     rows = [row for row in device["layers"] if row["sweep"] == "kernels" or row["stride"] > 1]
     names = [f"{row['k']}x{row['k']}, stride {row['stride']}" for row in rows]
     return bars(
-        "Elements of the columns over those of the images", names, {"": [row["blow_up"] for row in rows]}, Axis("times")
+        "Elements of the columns over those of the images",
+        names,
+        {"": [row["blow_up"] for row in rows]},
+        Axis("times"),
     )
 
 
@@ -371,9 +462,20 @@ def connected(device: JSON) -> Panel:
     titles = {"product": "as a product", "native": "as a native convolution", "im2col": "as im2col"}
     curves = []
     for name, title in titles.items():
-        both = [row["flops"] * 3e-9 / sum(row["seconds"][f"{name} {phase}"] for phase in PHASES) for row in rows]
+        both = [
+            row["flops"] * 3e-9 / sum(row["seconds"][f"{name} {phase}"] for phase in PHASES)
+            for row in rows
+        ]
         curves.append(Curve(title, x, both, marks=True))
-    curves.append(Curve("a square product", [x[0], x[-1]], [device["peak_gflops"]] * 2, dashed=True, colour=NEUTRAL))
+    curves.append(
+        Curve(
+            "a square product",
+            [x[0], x[-1]],
+            [device["peak_gflops"]] * 2,
+            dashed=True,
+            colour=NEUTRAL,
+        )
+    )
     title = "A fully connected layer, 3136 to 512, both passes"
     return lines(title, curves, Axis("images in a batch", log=True), Axis("GFLOP/s", low=0))
 
@@ -385,19 +487,32 @@ def share(result: JSON) -> Panel:
             names.append(f"{row['model']}: {WHAT[what]}")
             for kind in KINDS:
                 series[kind].append(100 * row[what][kind] / sum(row[what].values()))
-    return bars("Shares of a training step", names, series, Axis("%", low=0, high=100), stacked=True, width=620)
+    return bars(
+        "Shares of a training step",
+        names,
+        series,
+        Axis("%", low=0, high=100),
+        stacked=True,
+        width=620,
+    )
 
 
 def draw(result: JSON, out: Path) -> None:
-    """The study's figures: speeds on one thread (or the GPU), ratios and memory, fully connected layers and shares."""
+    """The study's figures: speeds on one thread (or the GPU), ratios and memory, fully connected
+    layers and shares."""
     for device in result["devices"]:
         name = device["device"].lower().replace(" ", "-")
-        present = [sweep for sweep in SWEEPS if any(row["sweep"] == sweep for row in device["layers"])]
+        present = [
+            sweep for sweep in SWEEPS if any(row["sweep"] == sweep for row in device["layers"])
+        ]
         panels = [speeds(device, sweep, phase) for sweep in present for phase in PHASES]
         if panels:
             save(out / f"convolution-{name}.svg", f"Convolution on {device['device']}", panels)
-        save(out / f"convolution-{name}-layers.svg", f"Layers on {device['device']}",
-             [ratios(device, ("models", "strides")), memory(device), connected(device)])  # fmt: skip
+        save(
+            out / f"convolution-{name}-layers.svg",
+            f"Layers on {device['device']}",
+            [ratios(device, ("models", "strides")), memory(device), connected(device)],
+        )
     save(out / "convolution-shares.svg", "What a step consists of, on one thread", share(result))
 
 
@@ -405,14 +520,22 @@ COLUMNS = ("native", "fused", "im2col", "whole", "products")
 
 
 def tables(result: JSON) -> str:
-    """The study's tables, in Markdown: GFLOP/s forward / backward of every layer, and the shares."""
+    """The study's tables, in Markdown: GFLOP/s forward / backward of every layer, and the
+    shares."""
     text = []
     for device in result["devices"]:
         text += [f"\n{device['device']}, peak {device['peak_gflops']:.0f} GFLOP/s\n"]
-        text += ["| layer | MFLOP | columns | native | torch's im2col | dure's im2col | whole batch | products alone |"]
+        text += [
+            "| layer | MFLOP | columns | native | torch's im2col | dure's im2col | whole batch | "
+            "products alone |"
+        ]
         text += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
         for row in device["layers"]:
-            cells = [f"{row['sweep']} {row['name']}", f"{row['flops'] / 1e6:,.0f}", f"{row['blow_up']:.1f}x"]
+            cells = [
+                f"{row['sweep']} {row['name']}",
+                f"{row['flops'] / 1e6:,.0f}",
+                f"{row['blow_up']:.1f}x",
+            ]
             for name in COLUMNS:
                 both = [gflops(row, name, phase) for phase in PHASES]
                 cells.append("" if None in both else f"{both[0]:.0f} / {both[1]:.0f}")
@@ -430,15 +553,23 @@ def tables(result: JSON) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batch", type=int, default=64, help="of the steps whose shares are measured")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="of the steps whose shares are measured"
+    )
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     sweeps = list(dict.fromkeys(layer.sweep for layer in layers()))
-    parser.add_argument("--sweeps", nargs="*", choices=sweeps, default=[], help="only these, without figures; all")
+    parser.add_argument(
+        "--sweeps", nargs="*", choices=sweeps, default=[], help="only these, without figures; all"
+    )
     parser.add_argument("--out", type=Path, help="folder for the figures")
     parser.add_argument("--figures", type=Path, help="draw this result again and measure nothing")
-    parser.add_argument("--tables", type=Path, help="print the tables of this result and measure nothing")
+    parser.add_argument(
+        "--tables", type=Path, help="print the tables of this result and measure nothing"
+    )
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", message="TF32 acceleration")
     if asked.figures is not None:

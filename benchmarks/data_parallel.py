@@ -1,8 +1,10 @@
-"""What data parallelism costs and gains: dure's DistributedDataParallel beside torch's, one process, and no exchange.
+"""What data parallelism costs and gains: dure's DistributedDataParallel beside torch's, one
+process, and no exchange.
 
-Two ranks of one thread each train the same model on the same batches; one process trains on the joint batch with one
-thread and with two. In every round each contender has some steps behind a barrier, and another one begins; the time is
-that of the slowest rank. Medians over the rounds; ratios are medians of the rounds' ratios.
+Two ranks of one thread each train the same model on the same batches; one process trains on the
+joint batch with one thread and with two. In every round each contender has some steps behind a
+barrier, and another one begins; the time is that of the slowest rank. Medians over the rounds;
+ratios are medians of the rounds' ratios.
 
     one thread, two threads     one process, the joint batch
     torch, gloo                 torch's DistributedDataParallel over gloo, its default buckets
@@ -11,9 +13,10 @@ that of the slowest rank. Medians over the rounds; ratios are medians of the rou
     dure, unhidden              the same, with all-reduces when backward is done
     no exchange                 the ranks train apart: nothing can be faster
 
-With --link the two ranks live on two hosts, network namespaces joined by a cable of that rate (it takes root and
-iproute2). The share that is hidden is (unhidden - contender) / (unhidden - no exchange): what of the cost of an
-unhidden exchange is saved. Beside it stands what dure's own meter says.
+With --link the two ranks live on two hosts, network namespaces joined by a cable of that rate (it
+takes root and iproute2). The share that is hidden is (unhidden - contender) / (unhidden - no
+exchange): what of the cost of an unhidden exchange is saved. Beside it stands what dure's own meter
+says.
 
     torch, 25 MB; torch, 1 MB   over gloo; bucket_cap_mb, the default and a better one
     dure                        over dure's backend, buckets chosen by measurement
@@ -22,9 +25,11 @@ unhidden exchange is saved. Beside it stands what dure's own meter says.
 
     python benchmarks/data_parallel.py > benchmarks/results/data_parallel.json
     python benchmarks/data_parallel.py --link 1gbit > benchmarks/results/data_parallel_link.json
-    python benchmarks/data_parallel.py --link 1gbit --batch 32 > benchmarks/results/data_parallel_link_32.json
+    python benchmarks/data_parallel.py --link 1gbit --batch 32 >
+    benchmarks/results/data_parallel_link_32.json
 
-Progress and a table go to standard error, the result as JSON to standard output. docs/data-parallel.md has the figures.
+Progress and a table go to standard error, the result as JSON to standard output.
+docs/data-parallel.md has the figures.
 """
 
 from __future__ import annotations
@@ -50,10 +55,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.models import Transformer
+from dure.contracts.strategy import Place
+from dure.machine.cores import available_cores
 from dure.parallel import DistributedDataParallel, ZeroRedundancy
-from dure.strategy import Place
-from dure.worlds.cores import available_cores
+from dure.tasks.models import Transformer
 
 JSON = dict[str, Any]
 
@@ -67,13 +72,21 @@ def show(text: str) -> None:
 
 def mlp(width: int) -> nn.Module:
     """784-width-width-10; with 2,800 it has 10,067,410 parameters."""
-    layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+    layers = [
+        nn.Linear(784, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    ]
     return nn.Sequential(*layers)
 
 
 def images(count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, 784, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+    return torch.randn(count, 784, generator=generator), torch.randint(
+        0, 10, (count,), generator=generator
+    )
 
 
 def texts(count: int) -> tuple[Tensor, Tensor]:
@@ -98,18 +111,29 @@ SMALL = {"mlp": (partial(mlp, 100), images, 8), "transformer": (partial(transfor
 
 
 class Training:
-    """A model in training, on one rank. parts: how many ranks share the joint batch. zero: a group that divides it."""
+    """A model in training, on one rank. parts: how many ranks share the joint batch. zero: a group
+    that divides it."""
 
     def __init__(
-        self, model: tuple[Any, Any, int], wrap: Callable[[nn.Module], nn.Module], parts: int, zero: Any
+        self,
+        model: tuple[Any, Any, int],
+        wrap: Callable[[nn.Module], nn.Module],
+        parts: int,
+        zero: Any,
     ) -> None:
         make, data, batch = model
         torch.manual_seed(0)
         self.model = wrap(make())
         inputs, targets = data(batch)
-        self.inputs, self.targets = (each.chunk(parts)[dist.get_rank() % parts] for each in (inputs, targets))
+        self.inputs, self.targets = (
+            each.chunk(parts)[dist.get_rank() % parts] for each in (inputs, targets)
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.zero = None if zero is None else ZeroRedundancy(self.model, self.optimizer, 2, zero, overlap_gather=True)
+        self.zero = (
+            None
+            if zero is None
+            else ZeroRedundancy(self.model, self.optimizer, 2, zero, overlap_gather=True)
+        )
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -126,7 +150,9 @@ class Training:
 
 
 def torch_ddp(group: Any, megabytes: float | None = None) -> Callable[[nn.Module], nn.Module]:
-    return partial(nn.parallel.DistributedDataParallel, process_group=group, bucket_cap_mb=megabytes)
+    return partial(
+        nn.parallel.DistributedDataParallel, process_group=group, bucket_cap_mb=megabytes
+    )
 
 
 def dure_ddp(group: Any, **options: Any) -> Callable[[nn.Module], nn.Module]:
@@ -134,10 +160,15 @@ def dure_ddp(group: Any, **options: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 class Contender:
-    """One way to train. alone: rank 0 has the joint batch, with so many threads, and the others wait."""
+    """One way to train. alone: rank 0 has the joint batch, with so many threads, and the others
+    wait."""
 
     def __init__(
-        self, model: Any, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, alone: int = 0, zero: Any = None
+        self,
+        model: Any,
+        wrap: Callable[[nn.Module], nn.Module] = lambda m: m,
+        alone: int = 0,
+        zero: Any = None,
     ) -> None:
         self.alone = alone
         self.training = Training(model, wrap, 1 if alone else dist.get_world_size(), zero)
@@ -186,9 +217,15 @@ def over_a_link(model: Any, gloo: Any, shared: Any) -> dict[str, Contender]:
 
 
 def contest(
-    makers: Callable[[Any, Any, Any], dict[str, Contender]], model: Any, rounds: int, steps: int, gloo: Any, shared: Any
+    makers: Callable[[Any, Any, Any], dict[str, Contender]],
+    model: Any,
+    rounds: int,
+    steps: int,
+    gloo: Any,
+    shared: Any,
 ) -> JSON:
-    """Seconds of a step, a number a round, for each contender; and what dure's meter says is hidden."""
+    """Seconds of a step, a number a round, for each contender; and what dure's meter says is
+    hidden."""
     contenders = makers(model, gloo, shared)
     for contender in contenders.values():
         contender.seconds_per_step(12, gloo)  # learns the order of gradients, and sizes of buckets
@@ -213,10 +250,15 @@ def contest(
 def locally(models: Any, rounds: int, steps: int, place: Place) -> JSON:
     torch.set_num_threads(1)
     gloo, shared = dist.new_group(backend="gloo"), dist.new_group(backend="dure")
-    return {name: contest(on_one_machine, model, rounds, steps, gloo, shared) for name, model in models.items()}
+    return {
+        name: contest(on_one_machine, model, rounds, steps, gloo, shared)
+        for name, model in models.items()
+    }
 
 
-def apart(models: Any, rounds: int, steps: int, hosts: Any, addresses: Any, cable: str, place: Place) -> JSON:
+def apart(
+    models: Any, rounds: int, steps: int, hosts: Any, addresses: Any, cable: str, place: Place
+) -> JSON:
     """As `locally`, each rank on a host of its own."""
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -235,7 +277,8 @@ def apart(models: Any, rounds: int, steps: int, hosts: Any, addresses: Any, cabl
     os.environ["GLOO_SOCKET_IFNAME"] = cable
     gloo = dist.new_group(backend="gloo")
     result = {
-        name: contest(over_a_link, model, rounds, steps, gloo, dist.group.WORLD) for name, model in models.items()
+        name: contest(over_a_link, model, rounds, steps, gloo, dist.group.WORLD)
+        for name, model in models.items()
     }
     dist.destroy_process_group()
     return result
@@ -269,8 +312,13 @@ def ratios(rows: JSON, rate: str | None) -> JSON:
         }
 
     def hidden(name: str) -> float:
-        rounds = zip(*(rows[which]["samples"] for which in ("dure, unhidden", name, "no exchange")), strict=True)
-        return statistics.median((unhidden - own) / (unhidden - none) for unhidden, own, none in rounds)
+        rounds = zip(
+            *(rows[which]["samples"] for which in ("dure, unhidden", name, "no exchange")),
+            strict=True,
+        )
+        return statistics.median(
+            (unhidden - own) / (unhidden - none) for unhidden, own, none in rounds
+        )
 
     return {name: hidden(name) for name in rows if name not in ("dure, unhidden", "no exchange")}
 
@@ -285,25 +333,47 @@ def table(name: str, rows: JSON, compared: JSON) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15, help="of all contenders; at least 2")
     parser.add_argument("--steps", type=int, default=8, help="of a contender in a round")
-    parser.add_argument("--link", metavar="RATE", help="two hosts and a cable of this rate, as 1gbit")
-    parser.add_argument("--batch", type=int, help="the joint batch; by default 112 of the MLP, 16 of the transformer")
+    parser.add_argument(
+        "--link", metavar="RATE", help="two hosts and a cable of this rate, as 1gbit"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="the joint batch; by default 112 of the MLP, 16 of the transformer",
+    )
     parser.add_argument("--small", action="store_true", help="tiny models, for a first try")
     asked = parser.parse_args()
     known = SMALL if asked.small else MODELS
     names = asked.models or (["transformer"] if asked.link else list(MODELS))
     models = {name: (*known[name][:2], asked.batch or known[name][2]) for name in names}
     world = dure.Processes(2, backend="gloo")
-    about: JSON = {"benchmark": "data_parallel", "ranks": 2, "cores": available_cores(), "rounds": asked.rounds}
-    about |= {"steps": asked.steps, "torch": torch.__version__, "link": asked.link, "batch": asked.batch}
-    hosts, addresses, cable = (nullcontext(), None, "") if asked.link is None else two_hosts(asked.link)
+    about: JSON = {
+        "benchmark": "data_parallel",
+        "ranks": 2,
+        "cores": available_cores(),
+        "rounds": asked.rounds,
+    }
+    about |= {
+        "steps": asked.steps,
+        "torch": torch.__version__,
+        "link": asked.link,
+        "batch": asked.batch,
+    }
+    hosts, addresses, cable = (
+        (nullcontext(), None, "") if asked.link is None else two_hosts(asked.link)
+    )
     try:
         with hosts as pair:
             if asked.link is None:
-                result = world.run(partial(locally, models, asked.rounds, asked.steps), lambda event: None)
+                result = world.run(
+                    partial(locally, models, asked.rounds, asked.steps), lambda event: None
+                )
             else:
                 program = partial(apart, models, asked.rounds, asked.steps, pair, addresses, cable)
                 result = world.run(program, lambda event: None)
@@ -318,7 +388,9 @@ def main() -> None:
         compared = ratios(measured, asked.link)
         table(name, measured, compared)
         parameters = sum(parameter.numel() for parameter in models[name][0]().parameters())
-        rows.append({"model": name, "parameters": parameters, "contenders": measured, "compared": compared})
+        rows.append(
+            {"model": name, "parameters": parameters, "contenders": measured, "compared": compared}
+        )
     json.dump({**about, "rows": rows}, sys.stdout)
 
 

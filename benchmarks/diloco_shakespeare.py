@@ -1,16 +1,19 @@
 """DiLoCo against data parallel on character Shakespeare: the same samples, a fiftieth of the bytes.
 
-A transformer of two layers (width 64, context 64, about 113,000 parameters) predicts the next character; four workers,
-AdamW inside. DiLoCo makes rounds of H = 50 steps and takes the paper's outer optimizer (Nesterov, 0.7 and 0.9). Both
-try every rate of --rates for the inner optimizer, from the same first weights and with the same samples in the same
-order; each is shown at the rate with the least test loss at the end, so that none has an advantage by the choice.
-Data parallel of a group walks the path of one worker to rounding, so its rates are tried by one worker, and the chosen
+A transformer of two layers (width 64, context 64, about 113,000 parameters) predicts the next
+character; four workers, AdamW inside. DiLoCo makes rounds of H = 50 steps and takes the paper's
+outer optimizer (Nesterov, 0.7 and 0.9). Both try every rate of --rates for the inner optimizer,
+from the same first weights and with the same samples in the same order; each is shown at the rate
+with the least test loss at the end, so that none has an advantage by the choice. Data parallel of a
+group walks the path of one worker to rounding, so its rates are tried by one worker, and the chosen
 one is run by the group for its bytes and its loss.
 
-    python benchmarks/diloco_shakespeare.py --data FILE [--figure docs/images/diloco.svg] > result.json
+    python benchmarks/diloco_shakespeare.py --data FILE [--figure docs/images/diloco.svg] >
+    result.json
 
-FILE is a plain text. Progress goes to standard error, the result as JSON to standard output. Run folders are kept under
---out: called again with the same --out it takes the runs that are there, and goes on with one that was interrupted.
+FILE is a plain text. Progress goes to standard error, the result as JSON to standard output. Run
+folders are kept under --out: called again with the same --out it takes the runs that are there, and
+goes on with one that was interrupted.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ from pages import fill, table
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import Strategy, World
 from dure.data.shakespeare import read_shakespeare
-from dure.models import Transformer
 from dure.record.run import Run
-from dure.strategy import Strategy, World
+from dure.tasks.models import Transformer
 
 CONTEXT, LAYERS, WIDTH, HEADS = 64, 2, 64, 4
 H = 50
@@ -48,7 +51,9 @@ def task_of(data: Path, rate: float) -> dure.Task:
     return dure.Task(model, F.cross_entropy, text.train, text.test, optimizer, name="shakespeare")
 
 
-def trained(asked: argparse.Namespace, name: str, strategy: Strategy, world: World, rate: float) -> Run:
+def trained(
+    asked: argparse.Namespace, name: str, strategy: Strategy, world: World, rate: float
+) -> Run:
     """A new run, or the one that is there, gone on with if it was interrupted."""
     folder = asked.out / f"{name}-lr-{rate:g}"
     task = task_of(asked.data, rate)
@@ -60,8 +65,13 @@ def trained(asked: argparse.Namespace, name: str, strategy: Strategy, world: Wor
     else:
         stop = dure.Stop(rounds=asked.steps // H) if rounds else dure.Stop(steps=asked.steps)
         every = asked.every // H if rounds else asked.every
-        run = dure.train(task, strategy, world, stop, seed=asked.seed, out=folder, evaluate_every=every)
-    show(f"{name} lr {rate:g}: test loss {run.summary['test_loss']:.4f}, {run.summary['seconds']:.0f} s")
+        run = dure.train(
+            task, strategy, world, stop, seed=asked.seed, out=folder, evaluate_every=every
+        )
+    show(
+        f"{name} lr {rate:g}: test loss {run.summary['test_loss']:.4f}, "
+        f"{run.summary['seconds']:.0f} s"
+    )
     return run
 
 
@@ -91,11 +101,16 @@ def measured(asked: argparse.Namespace) -> list[dict[str, Any]]:
         rate: trained(asked, "one-worker", dure.SingleWorker(asked.batch), dure.Processes(1), rate)
         for rate in asked.rates
     }
-    apart = {rate: trained(asked, "diloco", dure.DiLoCo(asked.batch, H), group, rate) for rate in asked.rates}
+    apart = {
+        rate: trained(asked, "diloco", dure.DiLoCo(asked.batch, H), group, rate)
+        for rate in asked.rates
+    }
 
     def best(runs: dict[float, Run]) -> tuple[float, dict[str, float]]:
         losses = {rate: run.summary["test_loss"] for rate, run in runs.items()}
-        return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": loss for rate, loss in losses.items()}
+        return min(losses, key=lambda rate: losses[rate]), {
+            f"{rate:g}": loss for rate, loss in losses.items()
+        }
 
     rate, trials = best(alone)
     together = trained(asked, "data-parallel", dure.DataParallel(asked.batch), group, rate)
@@ -115,8 +130,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     loss = Axis("test loss a character", high=2.6)
     panels = [
-        lines("At equal samples", curves("samples"), Axis("sequences of 64 characters", short=True), loss),
-        lines("At equal bytes", curves("bytes"), Axis("bytes sent by a worker", log=True, short=True), loss),
+        lines(
+            "At equal samples",
+            curves("samples"),
+            Axis("sequences of 64 characters", short=True),
+            loss,
+        ),
+        lines(
+            "At equal bytes",
+            curves("bytes"),
+            Axis("bytes sent by a worker", log=True, short=True),
+            loss,
+        ),
     ]
     save(path, "DiLoCo and data parallel on Shakespeare, four workers", panels)
 
@@ -138,10 +163,14 @@ def describe(rows: list[dict[str, Any]], page: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="a text file")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=64, help="sequences of a step, over all workers")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="sequences of a step, over all workers"
+    )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rates", nargs="+", type=float, default=[1.5e-3, 3e-3, 6e-3])
     parser.add_argument("--every", type=int, default=500, help="steps between evaluations")
@@ -156,7 +185,12 @@ def main() -> None:
     fewer = together["bytes_sent_per_worker"] / apart["bytes_sent_per_worker"]
     show(f"DiLoCo's loss is {worse:+.2%} of data parallel's, at 1/{fewer:.2f} of the bytes")
     setting = f"transformer {LAYERS}x{WIDTH}, {asked.workers} workers, batch {asked.batch}, {asked.steps} steps, H={H}"
-    result = {"benchmark": "diloco_shakespeare", "setting": setting, "seed": asked.seed, "loss_excess": worse}
+    result = {
+        "benchmark": "diloco_shakespeare",
+        "setting": setting,
+        "seed": asked.seed,
+        "loss_excess": worse,
+    }
     json.dump({**result, "bytes_ratio": fewer, "rows": rows}, sys.stdout)
     if asked.figure is not None:
         draw(rows, asked.figure)

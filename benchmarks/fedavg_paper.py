@@ -6,22 +6,26 @@
     lstm64              the same with 64 units a layer instead of 256, until 45 %: not the paper's, but 600 rounds of
                         FedSGD take one core an hour
 
-MNIST has 100 clients of 600 images; IID, or two label shards a client. FedSGD is E = 1 with all of a client's data in
-one batch, B = none. A row is named model/partition/C/E/B, and --rows takes patterns of names:
+MNIST has 100 clients of 600 images; IID, or two label shards a client. FedSGD is E = 1 with all of
+a client's data in one batch, B = none. A row is named model/partition/C/E/B, and --rows takes
+patterns of names:
 
     python benchmarks/fedavg_paper.py --data DIR --list
-    python benchmarks/fedavg_paper.py --data DIR --rows "2nn/*" --result benchmarks/results/fedavg_paper.json
+    python benchmarks/fedavg_paper.py --data DIR --rows "2nn/*" --result
+    benchmarks/results/fedavg_paper.json
 
-DIR holds the folders mnist and shakespeare. As in the paper each row has its own learning rate, from a multiplicative
-grid of 10^(1/3): every rate of --rates trains for a tenth of the paper's rounds (at least 4), the one with the best
-test accuracy goes on, until it is there or for --patience times the paper's rounds, or --seconds. Rounds are counted on
-the monotone curve with linear interpolation.
+DIR holds the folders mnist and shakespeare. As in the paper each row has its own learning rate,
+from a multiplicative grid of 10^(1/3): every rate of --rates trains for a tenth of the paper's
+rounds (at least 4), the one with the best test accuracy goes on, until it is there or for
+--patience times the paper's rounds, or --seconds. Rounds are counted on the monotone curve with
+linear interpolation.
 
-Runs are kept under --out, and go on there where they were interrupted. Progress goes to standard error. The rows are
-written as JSON to --result, where those that it has already and are not run again stay, or else to standard output;
---page FILE fills the table of a page with all of them.
+Runs are kept under --out, and go on there where they were interrupted. Progress goes to standard
+error. The rows are written as JSON to --result, where those that it has already and are not run
+again stay, or else to standard output; --page FILE fills the table of a page with all of them.
 
-Source: H. B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+Source: H. B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ JSON = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A cell of the paper's tables. rounds: the paper's, of its model; None where it did not get there."""
+    """A cell of the paper's tables. rounds: the paper's, of its model; None where it did not get
+    there."""
 
     model: str
     partition: str
@@ -57,7 +62,9 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.model}/{self.partition}/{self.fraction:g}/{self.epochs}/{self.batch or 'none'}"
+        return (
+            f"{self.model}/{self.partition}/{self.fraction:g}/{self.epochs}/{self.batch or 'none'}"
+        )
 
     @property
     def target(self) -> float:
@@ -76,7 +83,9 @@ def table_1(model: str, epochs: int, cells: dict[float, tuple[int | None, ...]])
     ]
 
 
-def table_2(model: str, partitions: tuple[str, str], cells: dict[tuple[int, int | None], tuple[int, int]]) -> list[Row]:
+def table_2(
+    model: str, partitions: tuple[str, str], cells: dict[tuple[int, int | None], tuple[int, int]]
+) -> list[Row]:
     return [
         Row(model, partition, 0.1, epochs, batch, rounds)
         for (epochs, batch), row in cells.items()
@@ -144,8 +153,8 @@ def show(text: str) -> None:
 
 
 def trained(asked: argparse.Namespace, row: Row, rate: float, rounds: int) -> Run:
-    """The run of one rate, begun or gone on with until so many rounds, the target, or the end of the time. Ctrl-C ends
-    all, with what has been done in the run's folder."""
+    """The run of one rate, begun or gone on with until so many rounds, the target, or the end of
+    the time. Ctrl-C ends all, with what has been done in the run's folder."""
     run = begun_or_resumed(asked, row, rate, rounds)
     if run.summary["ended"] == "interrupt":
         sys.exit(f"interrupted; the same command goes on with {run.folder}")
@@ -158,7 +167,10 @@ def begun_or_resumed(asked: argparse.Namespace, row: Row, rate: float, rounds: i
 
     def progress(event: JSON) -> None:
         accuracy = event["metrics"].get("test_accuracy", 0.0)
-        show(f"{row.name} lr {rate:g}: round {event['step']}, accuracy {accuracy:.4f}, {event['seconds']:.0f} s")
+        show(
+            f"{row.name} lr {rate:g}: round {event['step']}, accuracy {accuracy:.4f}, "
+            f"{event['seconds']:.0f} s"
+        )
 
     if (folder / "config.json").exists():
         return dure.resume(folder, stop=stop, on_progress=progress)
@@ -185,7 +197,9 @@ def begun_or_resumed(asked: argparse.Namespace, row: Row, rate: float, rounds: i
 def task(data: Path, model: str, rate: float) -> dure.Task:
     if model in ("shakespeare", "lstm64"):
         width = 64 if model == "lstm64" else None
-        return dure.load_task("shakespeare", data=str(data / "shakespeare" / "plays_moby"), lr=rate, width=width)
+        return dure.load_task(
+            "shakespeare", data=str(data / "shakespeare" / "plays_moby"), lr=rate, width=width
+        )
     return dure.load_task("mnist", data=str(data / "mnist"), model=model, lr=rate)
 
 
@@ -196,11 +210,17 @@ def best_accuracy(run: Run) -> float:
 def trial(asked: argparse.Namespace, row: Row, rate: float) -> float:
     """Best test accuracy of a rate's trial; zero for a rate at which the loss diverges."""
     try:
-        rounds, accuracies = trained(asked, row, rate, trial_rounds(row)).history.curve("test_accuracy")
+        rounds, accuracies = trained(asked, row, rate, trial_rounds(row)).history.curve(
+            "test_accuracy"
+        )
     except dure.errors.LossNotFiniteError as error:
         show(f"{row.name} lr {rate:g} diverges: {error}")
         return 0.0
-    within = [accuracy for round, accuracy in zip(rounds, accuracies, strict=True) if round <= trial_rounds(row)]
+    within = [
+        accuracy
+        for round, accuracy in zip(rounds, accuracies, strict=True)
+        if round <= trial_rounds(row)
+    ]
     return max(within)  # an earlier command may have gone on for longer
 
 
@@ -237,18 +257,35 @@ def line(row: JSON) -> list[str]:
     unreached = f"not in {row['trained']} ({row['best_accuracy']:.1%})"
     comparable = row["rounds"] and row["paper"] and model != "lstm64"
     ratio = f"{row['rounds'] / row['paper']:.2f}" if comparable else "–"
-    cells = [f"{model}, {partition}", fraction, epochs, "all" if batch == "none" else batch, f"{row['rate']:g}"]
-    return [*cells, rounds_of(row["rounds"], unreached), rounds_of(row["paper"], "not reached"), ratio]
+    cells = [
+        f"{model}, {partition}",
+        fraction,
+        epochs,
+        "all" if batch == "none" else batch,
+        f"{row['rate']:g}",
+    ]
+    return [
+        *cells,
+        rounds_of(row["rounds"], unreached),
+        rounds_of(row["paper"], "not reached"),
+        ratio,
+    ]
 
 
 HEAD = ["model, partition", "C", "E", "B", "learning rate", "rounds", "the paper's", "ratio"]
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the folders mnist and shakespeare")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder of the folders mnist and shakespeare"
+    )
     parser.add_argument("--rows", nargs="+", default=["cnn/*/0.1/5/10"], help="patterns of names")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows that --rows names, and end")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the rows that --rows names, and end"
+    )
     parser.add_argument("--rates", nargs="+", type=float, default=[0.0464, 0.1, 0.215])
     parser.add_argument("--patience", type=float, default=1.5, help="times the paper's rounds")
     parser.add_argument("--seconds", type=float, help="of a run, at most")
@@ -264,7 +301,10 @@ def main() -> None:
     asked = parsed()
     rows = [row for row in ROWS if any(fnmatch(row.name, pattern) for pattern in asked.rows)]
     if not rows:
-        sys.exit(f"no row is named like {' or '.join(asked.rows)}; --list prints the names, as {ROWS[0].name}")
+        sys.exit(
+            f"no row is named like {' or '.join(asked.rows)}; --list prints the names, as "
+            f"{ROWS[0].name}"
+        )
     if asked.list:
         print("\n".join(row.name for row in rows))
         return
@@ -272,11 +312,19 @@ def main() -> None:
         sys.exit(f"there is no folder {asked.result.parent} for --result")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
-    kept = json.loads(asked.result.read_text())["rows"] if asked.result is not None and asked.result.exists() else []
+    kept = (
+        json.loads(asked.result.read_text())["rows"]
+        if asked.result is not None and asked.result.exists()
+        else []
+    )
     results = {row["name"]: row for row in kept}
     for row in rows:
         results[row.name] = measured(asked, row)
-        show("  ".join(f"{name} {cell}" for name, cell in zip(HEAD, line(results[row.name]), strict=True)))
+        show(
+            "  ".join(
+                f"{name} {cell}" for name, cell in zip(HEAD, line(results[row.name]), strict=True)
+            )
+        )
         if asked.result is not None:
             write_atomically(asked.result, as_json(results).encode())
     if asked.result is None:

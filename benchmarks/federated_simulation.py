@@ -1,18 +1,21 @@
-"""How fast FedAvg is simulated on one machine: dure beside other frameworks and beside loops written by hand.
+"""How fast FedAvg is simulated on one machine: dure beside other frameworks and beside loops
+written by hand.
 
-Every contender is a program of its own in benchmarks/federated_peers, run by its own interpreter and started anew for
-each measurement. All train the same federation from the same file: the same clients with the same examples, the same
-initial weights, the same clients in every round, one local epoch of SGD with rate 0.1 and batches of 10. Only the order
-of a client's examples within its epoch is each one's own.
+Every contender is a program of its own in benchmarks/federated_peers, run by its own interpreter
+and started anew for each measurement. All train the same federation from the same file: the same
+clients with the same examples, the same initial weights, the same clients in every round, one local
+epoch of SGD with rate 0.1 and batches of 10. Only the order of a client's examples within its epoch
+is each one's own.
 
     rounds a second       after the first round, until the last is done
-    until round 1 is done seconds from the start of the process: imports, data and whatever is compiled or started
+    until round 1 is done seconds from the start of the process: imports, data and whatever is
+    compiled or started
     peak memory           proportional set size (PSS), summed over the contender's process and all its descendants: what
-                          they share is counted once. It is looked at ten times a second in the first run, which is
-                          not timed, because looking takes time
+                          they share is counted once. It is looked at ten times a second in the
+                          first run, which is not timed, because looking takes time
     accuracy              on the test data after the last round. "agrees" says that it differs from the median of all
-                          contenders by three standard errors and two points at most, the latter for the order of
-                          examples: all have done the same work
+                          contenders by three standard errors and two points at most, the latter for
+                          the order of examples: all have done the same work
 
     dure                  dure.train in its simulated world
     lean, lean x2         a loop by hand: one model, flat weights; in one process and in two
@@ -23,11 +26,13 @@ of a client's examples within its epoch is each one's own.
     fluke, FedLab         their servers and trainers on torch, in one process
 
     python benchmarks/federated_peers/install.py PEERS
-    python benchmarks/federated_simulation.py --data MNIST --peers PEERS > benchmarks/results/federated_simulation.json
+    python benchmarks/federated_simulation.py --data MNIST --peers PEERS >
+    benchmarks/results/federated_simulation.json
 
-A contender that is not installed is reported as skipped, with the reason. Without --data (a folder of MNIST's four
-files) there is no CNN. Medians and quartiles of repetitions in which all contenders take turns. Progress and tables go
-to standard error, the result as JSON to standard output; --page FILE fills the tables of a page.
+A contender that is not installed is reported as skipped, with the reason. Without --data (a folder
+of MNIST's four files) there is no CNN. Medians and quartiles of repetitions in which all contenders
+take turns. Progress and tables go to standard error, the result as JSON to standard output; --page
+FILE fills the tables of a page.
 """
 
 from __future__ import annotations
@@ -59,10 +64,10 @@ from rounds import quartiles, turns
 from torch import Tensor, nn
 
 import dure
-from dure.federated.sampling import uniform
-from dure.models import CNN, TwoNN
-from dure.strategy import seeded_model
-from dure.worlds.cores import available_cores
+from dure.contracts.strategy import seeded_model
+from dure.federated.server.sampling import uniform
+from dure.machine.cores import available_cores
+from dure.tasks.models import CNN, TwoNN
 
 JSON = dict[str, Any]
 PROGRAMS = Path(__file__).parent / "federated_peers"
@@ -77,8 +82,9 @@ def show(text: str) -> None:
 
 
 class Row(NamedTuple):
-    """examples: gives a task, the indices of its training examples in the order of the clients, and how many each has.
-    threads: of torch, over the processes of a contender; a small MLP is faster with one.
+    """examples: gives a task, the indices of its training examples in the order of the clients, and
+    how many each has. threads: of torch, over the processes of a contender; a small MLP is faster
+    with one.
     """
 
     title: str
@@ -120,7 +126,16 @@ def mlp() -> nn.Module:
 
 ROWS = {
     "digits": Row("digits, MLP 64-200-200-10, 100 clients, 10 a round", 100, 10, 100, mlp, divided),
-    "cnn": Row("MNIST, CNN, 100 clients of 60 images, 10 a round", 100, 10, 20, CNN, images, True, available_cores()),
+    "cnn": Row(
+        "MNIST, CNN, 100 clients of 60 images, 10 a round",
+        100,
+        10,
+        20,
+        CNN,
+        images,
+        True,
+        available_cores(),
+    ),
     "1000": Row("1,000 clients of 10 digits, same MLP, 10 a round", 1_000, 10, 100, mlp, drawn),
     "10000": Row("10,000 clients of 10 digits, same MLP, 100 a round", 10_000, 100, 50, mlp, drawn),
 }
@@ -141,7 +156,10 @@ def write_federation(row: Row, data: Path | None, file: Path) -> JSON:
         test_targets=task.test.targets[tested].numpy(),
         starts=np.cumsum([0, *sizes]),
         cohorts=np.array(
-            [uniform(SEED, number, row.clients, row.cohort / row.clients) for number in range(row.rounds)]
+            [
+                uniform(SEED, number, row.clients, row.cohort / row.clients)
+                for number in range(row.rounds)
+            ]
         ),
         **{f"weight{position:02}": weight for position, weight in enumerate(weights)},
     )
@@ -160,7 +178,8 @@ def write_federation(row: Row, data: Path | None, file: Path) -> JSON:
 
 
 class Contender(NamedTuple):
-    """program: a file of benchmarks/federated_peers. peer: whose environment it needs, None for this one."""
+    """program: a file of benchmarks/federated_peers. peer: whose environment it needs, None for
+    this one."""
 
     program: str
     peer: str | None = None
@@ -190,7 +209,9 @@ def interpreter(contender: Contender, peers: Path | None) -> Path:
     if contender.peer is None:
         return Path(sys.executable)
     if peers is None:
-        raise LookupError("no --peers DIR was given; benchmarks/federated_peers/install.py makes one")
+        raise LookupError(
+            "no --peers DIR was given; benchmarks/federated_peers/install.py makes one"
+        )
     python = peers.absolute() / contender.peer / "bin" / "python"
     if not python.exists():
         raise LookupError(f"there is no {contender.peer} in the folder of peers")
@@ -201,7 +222,8 @@ def interpreter(contender: Contender, peers: Path | None) -> Path:
 
 
 def descendants() -> list[int]:
-    """Processes that this one began, and those that they began; none is lost, see `adopt_orphans`."""
+    """Processes that this one began, and those that they began; none is lost, see
+    `adopt_orphans`."""
     found = [os.getpid()]
     for process in found:
         for children in Path(f"/proc/{process}/task").glob("*/children"):
@@ -256,16 +278,26 @@ def reported(line: str) -> JSON | None:
 
 
 def environment(contender: Contender) -> dict[str, str]:
-    """Other frameworks do not see this one's path; and everybody's modules are compiled once, as those of installed
-    packages are."""
-    left_out = {"PYTHONDONTWRITEBYTECODE"} | ({"PYTHONPATH"} if contender.peer is not None else set())
+    """Other frameworks do not see this one's path; and everybody's modules are compiled once, as
+    those of installed packages are."""
+    left_out = {"PYTHONDONTWRITEBYTECODE"} | (
+        {"PYTHONPATH"} if contender.peer is not None else set()
+    )
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
-def measure(python: Path, contender: Contender, file: Path, threads: int, patience: float, memory: bool) -> JSON:
-    """Starts the program once, and measures its memory or its time. Raises RuntimeError if it fails."""
+def measure(
+    python: Path, contender: Contender, file: Path, threads: int, patience: float, memory: bool
+) -> JSON:
+    """Starts the program once, and measures its memory or its time. Raises RuntimeError if it
+    fails."""
     command = [python, PROGRAMS / contender.program, file]
-    command += ["--processes", str(contender.processes), "--threads", str(max(1, threads // contender.processes))]
+    command += [
+        "--processes",
+        str(contender.processes),
+        "--threads",
+        str(max(1, threads // contender.processes)),
+    ]
     own = environment(contender)
     watch = PeakMemory()
     with tempfile.TemporaryDirectory() as folder:
@@ -274,7 +306,9 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
             if memory:
                 watch.start()
             started = time.time()
-            running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True, cwd=folder, env=own)
+            running = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=stream, text=True, cwd=folder, env=own
+            )
             try:
                 output, _ = running.communicate(timeout=patience)
             except subprocess.TimeoutExpired:
@@ -284,7 +318,11 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
                 end_all()
         if running.returncode:
             lines = errors.read_text().strip().splitlines()
-            telling = [line.strip() for line in lines if re.match(r"\s*[\w.]*Error: ", line)] or lines or ["no word"]
+            telling = (
+                [line.strip() for line in lines if re.match(r"\s*[\w.]*Error: ", line)]
+                or lines
+                or ["no word"]
+            )
             raise RuntimeError(f"it ended with {running.returncode}: {telling[-1]}")
     said = [what for line in output.splitlines() if (what := reported(line)) is not None]
     if memory:
@@ -303,8 +341,8 @@ def measure(python: Path, contender: Contender, file: Path, threads: int, patien
 
 
 def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSON:
-    """All contenders on one federation, in turns. A contender that fails is begun anew, and is out when it has failed
-    three times running."""
+    """All contenders on one federation, in turns. A contender that fails is begun anew, and is out
+    when it has failed three times running."""
     pythons: dict[str, Path] = {}
     skipped = dict(NOT_INSTALLABLE)
     for name in asked.peers_only:
@@ -317,7 +355,9 @@ def contest(row: Row, about: JSON, file: Path, asked: argparse.Namespace) -> JSO
 
     def taken(name: str, memory: bool, tries: int = 3) -> JSON:
         try:
-            return measure(pythons[name], CONTENDERS[name], file, row.threads, asked.patience, memory)
+            return measure(
+                pythons[name], CONTENDERS[name], file, row.threads, asked.patience, memory
+            )
         except RuntimeError as error:
             show(f"{name}: {error}")
             failures.setdefault(name, []).append(str(error))
@@ -367,11 +407,17 @@ def line(name: str, one: JSON) -> str:
         "accuracy": "accuracy {:.4f}",
         "peak_memory": "{:13,} bytes",
     }
-    return "  ".join([f"{name:<10}", *(text.format(one[key]) for key, text in formats.items() if key in one)])
+    return "  ".join(
+        [f"{name:<10}", *(text.format(one[key]) for key, text in formats.items() if key in one)]
+    )
 
 
 def medians(one: JSON) -> JSON:
-    numbers = {key: value["median"] for key, value in one.items() if isinstance(value, dict) and "median" in value}
+    numbers = {
+        key: value["median"]
+        for key, value in one.items()
+        if isinstance(value, dict) and "median" in value
+    }
     return {**numbers, "peak_memory": one["peak_memory"]}
 
 
@@ -386,7 +432,14 @@ def report(result: JSON) -> None:
 
 def tables(result: JSON) -> dict[str, str]:
     """By the name of its marks: federated-simulation-digits, ..."""
-    head = ["", "rounds a second", "against dure", "until round 1 is done", "peak memory", "accuracy"]
+    head = [
+        "",
+        "rounds a second",
+        "against dure",
+        "until round 1 is done",
+        "peak memory",
+        "accuracy",
+    ]
     found = {}
     for row in result["rows"]:
         lines = []
@@ -405,14 +458,21 @@ def tables(result: JSON) -> dict[str, str]:
                     f"{middle['accuracy']:.3f}",
                 ]
             )
-        lines += [[f"{name}: {reason}", *["–"] * (len(head) - 1)] for name, reason in row["skipped"].items()]
+        lines += [
+            [f"{name}: {reason}", *["–"] * (len(head) - 1)]
+            for name, reason in row["skipped"].items()
+        ]
         found[f"federated-simulation-{row['name']}"] = table(head, lines)
     return found
 
 
 def results(asked: argparse.Namespace) -> JSON:
     adopt_orphans()
-    about: JSON = {"benchmark": "federated_simulation", "cores": available_cores(), "torch": torch.__version__}
+    about: JSON = {
+        "benchmark": "federated_simulation",
+        "cores": available_cores(),
+        "torch": torch.__version__,
+    }
     about |= {
         "python": platform.python_version(),
         "repeats": asked.repeats,
@@ -420,27 +480,48 @@ def results(asked: argparse.Namespace) -> JSON:
         "batch": BATCH,
         "lr": LR,
     }
-    about |= {"memory": "sum of PSS over a process and its descendants, every 0.1 s, in a run that is not timed"}
+    about |= {
+        "memory": "sum of PSS over a process and its descendants, every 0.1 s, in a run that is not timed"
+    }
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.only:
             row = ROWS[name]
-            row = row._replace(rounds=asked.rounds or row.rounds, threads=asked.threads or row.threads)
+            row = row._replace(
+                rounds=asked.rounds or row.rounds, threads=asked.threads or row.threads
+            )
             if row.needs_data and asked.data is None:
-                rows.append({"name": name, "title": row.title, "skipped": {"all": "no --data: it trains on MNIST"}})
+                rows.append(
+                    {
+                        "name": name,
+                        "title": row.title,
+                        "skipped": {"all": "no --data: it trains on MNIST"},
+                    }
+                )
                 continue
             show(row.title)
             file = Path(folder) / f"{name}.npz"
-            rows.append({"name": name, **contest(row, write_federation(row, asked.data, file), file, asked)})
+            rows.append(
+                {"name": name, **contest(row, write_federation(row, asked.data, file), file, asked)}
+            )
     return {**about, "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="a folder of MNIST's four files, for the CNN")
-    parser.add_argument("--peers", type=Path, help="the folder that federated_peers/install.py made")
     parser.add_argument(
-        "--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
+        "--peers", type=Path, help="the folder that federated_peers/install.py made"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(ROWS),
+        default=list(ROWS),
+        metavar="ROW",
+        help=", ".join(ROWS),
     )
     parser.add_argument(
         "--peers-only",
@@ -452,11 +533,19 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, help="instead of each row's own; at least 2")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of torch, over a contender's processes; instead of each row's own")
-    parser.add_argument("--patience", type=float, default=900, help="seconds that one measurement may take")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="of torch, over a contender's processes; instead of each row's own",
+    )
+    parser.add_argument(
+        "--patience", type=float, default=900, help="seconds that one measurement may take"
+    )
     parser.add_argument("--quick", action="store_true", help="4 rounds, once, for a first try")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
-    parser.add_argument("--result", type=Path, help="describe this result again, and measure nothing")
+    parser.add_argument(
+        "--result", type=Path, help="describe this result again, and measure nothing"
+    )
     asked = parser.parse_args()
     if asked.quick:
         asked.rounds, asked.repeats = asked.rounds or 4, 1

@@ -1,10 +1,12 @@
-"""Figures of the benchmarks as plain SVG: curves and bars, linear and logarithmic axes, light and dark.
+"""Figures of the benchmarks as plain SVG: curves and bars, linear and logarithmic axes, light and
+dark.
 
-    save(path, "Title", lines("Loss against bytes", [Curve("ring", x, y)], Axis("bytes", log=True), Axis("loss")))
-    save(path, "Title", [lines(...), bars(...)], columns=2)
+    save(path, "Title", lines("Loss against bytes", [Curve("ring", x, y)], Axis("bytes", log=True),
+    Axis("loss"))) save(path, "Title", [lines(...), bars(...)], columns=2)
 
-A figure is one panel or several side by side. Colours are the report's and follow the reader's light or dark scheme;
-every curve also has a mark or dashes of its own where asked, so that it can be told without colours.
+A figure is one panel or several side by side. Colours are the report's and follow the reader's
+light or dark scheme; every curve also has a mark or dashes of its own where asked, so that it can
+be told without colours.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _ROW, _CHARACTER = 17, 6.4
 
 @dataclass(frozen=True)
 class Axis:
-    """title: with the unit. log: decades. low, high: limits; None takes the data's. short: 20,000,000 as 20M."""
+    """title: with the unit. log: decades. low, high: limits; None takes the data's. short:
+    20,000,000 as 20M."""
 
     title: str = ""
     log: bool = False
@@ -41,8 +44,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Curve:
-    """name: for the legend, "" leaves it out. marks: a dot a point. colour: 0 to 7; None is the next one. Points that
-    are None or not finite, or not positive on a logarithmic axis, interrupt the curve."""
+    """name: for the legend, "" leaves it out. marks: a dot a point. colour: 0 to 7; None is the
+    next one. Points that are None or not finite, or not positive on a logarithmic axis, interrupt
+    the curve."""
 
     name: str
     x: Sequence[float]
@@ -91,7 +95,9 @@ def _decades(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(exponents) // 7)
     marks = (1, 2, 5) if len(exponents) <= 3 else (1,)
-    ticks = [mark * 10.0**exponent for exponent in exponents if exponent % every == 0 for mark in marks]
+    ticks = [
+        mark * 10.0**exponent for exponent in exponents if exponent % every == 0 for mark in marks
+    ]
     return [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
 
 
@@ -113,7 +119,9 @@ def number(value: float, short: bool = False) -> str:
 
 def _limits(axis: Axis, values: Sequence[float], pad: float) -> tuple[float, float]:
     """The axis's ends: what it says, otherwise the data with a little room."""
-    shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)] or [1.0]
+    shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)] or [
+        1.0
+    ]
     low, high = min(shown), max(shown)
     if axis.log:
         room = (high / low) ** pad if high > low else 2.0
@@ -124,7 +132,9 @@ def _limits(axis: Axis, values: Sequence[float], pad: float) -> tuple[float, flo
     return (low if axis.low is None else axis.low), (high if axis.high is None else axis.high)
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "", turn: bool = False) -> str:
+def _text(
+    x: float, y: float, text: str, anchor: str = "start", kind: str = "", turn: bool = False
+) -> str:
     turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turn else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"{turned}>{escape(text)}</text>'
 
@@ -133,7 +143,9 @@ def _stroke(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
 
 
-def _legend(names: Sequence[tuple[str, int, bool]], left: float, top: float, width: float, box: bool) -> list[str]:
+def _legend(
+    names: Sequence[tuple[str, int, bool]], left: float, top: float, width: float, box: bool
+) -> list[str]:
     """Rows of (name, colour, dashed); their number is `_rows` of the names."""
     parts, x, y = [], left, top
     for name, colour, dashed in names:
@@ -141,7 +153,9 @@ def _legend(names: Sequence[tuple[str, int, bool]], left: float, top: float, wid
         if x > left and x + needed > left + width:
             x, y = left, y + _ROW
         if box:
-            parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="16" height="10" class="f{colour}"/>')
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="16" height="10" class="f{colour}"/>'
+            )
         else:
             parts.append(_stroke(x, y - 4, x + 18, y - 4, f"s{colour}{' dash' if dashed else ''}"))
         parts.append(_text(x + 23, y, name, kind="key"))
@@ -159,7 +173,14 @@ def _rows(names: Sequence[str], width: float) -> int:
     return rows if names else 0
 
 
-def lines(title: str, curves: Sequence[Curve], x: Axis, y: Axis, width: float = WIDTH, height: float = HEIGHT) -> Panel:
+def lines(
+    title: str,
+    curves: Sequence[Curve],
+    x: Axis,
+    y: Axis,
+    width: float = WIDTH,
+    height: float = HEIGHT,
+) -> Panel:
     """Curves in one frame, with a legend above it."""
     coloured = [(curve, _next(curve.colour, position)) for position, curve in enumerate(curves)]
     named = [(curve.name, colour, curve.dashed) for curve, colour in coloured if curve.name]
@@ -167,19 +188,31 @@ def lines(title: str, curves: Sequence[Curve], x: Axis, y: Axis, width: float = 
     top = _TOP + _ROW * _rows([name for name, _, _ in named], width - left - _RIGHT) + 6
     height += top - _TOP
     across = Scale(*_limits(x, [v for c in curves for v in c.x], 0.0), left, width - _RIGHT, x.log)
-    up = Scale(*_limits(y, [v for c in curves for v in c.y if v is not None], 0.05), height - _BOTTOM, top, y.log)
-    parts = [_text(left, 18, title, kind="title"), *_legend(named, left, _TOP + 10, width - left - _RIGHT, False)]
+    up = Scale(
+        *_limits(y, [v for c in curves for v in c.y if v is not None], 0.05),
+        height - _BOTTOM,
+        top,
+        y.log,
+    )
+    parts = [
+        _text(left, 18, title, kind="title"),
+        *_legend(named, left, _TOP + 10, width - left - _RIGHT, False),
+    ]
     for tick in up.ticks():
         parts.append(_stroke(left, up(tick), width - _RIGHT, up(tick), "grid"))
         parts.append(_text(left - 7, up(tick) + 4, number(tick, y.short), "end", "soft"))
     for tick in across.ticks():
         parts.append(_stroke(across(tick), top, across(tick), height - _BOTTOM, "grid"))
-        parts.append(_text(across(tick), height - _BOTTOM + 16, number(tick, x.short), "middle", "soft"))
+        parts.append(
+            _text(across(tick), height - _BOTTOM + 16, number(tick, x.short), "middle", "soft")
+        )
     parts.append(_text((left + width - _RIGHT) / 2, height - 12, x.title, "middle", "soft"))
     parts.append(_text(15, (top + height - _BOTTOM) / 2, y.title, "middle", "soft", turn=True))
     clip = f"c{zlib.crc32(repr((title, curves)).encode())}"
-    parts.append(f'<clipPath id="{clip}"><rect x="{left - 4}" y="{top - 4}" width="{width - _RIGHT - left + 8}" '
-                 f'height="{height - _BOTTOM - top + 8}"/></clipPath><g clip-path="url(#{clip})">')  # fmt: skip
+    parts.append(
+        f'<clipPath id="{clip}"><rect x="{left - 4}" y="{top - 4}" width="{width - _RIGHT - left + 8}" '
+        f'height="{height - _BOTTOM - top + 8}"/></clipPath><g clip-path="url(#{clip})">'
+    )
     for curve, colour in coloured:
         parts.extend(_drawn(curve, colour, across, up))
     return Panel("\n".join([*parts, "</g>"]), width, height)
@@ -197,8 +230,14 @@ def _drawn(curve: Curve, colour: int, across: Scale, up: Scale) -> list[str]:
         else:
             pieces[-1].append(f"{across(x):.1f},{up(y):.1f}")
     kind = f"s{colour}{' dash' if curve.dashed else ''}"
-    parts = [f'<polyline points="{" ".join(piece)}" class="{kind}"/>' for piece in pieces if len(piece) > 1]
-    dots = [point.split(",") for piece in pieces for point in piece if curve.marks or len(piece) == 1]
+    parts = [
+        f'<polyline points="{" ".join(piece)}" class="{kind}"/>'
+        for piece in pieces
+        if len(piece) > 1
+    ]
+    dots = [
+        point.split(",") for piece in pieces for point in piece if curve.marks or len(piece) == 1
+    ]
     return parts + [f'<circle cx="{x}" cy="{y}" r="3.2" class="f{colour}"/>' for x, y in dots]
 
 
@@ -210,9 +249,11 @@ def bars(
     stacked: bool = False,
     width: float = WIDTH,
 ) -> Panel:
-    """Horizontal bars: for each of `rows` one of each series, beside one another or `stacked`; None has no bar.
+    """Horizontal bars: for each of `rows` one of each series, beside one another or `stacked`; None
+    has no bar.
 
-    The values stand behind the bars (of a stack their sum). One series alone needs no legend and may be named "".
+    The values stand behind the bars (of a stack their sum). One series alone needs no legend and
+    may be named "".
     """
     left = 26 + 6.9 * max(map(len, rows))
     named = [(name, position % len(LIGHT), False) for position, name in enumerate(series) if name]
@@ -221,14 +262,20 @@ def bars(
     slot = thick + 9 if stacked else thick * len(series) + 9
     height = top + slot * len(rows) + _BOTTOM
     values = [value for row in series.values() for value in row if value is not None]
-    totals = [sum(row[i] or 0.0 for row in series.values()) for i in range(len(rows))] if stacked else values
+    totals = (
+        [sum(row[i] or 0.0 for row in series.values()) for i in range(len(rows))]
+        if stacked
+        else values
+    )
     low, high = _limits(x, totals, 0.05)
     low = low if x.log or x.low is not None else min(0.0, *totals)
     across = Scale(low, high, left, width - _RIGHT - 46, x.log)
     parts = [_text(16, 18, title, kind="title"), *_legend(named, 16, _TOP + 10, width - 34, True)]
     for tick in across.ticks():
         parts.append(_stroke(across(tick), top, across(tick), height - _BOTTOM, "grid"))
-        parts.append(_text(across(tick), height - _BOTTOM + 16, number(tick, x.short), "middle", "soft"))
+        parts.append(
+            _text(across(tick), height - _BOTTOM + 16, number(tick, x.short), "middle", "soft")
+        )
     parts.append(_text((left + width - _RIGHT) / 2, height - 12, x.title, "middle", "soft"))
     base = low if x.log else max(low, 0.0)
     for i, row in enumerate(rows):
@@ -263,7 +310,8 @@ def _style() -> str:
         return f".page{{fill:{page}}}text{{fill:{ink}}}.soft,.value{{fill:{soft}}}.grid{{stroke:{grid}}}{series}"
 
     shapes = (
-        "text{font:12px system-ui,sans-serif}.title{font-weight:600;font-size:13px}.head{font-weight:600;"
+        "text{font:12px "
+        "system-ui,sans-serif}.title{font-weight:600;font-size:13px}.head{font-weight:600;"
         "font-size:15px}.soft{font-size:11px}.value{font-size:10px}.grid{stroke-width:1}"
         "polyline,line[class^=s]{fill:none;stroke-width:1.8;stroke-linejoin:round}.dash{stroke-dasharray:5 4}"
     )
@@ -273,7 +321,8 @@ def _style() -> str:
 
 
 def save(path: Path | str, title: str, panels: Panel | Sequence[Panel], columns: int = 2) -> None:
-    """Writes the figure: `panels` in rows of `columns`, `title` above them and as what a screen reader says."""
+    """Writes the figure: `panels` in rows of `columns`, `title` above them and as what a screen
+    reader says."""
     panels = [panels] if isinstance(panels, Panel) else list(panels)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
     width = max(sum(panel.width for panel in row) for row in rows)

@@ -1,19 +1,23 @@
 """Gradient descent against SGD: what a batch size costs in steps, epochs, operations and seconds.
 
-For every batch size the learning rate is the best of one grid, the powers of 2: from the best rate of the batch size
-before, rates are tried upwards and downwards until one is worse. Better is fewer steps to the target, a mean loss over
-the training data, on the worst of three seeds. With its rate, each batch size then runs on --seeds other seeds, batch
-sizes in turn; what is reported are medians. Plain SGD, without momentum.
+For every batch size the learning rate is the best of one grid, the powers of 2: from the best rate
+of the batch size before, rates are tried upwards and downwards until one is worse. Better is fewer
+steps to the target, a mean loss over the training data, on the worst of three seeds. With its rate,
+each batch size then runs on --seeds other seeds, batch sizes in turn; what is reported are medians.
+Plain SGD, without momentum.
 
-Besides: the variance of batch gradients at three points of the way against sigma^2/B * (n-B)/(n-1), which holds for
-batches drawn without replacement, and the noise scale tr(Sigma)/|G|^2, the batch size beyond which steps stop getting
-fewer in proportion (McCandlish et al. 2018); beside it the critical batch size of a fit of S(B) = S_min * (1 + B_c/B).
+Besides: the variance of batch gradients at three points of the way against sigma^2/B * (n-B)/(n-1),
+which holds for batches drawn without replacement, and the noise scale tr(Sigma)/|G|^2, the batch
+size beyond which steps stop getting fewer in proportion (McCandlish et al. 2018); beside it the
+critical batch size of a fit of S(B) = S_min * (1 + B_c/B).
 
-    python benchmarks/gradient_descent.py --data DIR --out docs/images --page docs/study-gradient-descent.md \\
+    python benchmarks/gradient_descent.py --data DIR --out docs/images --page
+    docs/study-gradient-descent.md \\
         > benchmarks/results/gradient_descent.json
 
-Two tasks: digits (64-200-200-10, 1,437 examples), and the first 5,000 examples of MNIST (784-200-200-10) if --data
-names the folder of its files. Curves are the best so far, as steps to a target are counted.
+Two tasks: digits (64-200-200-10, 1,437 examples), and the first 5,000 examples of MNIST
+(784-200-200-10) if --data names the folder of its files. Curves are the best so far, as steps to a
+target are counted.
 """
 
 from __future__ import annotations
@@ -37,9 +41,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import dure
+from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
-from dure.strategy import seeded_model
-from dure.threads import flops_per_step
+from dure.machine.threads import flops_per_step
 
 MNIST_EXAMPLES = 5_000
 EXPONENTS = range(-9, 4)
@@ -53,12 +57,14 @@ CHOOSING = (-1, -2, -3)
 
 CURVE_POINTS = 60
 DRAWN = 20_000
-"""Examples drawn for each variance: batches of the size in question, at least 8 and at most 400 of them."""
+"""Examples drawn for each variance: batches of the size in question, at least 8 and at most 400 of
+them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One task of the study. target: mean loss over the training data. None among the batches is all of them."""
+    """One task of the study. target: mean loss over the training data. None among the batches is
+    all of them."""
 
     name: str
     task: dure.Task
@@ -93,19 +99,29 @@ def settings(data: Path | None, quick: bool) -> list[Setting]:
 
 
 def run(
-    setting: Setting, batch: int | None, rate: float, seed: int, stop: dure.Stop, every: int, on: str = "train"
+    setting: Setting,
+    batch: int | None,
+    rate: float,
+    seed: int,
+    stop: dure.Stop,
+    every: int,
+    on: str = "train",
 ) -> dure.Run | None:
     """One run of SGD, evaluated on the training data or on the test data; None if it diverges."""
     measured = setting.task.train if on == "train" else setting.task.test
     optimizer = functools.partial(torch.optim.SGD, lr=rate)
     task = dataclasses.replace(setting.task, test=measured, optimizer=optimizer)
     try:
-        return dure.train(task, dure.SingleWorker(batch), stop=stop, seed=seed, evaluate_every=every)
+        return dure.train(
+            task, dure.SingleWorker(batch), stop=stop, seed=seed, evaluate_every=every
+        )
     except dure.errors.LossNotFiniteError:
         return None
 
 
-def steps_to_target(setting: Setting, batch: int | None, rate: float, seed: int, most: float) -> float:
+def steps_to_target(
+    setting: Setting, batch: int | None, rate: float, seed: int, most: float
+) -> float:
     """Steps until the target, infinite if `most` steps do not reach it."""
     every = max(1, setting.steps_per_epoch(batch) // 4)
     most = min(most, EPOCHS * setting.steps_per_epoch(batch), STEPS)
@@ -115,18 +131,27 @@ def steps_to_target(setting: Setting, batch: int | None, rate: float, seed: int,
     return math.inf if reached is None else reached
 
 
-def best_rate(setting: Setting, batch: int | None, start: int) -> tuple[int, dict[str, float | None]]:
+def best_rate(
+    setting: Setting, batch: int | None, start: int
+) -> tuple[int, dict[str, float | None]]:
     """The exponent of the rate with the fewest steps, and the steps of all that were tried."""
     tried: dict[int, float] = {}
 
     def steps(exponent: int) -> float:
         if exponent not in tried:
-            most = min(tried.values(), default=math.inf)  # who needs more than the best so far is worse
+            most = min(
+                tried.values(), default=math.inf
+            )  # who needs more than the best so far is worse
             tried[exponent] = 0.0
             for seed in CHOOSING:
                 if tried[exponent] < math.inf:
-                    tried[exponent] = max(tried[exponent], steps_to_target(setting, batch, 2.0**exponent, seed, most))
-            show(f"{setting.name} batch {setting.size(batch)} rate 2^{exponent}: {tried[exponent]:.1f} steps")
+                    tried[exponent] = max(
+                        tried[exponent], steps_to_target(setting, batch, 2.0**exponent, seed, most)
+                    )
+            show(
+                f"{setting.name} batch {setting.size(batch)} rate 2^{exponent}: "
+                f"{tried[exponent]:.1f} steps"
+            )
         return tried[exponent]
 
     best = start
@@ -143,8 +168,11 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def measured(setting: Setting, batch: int | None, rate: float, seed: int, steps: float) -> dict[str, Any]:
-    """Steps and seconds to the target of one seed, and the curve of the training loss until half as far again."""
+def measured(
+    setting: Setting, batch: int | None, rate: float, seed: int, steps: float
+) -> dict[str, Any]:
+    """Steps and seconds to the target of one seed, and the curve of the training loss until half as
+    far again."""
     limit = math.ceil(1.5 * steps) + 1
     every = max(1, min(limit // CURVE_POINTS, setting.steps_per_epoch(batch) // 4))
     done = run(setting, batch, rate, seed, dure.Stop(steps=limit), every)
@@ -157,15 +185,26 @@ def measured(setting: Setting, batch: int | None, rate: float, seed: int, steps:
     return {
         "steps": reached,
         "seconds": None if reached is None else reached * per_step,
-        "microseconds_per_example": per_step * 1e6 * done.summary["steps"] / done.summary["samples"],
-        "curve": {"step": [e.step for e in done.history.evaluations], "seconds": seconds, "loss": losses},
+        "microseconds_per_example": per_step
+        * 1e6
+        * done.summary["steps"]
+        / done.summary["samples"],
+        "curve": {
+            "step": [e.step for e in done.history.evaluations],
+            "seconds": seconds,
+            "loss": losses,
+        },
     }
 
 
-def accuracy(setting: Setting, batch: int | None, rate: float, seed: int, steps: float) -> dict[str, Any]:
+def accuracy(
+    setting: Setting, batch: int | None, rate: float, seed: int, steps: float
+) -> dict[str, Any]:
     """The curve of the accuracy on the test data, over the same steps."""
     limit = math.ceil(1.5 * steps) + 1
-    done = run(setting, batch, rate, seed, dure.Stop(steps=limit), max(1, limit // CURVE_POINTS), on="test")
+    done = run(
+        setting, batch, rate, seed, dure.Stop(steps=limit), max(1, limit // CURVE_POINTS), on="test"
+    )
     step, value = done.history.curve("test_accuracy") if done is not None else ([], [])
     return {"step": step, "accuracy": value}
 
@@ -209,20 +248,24 @@ def batch_sizes(setting: Setting, seeds: int) -> list[dict[str, Any]]:
             "flops_per_step": flops(setting, batch),
             "operations": steps * flops(setting, batch),
             "seconds": statistics.median(one["seconds"] for one in reached),
-            "microseconds_per_example": statistics.median(one["microseconds_per_example"] for one in reached),
+            "microseconds_per_example": statistics.median(
+                one["microseconds_per_example"] for one in reached
+            ),
             "curve": reached[0]["curve"],
             "test": accuracy(setting, batch, 2.0**exponent, 1, steps),
         }
         rows.append(row)
         show(
             f"{setting.name} batch {row['batch']}: rate {row['rate']:g}, {steps:.1f} steps, "
-            f"{row['epochs']:.2f} epochs, {row['operations']:.3g} operations, {row['seconds']:.3f} s"
+            f"{row['epochs']:.2f} epochs, {row['operations']:.3g} operations, {row['seconds']:.3f} "
+            f"s"
         )
     return rows
 
 
 def fit(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """S_min and B_c of S = S_min * (1 + B_c/B), by least squares of logarithms, B_c from a grid of 2^(1/8)."""
+    """S_min and B_c of S = S_min * (1 + B_c/B), by least squares of logarithms, B_c from a grid of
+    2^(1/8)."""
     points = [(row["batch"], math.log(row["steps"])) for row in rows]
 
     def least(critical: float) -> tuple[float, float]:
@@ -232,11 +275,16 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, float]:
 
     critical = min((2 ** (k / 8) for k in range(120)), key=lambda one: least(one)[0])
     error, mean = least(critical)
-    return {"least_steps": math.exp(mean), "critical_batch": critical, "rms_log": math.sqrt(error / len(points))}
+    return {
+        "least_steps": math.exp(mean),
+        "critical_batch": critical,
+        "rms_log": math.sqrt(error / len(points)),
+    }
 
 
 def gradients(setting: Setting, rate: float, batch: int) -> list[dict[str, Any]]:
-    """The noise of batch gradients on the way of SGD with `batch`: at the start, after an epoch, and at its end."""
+    """The noise of batch gradients on the way of SGD with `batch`: at the start, after an epoch,
+    and at its end."""
     every = setting.steps_per_epoch(batch)
     rows = []
     for epochs in (0, 1, 4):
@@ -252,7 +300,8 @@ def gradients(setting: Setting, rate: float, batch: int) -> list[dict[str, Any]]
 
 
 def noise(setting: Setting, model: nn.Module) -> dict[str, Any]:
-    """|G|^2 and tr(Sigma) of the gradients of single examples, and the measured variance of batches."""
+    """|G|^2 and tr(Sigma) of the gradients of single examples, and the measured variance of
+    batches."""
     weights = {name: value.detach() for name, value in model.named_parameters()}
     inputs, targets = setting.task.train.inputs, setting.task.train.targets
 
@@ -278,8 +327,20 @@ def noise(setting: Setting, model: nn.Module) -> dict[str, Any]:
             for indices in drawn(setting.n, size, count)
         ]
         expected = trace / size * (setting.n - size) / (setting.n - 1)
-        rows.append({"batch": size, "variance": statistics.fmean(apart), "expected": expected, "batches": count})
-    return {"gradient_norm_squared": norm, "trace": trace, "noise_scale": trace / norm, "batches": rows}
+        rows.append(
+            {
+                "batch": size,
+                "variance": statistics.fmean(apart),
+                "expected": expected,
+                "batches": count,
+            }
+        )
+    return {
+        "gradient_norm_squared": norm,
+        "trace": trace,
+        "noise_scale": trace / norm,
+        "batches": rows,
+    }
 
 
 def drawn(n: int, batch: int, count: int) -> list[Tensor]:
@@ -294,7 +355,9 @@ def gradient(setting: Setting, model: nn.Module, indices: Tensor) -> Tensor:
     model.zero_grad()
     inputs, targets = setting.task.train.batch(indices)
     torch.autograd.backward(setting.task.loss(model(inputs), targets))
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
+    return torch.cat(
+        [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+    ).double()
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -303,7 +366,9 @@ def name_of(row: dict[str, Any]) -> str:
 
 def best_so_far(values: list[float | None], falling: bool) -> list[float]:
     choose, start = (min, math.inf) if falling else (max, -math.inf)
-    return list(itertools.accumulate((start if value is None else value for value in values), choose))
+    return list(
+        itertools.accumulate((start if value is None else value for value in values), choose)
+    )
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
@@ -321,14 +386,22 @@ def draw(result: dict[str, Any], out: Path) -> None:
             loss = best_so_far(row["curve"]["loss"], falling=True)
             against[epochs].append(Curve(name, [step / each for step in steps], loss))
             against[seconds].append(Curve(name, row["curve"]["seconds"], loss))
-            against[operations].append(Curve(name, [step * row["flops_per_step"] for step in steps], loss))
+            against[operations].append(
+                Curve(name, [step * row["flops_per_step"] for step in steps], loss)
+            )
             right = best_so_far(row["test"]["accuracy"], falling=False)
             accuracies.append(Curve(name, [step / each for step in row["test"]["step"]], right))
         panels = [
-            lines(f"Training loss against {axis.title}", curves, axis, Axis("training loss", log=True))
+            lines(
+                f"Training loss against {axis.title}", curves, axis, Axis("training loss", log=True)
+            )
             for axis, curves in against.items()
         ]
-        panels.append(lines("Test accuracy against epochs", accuracies, epochs, Axis("test accuracy", high=1.0)))
+        panels.append(
+            lines(
+                "Test accuracy against epochs", accuracies, epochs, Axis("test accuracy", high=1.0)
+            )
+        )
         save(out / f"gradient-descent-{one['task']}.svg", f"Batch sizes on {one['task']}", panels)
         draw_costs(one, out)
 
@@ -342,7 +415,13 @@ def draw_costs(one: dict[str, Any], out: Path) -> None:
         f"Steps to a training loss of {one['target']:g}",
         [
             Curve("measured", sizes, [row["steps"] for row in rows], marks=True),
-            Curve(f"fit, critical batch {fitted['critical_batch']:.0f}", sizes, curve, dashed=True, colour=NEUTRAL),
+            Curve(
+                f"fit, critical batch {fitted['critical_batch']:.0f}",
+                sizes,
+                curve,
+                dashed=True,
+                colour=NEUTRAL,
+            ),
         ],
         batch,
         Axis("steps", log=True, short=True),
@@ -364,7 +443,10 @@ def draw_costs(one: dict[str, Any], out: Path) -> None:
         for position, when in enumerate(one["gradients"])
     ]  # fmt: skip
     variance = lines(
-        "Variance of a batch's gradient (dashed: expected)", noises + expected, batch, Axis("variance", log=True)
+        "Variance of a batch's gradient (dashed: expected)",
+        noises + expected,
+        batch,
+        Axis("variance", log=True),
     )
     costs = bars(
         "Relative cost to the target (best = 1)",
@@ -396,7 +478,16 @@ def describe(result: dict[str, Any], page: Path) -> None:
             ]
             for row in one["rows"]
         ]
-        head = ["batch", "best rate", "steps", "epochs", "operations", "seconds", "µs an example", "seeds there"]
+        head = [
+            "batch",
+            "best rate",
+            "steps",
+            "epochs",
+            "operations",
+            "seconds",
+            "µs an example",
+            "seeds there",
+        ]
         blocks[f"{one['task']}-costs"] = table(head, rows)
         fitted = one["fit"]
         noises = [
@@ -409,19 +500,32 @@ def describe(result: dict[str, Any], page: Path) -> None:
             for when in one["gradients"]
         ]
         noises.append(["critical batch size of the fit", "", "", f"{fitted['critical_batch']:.0f}"])
-        head = ["", "squared norm of the gradient", "trace of the covariance", "noise scale, examples"]
+        head = [
+            "",
+            "squared norm of the gradient",
+            "trace of the covariance",
+            "noise scale, examples",
+        ]
         blocks[f"{one['task']}-noise"] = table(head, noises)
     fill(page, blocks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of MNIST's four IDX files; without it digits alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder of MNIST's four IDX files; without it digits alone"
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="three batch sizes, targets that are reached soon")
+    parser.add_argument(
+        "--quick", action="store_true", help="three batch sizes, targets that are reached soon"
+    )
     parser.add_argument("--out", type=Path, help="folder for the figures")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
-    parser.add_argument("--result", type=Path, help="draw and describe this result again, and measure nothing")
+    parser.add_argument(
+        "--result", type=Path, help="draw and describe this result again, and measure nothing"
+    )
     asked = parser.parse_args()
     result = measured_all(asked) if asked.result is None else json.loads(asked.result.read_text())
     if asked.result is None:
@@ -448,7 +552,12 @@ def measured_all(asked: argparse.Namespace) -> dict[str, Any]:
             }
         )
     grid = [2.0**exponent for exponent in EXPONENTS]
-    about = {"benchmark": "gradient_descent", "grid": grid, "seeds": asked.seeds, "threads": torch.get_num_threads()}
+    about = {
+        "benchmark": "gradient_descent",
+        "grid": grid,
+        "seeds": asked.seeds,
+        "threads": torch.get_num_threads(),
+    }
     return {**about, "torch": torch.__version__, "tasks": tasks}
 
 

@@ -11,20 +11,22 @@ The same model from the same weights on the same batches, trained for the same n
     DistributedDataParallel                          DataParallel in Processes: an all-reduce
     one GPU, fed by loaders, by plain torch          where there is one
 
-All but Hogwild compute the same gradients up to the rounding of sums. torch.nn.DataParallel, the peer of a mini-batch
-per core, divides batches over GPUs only: on CPUs it calls the module as it is, so it has a row where there are two GPUs
-and none elsewhere.
+All but Hogwild compute the same gradients up to the rounding of sums. torch.nn.DataParallel, the
+peer of a mini-batch per core, divides batches over GPUs only: on CPUs it calls the module as it is,
+so it has a row where there are two GPUs and none elsewhere.
 
-Every repetition trains each way once, in another order; medians and quartiles over the repetitions. Seconds are those
-of training: starts of processes and evaluations are left out for all. ms_per_batch is milliseconds for the examples of
-one batch, seconds_to_target those until the first evaluation (one an epoch) at which the accuracy is reached, null if
-it was not in any repetition. The load of a way is what each of its workers did in a step, from its last repetition.
+Every repetition trains each way once, in another order; medians and quartiles over the repetitions.
+Seconds are those of training: starts of processes and evaluations are left out for all.
+ms_per_batch is milliseconds for the examples of one batch, seconds_to_target those until the first
+evaluation (one an epoch) at which the accuracy is reached, null if it was not in any repetition.
+The load of a way is what each of its workers did in a step, from its last repetition.
 
-    python benchmarks/local_training.py [--data MNIST_FOLDER] > benchmarks/results/local_training.json
-    python benchmarks/local_training.py --page benchmarks/results/local_training.json
+    python benchmarks/local_training.py [--data MNIST_FOLDER] >
+    benchmarks/results/local_training.json python benchmarks/local_training.py --page
+    benchmarks/results/local_training.json
 
-Progress and a table go to standard error, the result as JSON to standard output. The second line writes the figures of
-a result into docs/local-training.md.
+Progress and a table go to standard error, the result as JSON to standard output. The second line
+writes the figures of a result into docs/local-training.md.
 """
 
 from __future__ import annotations
@@ -47,15 +49,17 @@ from rounds import quartiles
 from torch import Tensor, nn
 
 import dure
-from dure.randomness import shuffled
-from dure.strategy import seeded_model
-from dure.worlds.cores import available_cores
+from dure.contracts.strategy import seeded_model
+from dure.machine.cores import available_cores
+from dure.randomness.seeds import shuffled
 
 CORES = available_cores()
 
 BEGIN, END = "<!-- figures of benchmarks/local_training.py -->", "<!-- end of figures -->"
 
-NO_PEER = "torch.nn.DataParallel divides batches over GPUs only; here it would call the module as it is"
+NO_PEER = (
+    "torch.nn.DataParallel divides batches over GPUs only; here it would call the module as it is"
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """How it went. evaluations: (seconds of training, accuracy) after every epoch. load: by worker, of a step."""
+    """How it went. evaluations: (seconds of training, accuracy) after every epoch. load: by worker,
+    of a step."""
 
     seconds: float
     evaluations: list[tuple[float, float]]
@@ -93,13 +98,37 @@ def cases(data: Path | None, scale: float) -> list[Case]:
     """The built-in digits, and MNIST where its folder is given. scale: of the epochs."""
     few = max(1, round(scale))
     found = [
-        Case("digits mlp", dure.load_task("digits", model="mlp", lr=0.5), 128, max(2, round(12 * scale)), 0.9),
-        Case("digits cnn", dure.load_task("digits", model="cnn", lr=0.3), 128, max(2, round(12 * scale)), 0.9),
+        Case(
+            "digits mlp",
+            dure.load_task("digits", model="mlp", lr=0.5),
+            128,
+            max(2, round(12 * scale)),
+            0.9,
+        ),
+        Case(
+            "digits cnn",
+            dure.load_task("digits", model="cnn", lr=0.3),
+            128,
+            max(2, round(12 * scale)),
+            0.9,
+        ),
     ]
     if data is not None:
         found += [
-            Case("mnist mlp", part(dure.load_task("mnist", data=data, model="2nn"), 12_800), 128, 3 * few, 0.88),
-            Case("mnist cnn", part(dure.load_task("mnist", data=data, model="cnn"), 1_920), 128, 2 * few, 0.6),
+            Case(
+                "mnist mlp",
+                part(dure.load_task("mnist", data=data, model="2nn"), 12_800),
+                128,
+                3 * few,
+                0.88,
+            ),
+            Case(
+                "mnist cnn",
+                part(dure.load_task("mnist", data=data, model="cnn"), 1_920),
+                128,
+                2 * few,
+                0.6,
+            ),
         ]
     return found
 
@@ -127,7 +156,9 @@ def accuracy(task: dure.Task, model: nn.Module, device: str = "cpu") -> float:
     return float(hits.mean())
 
 
-def train_epoch(task: dure.Task, model: nn.Module, optimizer: Any, batches: list[Tensor], device: str = "cpu") -> None:
+def train_epoch(
+    task: dure.Task, model: nn.Module, optimizer: Any, batches: list[Tensor], device: str = "cpu"
+) -> None:
     for batch in batches:
         optimizer.zero_grad()
         inputs, targets = task.train.inputs[batch].to(device), task.train.targets[batch].to(device)
@@ -136,7 +167,10 @@ def train_epoch(task: dure.Task, model: nn.Module, optimizer: Any, batches: list
 
 
 def plain(
-    threads: int, case: Case, device: str = "cpu", wrap: Callable[[nn.Module], nn.Module] = lambda m: m
+    threads: int,
+    case: Case,
+    device: str = "cpu",
+    wrap: Callable[[nn.Module], nn.Module] = lambda m: m,
 ) -> Trained:
     """The loop that everybody writes."""
     torch.set_num_threads(threads)
@@ -166,11 +200,15 @@ def hog(number: int, model: nn.Module, case: Case, start: Any, end: Any) -> None
 
 
 def hogwild_by_hand(case: Case) -> Trained:
-    """Processes that share a model, as torch's example of Hogwild has them; they meet after every epoch."""
+    """Processes that share a model, as torch's example of Hogwild has them; they meet after every
+    epoch."""
     context = torch.multiprocessing.get_context("spawn")
     model = seeded_model(case.task, 0).train().share_memory()
     start, end = context.Barrier(CORES + 1), context.Barrier(CORES + 1)
-    members = [context.Process(target=hog, args=(n, model, case, start, end), daemon=True) for n in range(CORES)]
+    members = [
+        context.Process(target=hog, args=(n, model, case, start, end), daemon=True)
+        for n in range(CORES)
+    ]
     for member in members:
         member.start()
     seconds, evaluations = 0.0, []
@@ -185,17 +223,26 @@ def hogwild_by_hand(case: Case) -> Trained:
     return Trained(seconds, evaluations)
 
 
-def by_dure(strategy: Callable[[int], Any], world: Callable[[], Any], threads: int, case: Case) -> Trained:
+def by_dure(
+    strategy: Callable[[int], Any], world: Callable[[], Any], threads: int, case: Case
+) -> Trained:
     torch.set_num_threads(threads)
     chosen = strategy(case.batch)
     per_epoch = 1 if chosen.unit == "round" else -(-case.examples // case.batch)
-    run = dure.train(case.task, chosen, world(), dure.Stop(epochs=case.epochs), seed=0, evaluate_every=per_epoch)
-    evaluations = [(one.seconds, one.metrics["test_accuracy"] or 0.0) for one in run.history.evaluations[1:]]
+    run = dure.train(
+        case.task, chosen, world(), dure.Stop(epochs=case.epochs), seed=0, evaluate_every=per_epoch
+    )
+    evaluations = [
+        (one.seconds, one.metrics["test_accuracy"] or 0.0) for one in run.history.evaluations[1:]
+    ]
     steps = case.epochs * -(-case.examples // case.batch)
     load = [
         {
             "name": worker["name"],
-            **{f"{kind}_ms": worker[f"{kind}_seconds"] / steps * 1e3 for kind in ("compute", "communication", "idle")},
+            **{
+                f"{kind}_ms": worker[f"{kind}_seconds"] / steps * 1e3
+                for kind in ("compute", "communication", "idle")
+            },
             **{f"{way}_bytes": worker[f"bytes_{way}"] / steps for way in ("sent", "received")},
         }
         for worker in run.summary["per_worker"]
@@ -204,14 +251,22 @@ def by_dure(strategy: Callable[[int], Any], world: Callable[[], Any], threads: i
 
 
 def ways() -> dict[str, Callable[[Case], Trained]]:
-    here, threads, processes = partial(dure.Processes, 1), partial(dure.Threads, CORES), partial(dure.Processes, CORES)
+    here, threads, processes = (
+        partial(dure.Processes, 1),
+        partial(dure.Threads, CORES),
+        partial(dure.Processes, CORES),
+    )
     found: dict[str, Callable[[Case], Trained]] = {
         "plain loop, 1 thread": partial(plain, 1),
         f"plain loop, {CORES} threads": partial(plain, CORES),
         "SingleWorker, 1 thread": partial(by_dure, dure.SingleWorker, here, 1),
         f"SingleWorker, {CORES} threads": partial(by_dure, dure.SingleWorker, here, CORES),
-        "SingleWorker, 1 loader": partial(by_dure, partial(dure.SingleWorker, loaders=1), here, CORES),
-        f"a mini-batch per core, {CORES} threads": partial(by_dure, dure.DataParallel, threads, CORES),
+        "SingleWorker, 1 loader": partial(
+            by_dure, partial(dure.SingleWorker, loaders=1), here, CORES
+        ),
+        f"a mini-batch per core, {CORES} threads": partial(
+            by_dure, dure.DataParallel, threads, CORES
+        ),
         f"layers per core, {CORES} threads": partial(by_dure, dure.LayersPerCore, threads, CORES),
         f"Hogwild, {CORES} threads": partial(by_dure, dure.Hogwild, threads, CORES),
         f"Hogwild, {CORES} processes": partial(by_dure, dure.Hogwild, processes, CORES),
@@ -222,11 +277,17 @@ def ways() -> dict[str, Callable[[Case], Trained]]:
         on_gpu = partial(dure.SingleWorker, device="cuda")
         found["plain loop, GPU"] = partial(plain, CORES, device="cuda")
         found["SingleWorker, GPU"] = partial(by_dure, on_gpu, here, CORES)
-        found["SingleWorker, GPU, 2 loaders"] = partial(by_dure, partial(on_gpu, loaders=2), here, CORES)
+        found["SingleWorker, GPU, 2 loaders"] = partial(
+            by_dure, partial(on_gpu, loaders=2), here, CORES
+        )
     if torch.cuda.device_count() > 1:
         gpus = torch.cuda.device_count()
-        found[f"torch.nn.DataParallel, {gpus} GPUs"] = partial(plain, CORES, device="cuda", wrap=nn.DataParallel)
-        found[f"a mini-batch per GPU, {gpus} GPUs"] = partial(by_dure, dure.DataParallel, dure.Threads, CORES)
+        found[f"torch.nn.DataParallel, {gpus} GPUs"] = partial(
+            plain, CORES, device="cuda", wrap=nn.DataParallel
+        )
+        found[f"a mini-batch per GPU, {gpus} GPUs"] = partial(
+            by_dure, dure.DataParallel, dure.Threads, CORES
+        )
     return found
 
 
@@ -248,7 +309,9 @@ def measured(case: Case, repeat: int) -> dict[str, Any]:
         rows.append(
             {
                 "way": name,
-                "ms_per_batch": quartiles([one.seconds * case.batch / total * 1e3 for one in trained]),
+                "ms_per_batch": quartiles(
+                    [one.seconds * case.batch / total * 1e3 for one in trained]
+                ),
                 "times_faster_than_one_thread": quartiles(ratios),
                 "seconds_to_target": quartiles(reached) if len(reached) == repeat else None,
                 "accuracy": statistics.median(one.evaluations[-1][1] for one in trained),
@@ -256,7 +319,12 @@ def measured(case: Case, repeat: int) -> dict[str, Any]:
             }
         )
         show(line(rows[-1]))
-    about = {"case": case.name, "batch": case.batch, "epochs": case.epochs, "examples": case.examples}
+    about = {
+        "case": case.name,
+        "batch": case.batch,
+        "epochs": case.epochs,
+        "examples": case.examples,
+    }
     parameters = sum(parameter.numel() for parameter in case.task.model().parameters())
     return {**about, "parameters": parameters, "target": case.target, "rows": rows}
 
@@ -274,7 +342,10 @@ def line(row: dict[str, Any]) -> str:
 def table(case: dict[str, Any]) -> str:
     """The rows of a case, as Markdown."""
     target = f"{100 * case['target']:.0f} %"
-    lines = [f"| way | a batch of {case['batch']} | against one thread | until {target} |", "| --- | --- | --- | --- |"]
+    lines = [
+        f"| way | a batch of {case['batch']} | against one thread | until {target} |",
+        "| --- | --- | --- | --- |",
+    ]
     for row in case["rows"]:
         low, high = row["ms_per_batch"]["quartiles"]
         reached = row["seconds_to_target"]
@@ -287,13 +358,22 @@ def table(case: dict[str, Any]) -> str:
 
 def loads(case: dict[str, Any]) -> str:
     """What a master and its workers do in a step beside what ranks do, as Markdown."""
-    lines = ["| way | worker | computes | moves data | waits | sends | receives |", "| --- " * 7 + "|"]
+    lines = [
+        "| way | worker | computes | moves data | waits | sends | receives |",
+        "| --- " * 7 + "|",
+    ]
     for row in case["rows"]:
         if row["way"].startswith(("a mini-batch per core", "DDP", "layers per core")):
             for one in row["load"]:
-                times = " | ".join(f"{one[f'{kind}_ms']:.2f} ms" for kind in ("compute", "communication", "idle"))
-                moved = " | ".join(f"{one[f'{way}_bytes'] / 1e3:,.0f} kB" for way in ("sent", "received"))
-                lines.append(f"| {row['way'].partition(',')[0]} | {one['name']} | {times} | {moved} |")
+                times = " | ".join(
+                    f"{one[f'{kind}_ms']:.2f} ms" for kind in ("compute", "communication", "idle")
+                )
+                moved = " | ".join(
+                    f"{one[f'{way}_bytes'] / 1e3:,.0f} kB" for way in ("sent", "received")
+                )
+                lines.append(
+                    f"| {row['way'].partition(',')[0]} | {one['name']} | {times} | {moved} |"
+                )
     return "\n".join(lines)
 
 
@@ -301,8 +381,10 @@ def write_page(result: dict[str, Any], page: Path) -> None:
     """Puts the figures of a result between the marks of the page."""
     gpu = result["gpu"] or "no GPU"
     parts = [
-        f"{result['cores']} cores, {gpu}, torch {result['torch']}; medians and quartiles of {result['repetitions']} "
-        "repetitions in which all ways take turns. A batch's time is that of training alone, divided by what was "
+        f"{result['cores']} cores, {gpu}, torch {result['torch']}; medians and quartiles of "
+        f"{result['repetitions']} "
+        "repetitions in which all ways take turns. A batch's time is that of training alone, "
+        "divided by what was "
         "trained on; a way is compared with the plain loop on one thread of the same repetition."
     ]
     for case in result["cases"]:
@@ -317,14 +399,23 @@ def write_page(result: dict[str, Any], page: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="a folder with the four files of MNIST")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the epochs; below 1 to try it out")
-    parser.add_argument("--page", type=Path, help="a result whose figures are written into the documentation")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the epochs; below 1 to try it out"
+    )
+    parser.add_argument(
+        "--page", type=Path, help="a result whose figures are written into the documentation"
+    )
     asked = parser.parse_args()
     if asked.page is not None:
-        write_page(json.loads(asked.page.read_text()), Path(__file__).parents[1] / "docs" / "local-training.md")
+        write_page(
+            json.loads(asked.page.read_text()),
+            Path(__file__).parents[1] / "docs" / "local-training.md",
+        )
         return
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "local_training", "cores": CORES, "gpu": gpu, "torch": torch.__version__}

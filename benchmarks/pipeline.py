@@ -1,9 +1,10 @@
 """Pipelines beside torch's: seconds of a step on two ranks, beside what the schedule allows.
 
-A transformer of eight layers computes the gradient of a batch; in every round each contender has some steps behind a
-barrier, and another one begins; the time is that of the slowest rank. Medians over the rounds; ratios are medians of
-the rounds' ratios. All find the same gradients, which is checked. What memory a step has freed is kept for the next
-one, for all contenders, as `dure.train` does it: page faults would come and go with who was before.
+A transformer of eight layers computes the gradient of a batch; in every round each contender has
+some steps behind a barrier, and another one begins; the time is that of the slowest rank. Medians
+over the rounds; ratios are medians of the rounds' ratios. All find the same gradients, which is
+checked. What memory a step has freed is kept for the next one, for all contenders, as `dure.train`
+does it: page faults would come and go with who was before.
 
     single                   one process of one thread, the batch at once
     micro-batched            the same, a micro-batch after the other
@@ -18,7 +19,8 @@ one, for all contenders, as `dure.train` does it: page faults would come and go 
 
     python benchmarks/pipeline.py > benchmarks/results/pipeline.json
 
-Progress and a table go to standard error, the result as JSON to standard output. docs/pipeline.md has the figures.
+Progress and a table go to standard error, the result as JSON to standard output. docs/pipeline.md
+has the figures.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import dure
-from dure.allocator import memory_kept
-from dure.models import Transformer
-from dure.parallel.combined import Parallel, ParallelLearner
-from dure.parallel.mesh import Mesh
+from dure.contracts.strategy import Place
+from dure.machine.memory import memory_kept
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.builders import make
 from dure.parallel.pipeline.schedule import COMPUTING, Schedule
 from dure.parallel.pipeline.simulate import Times, simulate
-from dure.strategy import Place
+from dure.tasks.models import Transformer
 
 JSON = dict[str, Any]
 CHARACTERS, CONTEXT, LAYERS, HEADS = 65, 64, 8, 4
@@ -101,14 +103,20 @@ class Alone:
     """One process; the other ranks wait, or do the same."""
 
     def __init__(self, width: int, batch: int, microbatches: int, on_all: bool = False) -> None:
-        self.model, self.microbatches, self.waits = seeded(width), microbatches, not on_all and dist.get_rank() > 0
+        self.model, self.microbatches, self.waits = (
+            seeded(width),
+            microbatches,
+            not on_all and dist.get_rank() > 0,
+        )
         self.inputs, self.targets = examples(batch)
 
     def step(self) -> None:
         if self.waits:
             return
         self.model.zero_grad()
-        pairs = zip(self.inputs.chunk(self.microbatches), self.targets.chunk(self.microbatches), strict=True)
+        pairs = zip(
+            self.inputs.chunk(self.microbatches), self.targets.chunk(self.microbatches), strict=True
+        )
         for inputs, targets in pairs:
             (F.cross_entropy(self.model(inputs), targets) / self.microbatches).backward()
 
@@ -120,7 +128,14 @@ class Torchs:
     """torch's schedules; stages of whole layers, `per_rank` on each rank."""
 
     def __init__(
-        self, width: int, batch: int, microbatches: int, kind: Any, group: Any, per_rank: int, v_shaped: bool = False
+        self,
+        width: int,
+        batch: int,
+        microbatches: int,
+        kind: Any,
+        group: Any,
+        per_rank: int,
+        v_shaped: bool = False,
     ) -> None:
         rank, stages = dist.get_rank(), RANKS * per_rank
         self.model = seeded(width)
@@ -156,13 +171,20 @@ class Torchs:
 
 
 class Ours:
-    def __init__(self, width: int, batch: int, microbatches: int, schedule: str, place: Place) -> None:
+    def __init__(
+        self, width: int, batch: int, microbatches: int, schedule: str, place: Place
+    ) -> None:
         data = examples(batch)
         per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
         stages = RANKS * per_rank
         cut = tuple(f"blocks.{i * LAYERS // stages}" for i in range(1, stages))
         strategy = Parallel(Mesh(pipeline=RANKS), None, microbatches, schedule, per_rank, cut=cut)
-        task = dure.Task(partial(network, width), F.cross_entropy, torch.utils.data.TensorDataset(*data), optimizer=SGD)
+        task = dure.Task(
+            partial(network, width),
+            F.cross_entropy,
+            torch.utils.data.TensorDataset(*data),
+            optimizer=SGD,
+        )
         self.learner = ParallelLearner(task, place, 0, strategy)
         with torch.no_grad():
             mine = dict(seeded(width).named_parameters())
@@ -176,7 +198,9 @@ class Ours:
             parameter.grad = None
         self.learner.gradients(self.indices)
         (engine,) = self.learner._engines.values()
-        self.spans.append([(a.kind, a.stage, a.microbatch, end - start) for a, start, end in engine.spans])
+        self.spans.append(
+            [(a.kind, a.stage, a.microbatch, end - start) for a, start, end in engine.spans]
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.learner.parameters.items() if p.grad is not None}
@@ -193,7 +217,9 @@ class Ours:
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def contenders(width: int, batch: int, microbatches: int, gloo: Any, place: Place) -> dict[str, Callable[[], Any]]:
+def contenders(
+    width: int, batch: int, microbatches: int, gloo: Any, place: Place
+) -> dict[str, Callable[[], Any]]:
     theirs = partial(Torchs, width, batch, microbatches)
     ours = partial(Ours, width, batch, microbatches)
     made: dict[str, Callable[[], Any]] = {
@@ -215,13 +241,17 @@ PARTED = ("zero-bubble", "zero-bubble-v")
 
 
 def list_of(schedule: str, microbatches: int) -> Schedule:
-    return make(schedule, RANKS, microbatches, 2 if schedule in ("interleaved", "zero-bubble-v") else 1)
+    return make(
+        schedule, RANKS, microbatches, 2 if schedule in ("interleaved", "zero-bubble-v") else 1
+    )
 
 
 def bubble(schedule: str, microbatches: int, rows: list[Any] | None = None) -> float:
-    """What a schedule takes longer than without a bubble, with stages alike and messages that take no time.
+    """What a schedule takes longer than without a bubble, with stages alike and messages that take
+    no time.
 
-    rows: measured actions, whose kinds' mean times are taken; else forward and the parts of backward are equally long.
+    rows: measured actions, whose kinds' mean times are taken; else forward and the parts of
+    backward are equally long.
     """
     made = list_of(schedule, microbatches)
     times = Times.uniform(made.stages, 1, 2)
@@ -239,7 +269,10 @@ def mean(rows: list[Any], kind: str, stage: int | None = None) -> float:
 def predicted(schedule: str, microbatches: int, rows: list[Any], send: float) -> JSON:
     """From the mean seconds of each stage's actions, and those of a message."""
     made = list_of(schedule, microbatches)
-    times = Times(*(tuple(mean(rows, kind, stage) for stage in range(made.stages)) for kind in COMPUTING), send=send)
+    times = Times(
+        *(tuple(mean(rows, kind, stage) for stage in range(made.stages)) for kind in COMPUTING),
+        send=send,
+    )
     simulation = simulate(made, times)
     return {
         "seconds": simulation.makespan,
@@ -248,8 +281,12 @@ def predicted(schedule: str, microbatches: int, rows: list[Any], send: float) ->
     }
 
 
-def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, gloo: Any, place: Place) -> JSON:
-    playing = {name: make() for name, make in contenders(width, batch, microbatches, gloo, place).items()}
+def contest(
+    width: int, batch: int, microbatches: int, rounds: int, steps: int, gloo: Any, place: Place
+) -> JSON:
+    playing = {
+        name: make() for name, make in contenders(width, batch, microbatches, gloo, place).items()
+    }
     found: dict[str, dict[str, Tensor]] = {}
     for name, contender in playing.items():
         contender.step()
@@ -260,7 +297,10 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
         if isinstance(contender, Ours):
             contender.times()
     right = found["single"]
-    apart = {name: max(float((grads[key] - right[key]).abs().max()) for key in right) for name, grads in found.items()}
+    apart = {
+        name: max(float((grads[key] - right[key]).abs().max()) for key in right)
+        for name, grads in found.items()
+    }
     wrong = {name: difference for name, difference in apart.items() if not difference < TOLERANCE}
     assert not wrong, f"these have other gradients than one process: {wrong}"
     send = seconds_of_a_message(place.group, -(-batch // microbatches) * CONTEXT * width)
@@ -271,7 +311,9 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
         for name in turns(names, number):
             samples[name].append(seconds_per_step(playing[name].step, steps, gloo))
             if isinstance(playing[name], Ours):
-                times[name].append(predicted(name.removeprefix("dure "), microbatches, playing[name].times(), send))
+                times[name].append(
+                    predicted(name.removeprefix("dure "), microbatches, playing[name].times(), send)
+                )
     result: JSON = {}
     for name in names:
         result[name] = {"samples": samples[name], "median": statistics.median(samples[name])}
@@ -282,12 +324,19 @@ def contest(width: int, batch: int, microbatches: int, rounds: int, steps: int, 
             pairs = zip(samples["side by side"], times[name], strict=True)
             possible = [seconds / RANKS * (1 + row["of_stages_alike"]) for seconds, row in pairs]
             busy = [1 - row["bubble"] for row in times[name]]
-            measured = [1 - b * row["seconds"] / s for b, row, s in zip(busy, times[name], samples[name], strict=True)]
+            measured = [
+                1 - b * row["seconds"] / s
+                for b, row, s in zip(busy, times[name], samples[name], strict=True)
+            ]
             result[name] |= {
                 "ideal": statistics.median(ideal),
-                "over_ideal": statistics.median(a / b for a, b in zip(samples[name], ideal, strict=True)),
+                "over_ideal": statistics.median(
+                    a / b for a, b in zip(samples[name], ideal, strict=True)
+                ),
                 "possible": statistics.median(possible),
-                "over_possible": statistics.median(a / b for a, b in zip(samples[name], possible, strict=True)),
+                "over_possible": statistics.median(
+                    a / b for a, b in zip(samples[name], possible, strict=True)
+                ),
                 "over_predicted": statistics.median(
                     a / row["seconds"] for a, row in zip(samples[name], times[name], strict=True)
                 ),
@@ -307,7 +356,8 @@ def against(rows: JSON) -> JSON:
     }
     return {
         ours: statistics.median(
-            a / b for a, b in zip(rows[theirs]["samples"], rows[f"dure {ours}"]["samples"], strict=True)
+            a / b
+            for a, b in zip(rows[theirs]["samples"], rows[f"dure {ours}"]["samples"], strict=True)
         )
         for ours, theirs in pairs.items()
     }
@@ -320,14 +370,19 @@ def program(asked: argparse.Namespace, place: Place) -> JSON:
     result: JSON = {}
     for microbatches in asked.microbatches:
         with memory_kept():
-            rows = contest(asked.width, asked.batch, microbatches, asked.rounds, asked.steps, gloo, place)
+            rows = contest(
+                asked.width, asked.batch, microbatches, asked.rounds, asked.steps, gloo, place
+            )
         result[str(microbatches)] = {"rows": rows, "torch_over_dure": against(rows)}
     return result
 
 
 def describe(result: JSON) -> None:
     for microbatches, cell in result.items():
-        show(f"\n{microbatches} micro-batches       ms   of ideal  of possible  of predicted   bubble (predicted)")
+        show(
+            f"\n{microbatches} micro-batches       ms   of ideal  of possible  of predicted   "
+            f"bubble (predicted)"
+        )
         for name, row in cell["rows"].items():
             more = ""
             if "ideal" in row:
@@ -335,21 +390,29 @@ def describe(result: JSON) -> None:
                 more = "   {:6.3f}       {:6.3f}        {:6.3f}".format(*ratios)
                 more += f"       {row['bubble_measured']:.3f} ({row['bubble_predicted']:.3f})"
             show(f"{name:22s} {row['median'] * 1e3:7.1f}{more}")
-        show("torch over dure: " + ", ".join(f"{k} {v:.3f}" for k, v in cell["torch_over_dure"].items()))
+        show(
+            "torch over dure: "
+            + ", ".join(f"{k} {v:.3f}" for k, v in cell["torch_over_dure"].items())
+        )
 
 
 def tables(result: JSON) -> dict[str, str]:
     """For the page: milliseconds of every contender, and how dure's are to what is possible."""
     cells = list(result.items())
     names = list(cells[0][1]["rows"])
-    rows = [[name, *(f"{cell['rows'][name]['median'] * 1e3:.0f}" for _, cell in cells)] for name in names]
+    rows = [
+        [name, *(f"{cell['rows'][name]['median'] * 1e3:.0f}" for _, cell in cells)]
+        for name in names
+    ]
     head = ["ms a step", *(f"{microbatches} micro-batches" for microbatches, _ in cells)]
     more = []
     for name in (name for name in names if name.startswith("dure ")):
         row = [name.removeprefix("dure ")]
         for _, cell in cells:
             found, versus = cell["rows"][name], cell["torch_over_dure"].get(row[0])
-            ratios = [f"{found[what]:.2f}" for what in ("over_predicted", "over_ideal", "over_possible")]
+            ratios = [
+                f"{found[what]:.2f}" for what in ("over_predicted", "over_ideal", "over_possible")
+            ]
             row.append(", ".join([*ratios, f"{versus:.2f}" if versus is not None else "none"]))
         more.append(row)
     title = "over predicted, ideal, possible; torch over dure"
@@ -358,7 +421,9 @@ def tables(result: JSON) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
@@ -368,14 +433,26 @@ def main() -> None:
     asked = parser.parse_args()
     for microbatches in asked.microbatches:
         if asked.batch % microbatches:
-            parser.error(f"a batch of {asked.batch} is not {microbatches} micro-batches of one size, as torch wants")
+            parser.error(
+                f"a batch of {asked.batch} is not {microbatches} micro-batches of one size, as "
+                f"torch wants"
+            )
     world = dure.Processes(RANKS, deadline=120)
     result = world.run(partial(program, asked), lambda event: None)
     describe(result)
-    setting = {"width": asked.width, "layers": LAYERS, "context": CONTEXT, "batch": asked.batch, "ranks": RANKS}
+    setting = {
+        "width": asked.width,
+        "layers": LAYERS,
+        "context": CONTEXT,
+        "batch": asked.batch,
+        "ranks": RANKS,
+    }
     if asked.page is not None:
         fill(asked.page, tables(result))
-    json.dump({"benchmark": "pipeline", **setting, "torch": torch.__version__, "microbatches": result}, sys.stdout)
+    json.dump(
+        {"benchmark": "pipeline", **setting, "torch": torch.__version__, "microbatches": result},
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Bubbles of real pipelines beside the simulator's, on more ranks than this machine has cores.
 
-A stage waits 120 ms forward and 240 ms backward for a micro-batch, unless told otherwise, as a processor waits while
-its accelerator computes: ranks do not take each other's cores, so that what is measured is the schedule, the messages
-and the runtime. All stages of all schedules take equally long. Times, the medians over the rounds:
+A stage waits 120 ms forward and 240 ms backward for a micro-batch, unless told otherwise, as a
+processor waits while its accelerator computes: ranks do not take each other's cores, so that what
+is measured is the schedule, the messages and the runtime. All stages of all schedules take equally
+long. Times, the medians over the rounds:
 
     measured     idle share of the ranks' time from the first action's start to the last one's end, on any rank
     simulated    the simulator's, from the mean times of the same steps' actions, and what a message takes
     exact        the simulator's, of actions of 1 and 2 and messages that take no time, which is the formula's where
                  there is one: (p-1)/(m+p-1), with v stages a rank (p-1)/(v m + p-1)
 
-    python benchmarks/pipeline_bubble.py --page docs/pipeline.md > benchmarks/results/pipeline_bubble.json
+    python benchmarks/pipeline_bubble.py --page docs/pipeline.md >
+    benchmarks/results/pipeline_bubble.json
 
 Progress and a table go to standard error, the result as JSON to standard output.
 """
@@ -32,11 +34,11 @@ from torch import nn
 from waiting import WIDTH, network
 
 import dure
-from dure.parallel.combined import Parallel, ParallelLearner
-from dure.parallel.mesh import Mesh
+from dure.contracts.strategy import Place
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.builders import make
 from dure.parallel.pipeline.simulate import Times, simulate
-from dure.strategy import Place
 
 JSON = dict[str, Any]
 COMPUTES = ("forward", "backward", "input_gradient", "weight_gradient")
@@ -47,7 +49,9 @@ def show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measured(learner: ParallelLearner, batch: int, rounds: int, place: Place, simulated: Any) -> JSON:
+def measured(
+    learner: ParallelLearner, batch: int, rounds: int, place: Place, simulated: Any
+) -> JSON:
     """The bubbles of some steps, and what the simulator makes of their actions."""
     indices = torch.arange(batch)
 
@@ -60,14 +64,20 @@ def measured(learner: ParallelLearner, batch: int, rounds: int, place: Place, si
     for _ in range(rounds + 1):
         seconds = seconds_per_step(step, 1, place.group.process_group)
         (engine,) = learner._engines.values()
-        spans = [(a.kind, a.stage, start, end) for a, start, end in engine.spans if a.kind in COMPUTES]
+        spans = [
+            (a.kind, a.stage, start, end) for a, start, end in engine.spans if a.kind in COMPUTES
+        ]
         everybodys: list[Any] = [None] * place.group.size
         dist.all_gather_object(everybodys, spans)
         kept = [span for rank in everybodys for span in rank]
         busy = sum(end - start for _, _, start, end in kept)
-        makespan = max(span[3] for span in kept) - min(span[2] for span in kept)  # processes share the clock
+        makespan = max(span[3] for span in kept) - min(
+            span[2] for span in kept
+        )  # processes share the clock
         bubble = 1 - busy / (place.group.size * makespan)
-        rows.append({"seconds": seconds, "makespan": makespan, "measured": bubble, **simulated(kept)})
+        rows.append(
+            {"seconds": seconds, "makespan": makespan, "measured": bubble, **simulated(kept)}
+        )
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
 
 
@@ -77,9 +87,16 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
     stages = ranks * per_rank
     made = make(schedule, ranks, microbatches, per_rank)
     forward, backward = asked.forward / 1e3, asked.backward / 1e3
-    data = torch.utils.data.TensorDataset(torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH)
+    )
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    task = dure.Task(partial(network, stages, forward, backward), nn.functional.mse_loss, data, optimizer=optimizer)
+    task = dure.Task(
+        partial(network, stages, forward, backward),
+        nn.functional.mse_loss,
+        data,
+        optimizer=optimizer,
+    )
     cut = tuple(str(stage) for stage in range(1, stages))
     strategy = Parallel(Mesh(pipeline=ranks), None, microbatches, schedule, per_rank, cut=cut)
     learner = ParallelLearner(task, place, 0, strategy)
@@ -90,7 +107,9 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
             found = [end - start for k, s, start, end in spans if (k, s) == (kind, stage)]
             return statistics.fmean(found) if found else 0.0
 
-        times = Times(*(tuple(mean(kind, s) for s in range(made.stages)) for kind in COMPUTES), send=send)
+        times = Times(
+            *(tuple(mean(kind, s) for s in range(made.stages)) for kind in COMPUTES), send=send
+        )
         simulation = simulate(made, times)
         return {"simulated": simulation.bubble, "simulated_seconds": simulation.makespan}
 
@@ -108,12 +127,25 @@ def program(asked: argparse.Namespace, place: Place) -> list[JSON]:
     for schedule in SCHEDULES:
         for microbatches in asked.microbatches:
             row = bubbles(schedule, microbatches, asked, place)
-            rows.append({"ranks": place.group.size, "schedule": schedule, "microbatches": microbatches, **row})
+            rows.append(
+                {
+                    "ranks": place.group.size,
+                    "schedule": schedule,
+                    "microbatches": microbatches,
+                    **row,
+                }
+            )
     return rows
 
 
 def cells(rows: list[JSON]) -> str:
-    head = ["ranks, schedule, micro-batches", "measured", "simulated", "exact", "measured over simulated"]
+    head = [
+        "ranks, schedule, micro-batches",
+        "measured",
+        "simulated",
+        "exact",
+        "measured over simulated",
+    ]
     return table(
         head,
         [
@@ -126,7 +158,9 @@ def cells(rows: list[JSON]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--forward", type=float, default=120, metavar="MS")
@@ -141,7 +175,10 @@ def main() -> None:
     if asked.page is not None:
         fill(asked.page, {"bubbles": cells(rows)})
     setting = {"forward_ms": asked.forward, "backward_ms": asked.backward, "rounds": asked.rounds}
-    json.dump({"benchmark": "pipeline_bubble", **setting, "torch": torch.__version__, "rows": rows}, sys.stdout)
+    json.dump(
+        {"benchmark": "pipeline_bubble", **setting, "torch": torch.__version__, "rows": rows},
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

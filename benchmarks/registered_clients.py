@@ -1,11 +1,14 @@
-"""What clients cost that are registered and not asked: a round of 100 of 100, of 10,000 and of 1,000,000.
+"""What clients cost that are registered and not asked: a round of 100 of 100, of 10,000 and of
+1,000,000.
 
-Every client has one example of eight numbers, the model is linear, and 40 rounds ask 100 clients each, so that what is
-left of a round is its administration. Each number of clients has processes of its own, in turns. Measured are seconds
-from the start of Python to the first new model, which counts importing torch and making the data; seconds of a round,
-the median over the rounds behind the first; and the process's largest resident memory. Medians over the repeats.
+Every client has one example of eight numbers, the model is linear, and 40 rounds ask 100 clients
+each, so that what is left of a round is its administration. Each number of clients has processes of
+its own, in turns. Measured are seconds from the start of Python to the first new model, which
+counts importing torch and making the data; seconds of a round, the median over the rounds behind
+the first; and the process's largest resident memory. Medians over the repeats.
 
-    python benchmarks/registered_clients.py --page docs/simulation.md > benchmarks/results/registered_clients.json
+    python benchmarks/registered_clients.py --page docs/simulation.md >
+    benchmarks/results/registered_clients.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -37,7 +40,10 @@ def one(clients: int, started: float) -> JSON:
     import dure
 
     draws = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(clients, 8, generator=draws), torch.randint(0, 2, (clients,), generator=draws)
+    inputs, targets = (
+        torch.randn(clients, 8, generator=draws),
+        torch.randint(0, 2, (clients,), generator=draws),
+    )
     task = dure.Task(
         lambda: torch.nn.Linear(8, 2),
         torch.nn.functional.cross_entropy,
@@ -45,14 +51,18 @@ def one(clients: int, started: float) -> JSON:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     strategy = dure.FedAvg(clients=clients, fraction=ASKED / clients)
-    run = dure.train(task, strategy, dure.Simulated(), dure.Stop(rounds=ROUNDS), evaluate_every=ROUNDS)
+    run = dure.train(
+        task, strategy, dure.Simulated(), dure.Stop(rounds=ROUNDS), evaluate_every=ROUNDS
+    )
     ended = time.time()
     at = [step.seconds for step in run.history.steps]
     updates = {step.numbers["updates"] for step in run.history.steps if step.numbers}
     assert updates == {float(ASKED)}, updates
     return {
         "seconds_to_first_model": ended - started - (run.summary["seconds"] - at[0]),
-        "seconds_of_a_round": statistics.median(after - before for before, after in itertools.pairwise(at)),
+        "seconds_of_a_round": statistics.median(
+            after - before for before, after in itertools.pairwise(at)
+        ),
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
@@ -69,13 +79,24 @@ def shown(rows: JSON) -> str:
     lines = []
     for clients, row in rows.items():
         round, first, memory = (row[name]["median"] for name in row)
-        lines.append([f"{int(clients):,}", f"{1e3 * round:.1f} ms", f"{first:.1f} s", f"{memory / 1e6:.0f} MB"])
+        lines.append(
+            [
+                f"{int(clients):,}",
+                f"{1e3 * round:.1f} ms",
+                f"{first:.1f} s",
+                f"{memory / 1e6:.0f} MB",
+            ]
+        )
     return table(head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000, 1_000_000])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000, 1_000_000]
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--page", type=Path, help="the page whose table is filled")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
@@ -90,13 +111,22 @@ def main() -> None:
     for number in range(asked.repeats):
         for clients in turns(list(samples), number):
             samples[clients].append(measured(int(clients)))
-            print(f"repeat {number + 1}: {int(clients):,} clients: {samples[clients][-1]}", file=sys.stderr, flush=True)
+            print(
+                f"repeat {number + 1}: {int(clients):,} clients: {samples[clients][-1]}",
+                file=sys.stderr,
+                flush=True,
+            )
     names = ("seconds_of_a_round", "seconds_to_first_model", "peak_bytes")
     rows = {
         clients: {name: quartiles([sample[name] for sample in own]) for name in names}
         for clients, own in samples.items()
     }
-    print(json.dumps({"benchmark": "registered_clients", "asked": ASKED, "rounds": ROUNDS, "rows": rows}, indent=1))
+    print(
+        json.dumps(
+            {"benchmark": "registered_clients", "asked": ASKED, "rounds": ROUNDS, "rows": rows},
+            indent=1,
+        )
+    )
     if asked.page is not None:
         fill(asked.page, {"registered": shown(rows)})
 

@@ -1,4 +1,5 @@
-"""How contenders are timed in turns: who begins changes from round to round, and the slowest rank's time counts."""
+"""How contenders are timed in turns: who begins changes from round to round, and the slowest rank's
+time counts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def turns(names: Sequence[str], number: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def seconds_per_step(step: Callable[[], object], steps: int, group: Any, takes_part: bool = True) -> float:
+def seconds_per_step(
+    step: Callable[[], object], steps: int, group: Any, takes_part: bool = True
+) -> float:
     """Of the slowest rank, behind a barrier. group: one whose ranks sleep while they wait."""
     if takes_part:
         step()  # what others have pushed out of the caches comes back
@@ -38,7 +41,8 @@ def seconds_per_step(step: Callable[[], object], steps: int, group: Any, takes_p
 
 
 def seconds_of_a_message(group: Any, elements: int, times: int = 40) -> float:
-    """One way between ranks 0 and 1 that wait for it, the median half of a ping-pong. All ranks of the group call."""
+    """One way between ranks 0 and 1 that wait for it, the median half of a ping-pong. All ranks of
+    the group call."""
     tensor, peer, samples = torch.zeros(elements), 1 - group.rank, [0.0]
     for _ in range(times if group.rank < 2 else 0):
         started = time.perf_counter()

@@ -1,9 +1,10 @@
 """SingleWorker against a hand-written PyTorch loop of the same steps, side by side in one run.
 
-Both train the same model on the same batches from the same weights; on one thread they end with the same bits. The
-loop is the shortest that does so: a permutation an epoch, indexing, forward,
-backward, step, on as many threads as torch takes. SingleWorker also records every step, and chooses its threads.
-Interleaved repetitions, medians; seconds of training alone, evaluation left out on both sides.
+Both train the same model on the same batches from the same weights; on one thread they end with the
+same bits. The loop is the shortest that does so: a permutation an epoch, indexing, forward,
+backward, step, on as many threads as torch takes. SingleWorker also records every step, and chooses
+its threads. Interleaved repetitions, medians; seconds of training alone, evaluation left out on
+both sides.
 
     python benchmarks/single_worker.py > result.json
 """
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.randomness import shuffled
-from dure.strategy import seeded_model
+from dure.contracts.strategy import seeded_model
+from dure.randomness.seeds import shuffled
 
 BATCH = 64
 
@@ -43,7 +44,9 @@ def by_hand(task: dure.Task, epochs: int) -> tuple[float, nn.Module]:
 
 
 def by_dure(task: dure.Task, epochs: int) -> tuple[float, nn.Module]:
-    run = dure.train(task, dure.SingleWorker(BATCH), stop=dure.Stop(epochs=epochs), seed=0, evaluate_every=10**9)
+    run = dure.train(
+        task, dure.SingleWorker(BATCH), stop=dure.Stop(epochs=epochs), seed=0, evaluate_every=10**9
+    )
     return run.summary["seconds"], run.model
 
 
@@ -52,12 +55,16 @@ def check_that_they_do_the_same(task: dure.Task) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     mine: dict[str, Tensor] = by_hand(task, 1)[1].state_dict()
-    assert all(torch.equal(value, mine[name]) for name, value in by_dure(task, 1)[1].state_dict().items())
+    assert all(
+        torch.equal(value, mine[name]) for name, value in by_dure(task, 1)[1].state_dict().items()
+    )
     torch.set_num_threads(threads)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=9)
     asked = parser.parse_args()
     rows = []
@@ -81,11 +88,16 @@ def main() -> None:
                 "median_ratio": ratio,
             }
         )
-        text = (
-            f"{model:<10} by hand {hand / steps * 1e6:7.0f} us/step, dure {ours / steps * 1e6:7.0f}, ratio {ratio:.3f}"
-        )
-        print(text, file=sys.stderr)
-    about = {"benchmark": "single_worker", "batch": BATCH, "threads": torch.get_num_threads(), "repeat": asked.repeat}
+        hand_us = hand / steps * 1e6
+        ours_us = ours / steps * 1e6
+        times = f"by hand {hand_us:7.0f} us/step, dure {ours_us:7.0f}, ratio {ratio:.3f}"
+        print(f"{model:<10} {times}", file=sys.stderr)
+    about = {
+        "benchmark": "single_worker",
+        "batch": BATCH,
+        "threads": torch.get_num_threads(),
+        "repeat": asked.repeat,
+    }
     json.dump({**about, "torch": torch.__version__, "rows": rows}, sys.stdout)
 
 

@@ -1,10 +1,11 @@
 """Tensor parallelism beside what torch has: seconds of a training step of a stack of MLPs.
 
-The model is pairs of layers, x + W₂·gelu(W₁·x + b₁) + b₂ of widths d→4d→d; a step is forward, backward and an update
-by SGD on the same batch. Two ranks of one thread each divide every pair by columns and by rows. In every round each
-contender has some steps behind a barrier, and another one begins; the time is that of the slowest rank. Medians over
-the rounds; ratios are medians of the rounds' ratios. All learn the same: the losses of the first steps, and the whole
-weights behind them, are compared with those of one process.
+The model is pairs of layers, x + W₂·gelu(W₁·x + b₁) + b₂ of widths d→4d→d; a step is forward,
+backward and an update by SGD on the same batch. Two ranks of one thread each divide every pair by
+columns and by rows. In every round each contender has some steps behind a barrier, and another one
+begins; the time is that of the slowest rank. Medians over the rounds; ratios are medians of the
+rounds' ratios. All learn the same: the losses of the first steps, and the whole weights behind
+them, are compared with those of one process.
 
     one thread            one process
     two threads           one process whose matrix products have two threads
@@ -34,9 +35,9 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
+from dure.contracts.strategy import Place
+from dure.machine.cores import available_cores
 from dure.parallel.tensor import Column, Row, parallelize, whole_state_dict
-from dure.strategy import Place
-from dure.worlds.cores import available_cores
 
 JSON = dict[str, Any]
 
@@ -111,7 +112,11 @@ class Ours(Plain):
 class Torch(Plain):
     def divide(self, group: Any) -> None:
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
         plan = {"*.expand": ColwiseParallel(), "*.contract": RowwiseParallel()}
@@ -119,7 +124,9 @@ class Torch(Plain):
 
     def weights(self) -> dict[str, Tensor]:
         return {
-            name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+            name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+            .detach()
+            .clone()
             for name, tensor in self.model.state_dict().items()
         }
 
@@ -149,8 +156,12 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
     """What every rank does: seconds of a step, a number a round, for each contender."""
     torch.set_num_threads(1)
     groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "dure")}
-    contenders = {name: CONTENDERS[name][0](setting, groups.get(CONTENDERS[name][1])) for name in names}
-    losses = {name: [float(contender.step()) for _ in range(5)] for name, contender in contenders.items()}
+    contenders = {
+        name: CONTENDERS[name][0](setting, groups.get(CONTENDERS[name][1])) for name in names
+    }
+    losses = {
+        name: [float(contender.step()) for _ in range(5)] for name, contender in contenders.items()
+    }
     weights = {name: contender.weights() for name, contender in contenders.items()}
     alone = weights["one thread"]
     apart = {
@@ -162,7 +173,9 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in turns(names, number):
-            samples[name].append(timed(contenders[name], CONTENDERS[name][1] == "", steps, groups["gloo"]))
+            samples[name].append(
+                timed(contenders[name], CONTENDERS[name][1] == "", steps, groups["gloo"])
+            )
     return {
         name: {
             **quartiles(samples[name]),
@@ -184,16 +197,22 @@ def ratios(rows: JSON) -> JSON:
     """One thread over each of the others, as medians of the rounds' ratios."""
     base = rows["one thread"]["samples"]
     return {
-        f"one thread over {name}": statistics.median(a / b for a, b in zip(base, row["samples"], strict=True))
+        f"one thread over {name}": statistics.median(
+            a / b for a, b in zip(base, row["samples"], strict=True)
+        )
         for name, row in rows.items()
         if name != "one thread"
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS)
+    )
     parser.add_argument("--rounds", type=int, default=9, help="of all contenders; at least 2")
     parser.add_argument("--steps", type=int, default=5, help="of a contender in a round")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a first try")
@@ -203,15 +222,27 @@ def main() -> None:
     rows = []
     for title in asked.settings:
         setting = Setting(32, 2, 64) if asked.small else SETTINGS[title]
-        measured = world.run(partial(contest, names, setting, asked.rounds, asked.steps), lambda event: None)
+        measured = world.run(
+            partial(contest, names, setting, asked.rounds, asked.steps), lambda event: None
+        )
         compared = ratios(measured)
         for name, row in measured.items():
             apart = f"weights differ by {row['largest_difference']:.1e}"
-            show(f"{title:<8} {name:<14} {1e3 * row['median']:7.1f} ms  loss {row['losses'][-1]:.6f}  {apart}")
+            show(
+                f"{title:<8} {name:<14} {1e3 * row['median']:7.1f} ms  loss "
+                f"{row['losses'][-1]:.6f}  {apart}"
+            )
         for what, value in compared.items():
             show(f"{title:<8} {what:<30} {value:.2f}")
         nbytes = world.run(partial(sent, setting), lambda event: None)
-        rows.append({**setting._asdict(), "bytes_sent": nbytes, "contenders": measured, "compared": compared})
+        rows.append(
+            {
+                **setting._asdict(),
+                "bytes_sent": nbytes,
+                "contenders": measured,
+                "compared": compared,
+            }
+        )
     head = {"benchmark": "tensor_parallel", "ranks": 2, "cores": available_cores()}
     head |= {"rounds": asked.rounds, "steps": asked.steps, "torch": torch.__version__}
     json.dump({**head, "rows": rows}, sys.stdout)

@@ -1,14 +1,17 @@
-"""torch's own training on backend dure beside gloo: DistributedDataParallel, FSDP2 and tensor parallel, unchanged.
+"""torch's own training on backend dure beside gloo: DistributedDataParallel, FSDP2 and tensor
+parallel, unchanged.
 
-Each of them trains on the built-in digits, two times side by side in one world of ranks: from the same weights, on the
-same batches, once in a group of gloo and once in a group of dure. In every round each backend has some steps, behind a
-barrier, and the other one begins the next round; the time is that of the slowest rank. Then dure's own DataParallel on
-worlds of both backends, which take turns. One thread a rank. Medians and quartiles over the rounds; the ratio is the
-median of the rounds' ratios, above 1 where dure is faster. The losses of all steps and ranks are compared.
+Each of them trains on the built-in digits, two times side by side in one world of ranks: from the
+same weights, on the same batches, once in a group of gloo and once in a group of dure. In every
+round each backend has some steps, behind a barrier, and the other one begins the next round; the
+time is that of the slowest rank. Then dure's own DataParallel on worlds of both backends, which
+take turns. One thread a rank. Medians and quartiles over the rounds; the ratio is the median of the
+rounds' ratios, above 1 where dure is faster. The losses of all steps and ranks are compared.
 
     python benchmarks/torch_training.py [--ranks 2 4] > benchmarks/results/torch_training.json
 
-Progress and a table go to standard error, the result as JSON to standard output. docs/benchmarks.md has the figures.
+Progress and a table go to standard error, the result as JSON to standard output. docs/benchmarks.md
+has the figures.
 """
 
 from __future__ import annotations
@@ -30,13 +33,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dure
-from dure.models import TwoNN
-from dure.randomness import shuffled
-from dure.strategy import Place, seeded_model
-from dure.worlds.cores import available_cores
+from dure.contracts.strategy import Place, seeded_model
+from dure.machine.cores import available_cores
+from dure.randomness.seeds import shuffled
+from dure.tasks.models import TwoNN
 
 BATCH = 64
-"""Examples of a step over all ranks together, as in dure's DataParallel; with tensor parallel every rank sees all."""
+"""Examples of a step over all ranks together, as in dure's DataParallel; with tensor parallel every
+rank sees all."""
 
 BACKENDS = ("gloo", "dure")
 WIDTHS = {"small": 200, "middle": 1400}
@@ -58,8 +62,8 @@ def data_parallel(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    """Named after its backend: meshes of the same ranks and names are equal, and DTensor would take the first's group
-    for both."""
+    """Named after its backend: meshes of the same ranks and names are equal, and DTensor would take
+    the first's group for both."""
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
 
 
@@ -74,7 +78,11 @@ def fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     plan = {"layers.1": ColwiseParallel(), "layers.3": RowwiseParallel()}
     return parallelize_module(model, mesh_of(group), plan)
@@ -106,14 +114,17 @@ class Training:
         joint = self.order[position * BATCH : (position + 1) * BATCH]
         mine = joint.tensor_split(self.ranks)[dist.get_rank() % self.ranks]
         self.optimizer.zero_grad()
-        loss = self.task.loss(self.model(self.task.train.inputs[mine]), self.task.train.targets[mine])
+        loss = self.task.loss(
+            self.model(self.task.train.inputs[mine]), self.task.train.targets[mine]
+        )
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss.item())
         self.step += 1
 
     def seconds_per_step(self, steps: int) -> float:
-        """Of the slowest rank, over `steps` steps behind a barrier; the world's group (gloo) has the time measured."""
+        """Of the slowest rank, over `steps` steps behind a barrier; the world's group (gloo) has
+        the time measured."""
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):
@@ -138,7 +149,8 @@ def slowest(value: float) -> float:
 
 
 def contest(rounds: int, batch: float, place: Place) -> list[JSON]:
-    """What every rank does: all systems and models, each on both backends by turns. The world is of gloo."""
+    """What every rank does: all systems and models, each on both backends by turns. The world is of
+    gloo."""
     torch.set_num_threads(1)
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
     rows = []
@@ -154,14 +166,24 @@ def contest(rounds: int, batch: float, place: Place) -> list[JSON]:
             for number in range(rounds):
                 for backend in BACKENDS[:: 1 if number % 2 else -1]:
                     samples[backend].append(both[backend].seconds_per_step(steps))
-            apart = max(abs(a - b) for a, b in zip(*(training.losses for training in both.values()), strict=True))
+            apart = max(
+                abs(a - b)
+                for a, b in zip(*(training.losses for training in both.values()), strict=True)
+            )
             rows.append(row(system, size, task, steps, samples, slowest(apart)))
             if place.group.rank == 0:
                 place.report({"unit": "row", "step": len(rows), **rows[-1]})
     return rows
 
 
-def row(system: str, size: str, task: dure.Task, steps: int, samples: dict[str, list[float]], apart: float) -> JSON:
+def row(
+    system: str,
+    size: str,
+    task: dure.Task,
+    steps: int,
+    samples: dict[str, list[float]],
+    apart: float,
+) -> JSON:
     ratios = [gloo / ours for gloo, ours in zip(samples["gloo"], samples["dure"], strict=True)]
     return {
         "system": system,
@@ -175,13 +197,16 @@ def row(system: str, size: str, task: dure.Task, steps: int, samples: dict[str, 
 
 
 def own(ranks: int, rounds: int, steps: int, size: str, all_reduce: Any) -> JSON:
-    """dure's DataParallel, a world of one backend after one of the other; seconds of training, starts left out."""
+    """dure's DataParallel, a world of one backend after one of the other; seconds of training,
+    starts left out."""
     task, samples, losses = digits(WIDTHS[size]), {backend: [] for backend in BACKENDS}, {}
     strategy = dure.DataParallel(BATCH, all_reduce)
     for number in range(rounds):
         for backend in BACKENDS[:: 1 if number % 2 else -1]:
             world = dure.Processes(ranks, backend=backend)
-            run = dure.train(task, strategy, world, stop=dure.Stop(steps=steps), seed=0, evaluate_every=10**9)
+            run = dure.train(
+                task, strategy, world, stop=dure.Stop(steps=steps), seed=0, evaluate_every=10**9
+            )
             samples[backend].append(run.summary["seconds"] / steps)
             losses[backend] = [step.loss for step in run.history.steps]
     apart = max(abs(a - b) for a, b in zip(losses["gloo"], losses["dure"], strict=True))
@@ -199,7 +224,9 @@ def line(row: JSON) -> str:
 def measured(asked: argparse.Namespace, ranks: int) -> list[JSON]:
     show(f"{ranks} ranks; a step's median, gloo over dure with quartiles")
     world = dure.Processes(ranks, backend="gloo")
-    rows = world.run(partial(contest, asked.rounds, asked.batch_seconds), lambda event: show(line(event)))
+    rows = world.run(
+        partial(contest, asked.rounds, asked.batch_seconds), lambda event: show(line(event))
+    )
     for size in WIDTHS:
         for all_reduce in ("native", "ring"):
             rows.append(own(ranks, asked.rounds, asked.steps, size, all_reduce))
@@ -208,15 +235,25 @@ def measured(asked: argparse.Namespace, ranks: int) -> list[JSON]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=15, help="of both backends; at least 2")
-    parser.add_argument("--batch-seconds", type=float, default=0.2, help="how long a backend's steps of a round take")
+    parser.add_argument(
+        "--batch-seconds",
+        type=float,
+        default=0.2,
+        help="how long a backend's steps of a round take",
+    )
     parser.add_argument("--steps", type=int, default=100, help="of a run of dure's DataParallel")
     asked = parser.parse_args()
     about = {"benchmark": "torch_training", "task": "digits", "batch": BATCH, "threads_per_rank": 1}
     about |= {"cores": available_cores(), "rounds": asked.rounds, "torch": torch.__version__}
-    json.dump({**about, "rows": [row for ranks in asked.ranks for row in measured(asked, ranks)]}, sys.stdout)
+    json.dump(
+        {**about, "rows": [row for ranks in asked.ranks for row in measured(asked, ranks)]},
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Layers that wait, as a processor waits while its accelerator computes: they take time, and no core."""
+"""Layers that wait, as a processor waits while its accelerator computes: they take time, and no
+core."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ WIDTH = 8
 
 @torch.library.custom_op("dure_benchmark::wait", mutates_args=())
 def wait(x: Tensor, forward: float, backward: float) -> Tensor:
-    """Gives what it gets, `forward` seconds later, and its gradient `backward` seconds later; torch traces it."""
+    """Gives what it gets, `forward` seconds later, and its gradient `backward` seconds later; torch
+    traces it."""
     time.sleep(forward)
     return x.clone()
 

@@ -1,23 +1,27 @@
 """ZeRO beside what torch has: seconds of a step, and bytes that a rank holds.
 
-Two ranks of one thread each train the same model on the same batches; one process trains on the joint batch with one
-thread. In every round each contender has some steps behind a barrier, and another one begins; the time is that of the
-slowest rank. Medians over the rounds; ratios are medians of the rounds' ratios. All but those that do not exchange
-learn the same: the weights after some steps are compared with those of one process.
+Two ranks of one thread each train the same model on the same batches; one process trains on the
+joint batch with one thread. In every round each contender has some steps behind a barrier, and
+another one begins; the time is that of the slowest rank. Medians over the rounds; ratios are
+medians of the rounds' ratios. All but those that do not exchange learn the same: the weights after
+some steps are compared with those of one process.
 
     one thread                  one process, the joint batch
     no exchange                 the ranks train apart, undivided: only who divides the optimizer's work can be faster
     ZeRO 1, ZeRO 2, ZeRO 3      dure's, over dure's shared memory
     ZeRO 3, gloo                the same over gloo
     FSDP2, gloo; FSDP2, dure    torch's fully_shard of every layer and the model, over both
-    ZeRO-1, gloo; ZeRO-1, dure  torch's ZeroRedundancyOptimizer with its DistributedDataParallel, over both
+    ZeRO-1, gloo; ZeRO-1, dure  torch's ZeroRedundancyOptimizer with its DistributedDataParallel,
+    over both
 
-Memory is measured in worlds of their own: the bytes of the parameters, gradients and optimizer state that a rank holds
-when backward has ended, beside the formula; and by how much the process grew at its peak (Linux: VmHWM).
+Memory is measured in worlds of their own: the bytes of the parameters, gradients and optimizer
+state that a rank holds when backward has ended, beside the formula; and by how much the process
+grew at its peak (Linux: VmHWM).
 
     python benchmarks/zero.py > benchmarks/results/zero.json
 
-Progress and a table go to standard error, the result as JSON to standard output. docs/zero.md has the figures.
+Progress and a table go to standard error, the result as JSON to standard output. docs/zero.md has
+the figures.
 """
 
 from __future__ import annotations
@@ -39,11 +43,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import Place
+from dure.machine.cores import available_cores
 from dure.parallel.zero import ZeroRedundancy
 from dure.parallel.zero.division import memory
 from dure.record.meter import peak_memory, reset_peak_memory
-from dure.strategy import Place
-from dure.worlds.cores import available_cores
 
 JSON = dict[str, Any]
 
@@ -57,7 +61,13 @@ def show(text: str) -> None:
 
 def mlp(width: int) -> nn.Module:
     """784-width-width-10; with 2,800 it has 10,068,810 parameters."""
-    layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+    layers = [
+        nn.Linear(784, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -69,7 +79,9 @@ class Transformer(nn.Module):
         self.words = nn.Embedding(words, width)
         self.places = nn.Embedding(length, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(4)
         )
         self.norm = nn.LayerNorm(width)
@@ -85,7 +97,9 @@ class Transformer(nn.Module):
 
 def images(count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, 784, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+    return torch.randn(count, 784, generator=generator), torch.randint(
+        0, 10, (count,), generator=generator
+    )
 
 
 def texts(count: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +117,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
 SMALL = {"mlp": (partial(mlp, 100), images, 8), "transformer": (partial(Transformer, 32), texts, 2)}
 """For a first try."""
 
-OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01), "adamw": partial(torch.optim.AdamW, lr=1e-3)}
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+}
 
 
 # Who competes.
@@ -112,11 +129,15 @@ OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01), "adamw": partial(torch.o
 class Plain:
     """A model that trains alone. parts: how many ranks share the joint batch."""
 
-    def __init__(self, model: tuple[Any, Any, int], optimizer: Any, group: Any, parts: int = 1) -> None:
+    def __init__(
+        self, model: tuple[Any, Any, int], optimizer: Any, group: Any, parts: int = 1
+    ) -> None:
         make, data, batch = model
         torch.manual_seed(0)
         inputs, targets = data(batch)
-        self.inputs, self.targets = (each.chunk(parts)[dist.get_rank() % parts] for each in (inputs, targets))
+        self.inputs, self.targets = (
+            each.chunk(parts)[dist.get_rank() % parts] for each in (inputs, targets)
+        )
         self.divide(make(), optimizer, group)
 
     def divide(self, model: nn.Module, optimizer: Any, group: Any) -> None:
@@ -136,10 +157,19 @@ class Plain:
 
     def held(self) -> JSON:
         """Bytes of parameters, gradients and optimizer state on this rank."""
-        state = [value for one in self.optimizer.state.values() for value in one.values() if isinstance(value, Tensor)]
+        state = [
+            value
+            for one in self.optimizer.state.values()
+            for value in one.values()
+            if isinstance(value, Tensor)
+        ]
         parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return {"parameters": nbytes(parameters), "gradients": nbytes(gradients), "optimizer": nbytes(state)}
+        return {
+            "parameters": nbytes(parameters),
+            "gradients": nbytes(gradients),
+            "optimizer": nbytes(state),
+        }
 
 
 class Ours(Plain):
@@ -155,7 +185,9 @@ class Ours(Plain):
         return self.zero.state_dict(everywhere=True)
 
     def held(self) -> JSON:
-        per_element = sum(t.numel() > 1 for t in next(iter(self.optimizer.state.values()), {}).values()) * 4
+        per_element = (
+            sum(t.numel() > 1 for t in next(iter(self.optimizer.state.values()), {}).values()) * 4
+        )
         formula = memory(self.zero.blocks, self.stage, per_element)
         return {**self.zero.memory()._asdict(), "formula": formula._asdict()}
 
@@ -165,15 +197,23 @@ class Fsdp2(Plain):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        warnings.filterwarnings("ignore", ".*returned a view tensor")  # which nothing changes in place here
+        warnings.filterwarnings(
+            "ignore", ".*returned a view tensor"
+        )  # which nothing changes in place here
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
         for layer in model.modules():
-            if isinstance(layer, (nn.Linear if isinstance(model, nn.Sequential) else nn.TransformerEncoderLayer)):
+            if isinstance(
+                layer,
+                (nn.Linear if isinstance(model, nn.Sequential) else nn.TransformerEncoderLayer),
+            ):
                 fully_shard(layer, mesh=mesh)
         super().divide(fully_shard(model, mesh=mesh), optimizer, group)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.full_tensor().detach().clone() for name, tensor in self.model.state_dict().items()}
+        return {
+            name: tensor.full_tensor().detach().clone()
+            for name, tensor in self.model.state_dict().items()
+        }
 
 
 class TorchZero(Plain):
@@ -182,26 +222,35 @@ class TorchZero(Plain):
 
         self.model = nn.parallel.DistributedDataParallel(model, process_group=group)
         self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), optimizer_class=optimizer.func, process_group=group, **optimizer.keywords
+            self.model.parameters(),
+            optimizer_class=optimizer.func,
+            process_group=group,
+            **optimizer.keywords,
         )
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.model.module.state_dict().items()}
+        return {
+            name: tensor.detach().clone() for name, tensor in self.model.module.state_dict().items()
+        }
 
     def held(self) -> JSON:
         inner = self.optimizer.optim.state
-        state = [value for one in inner.values() for value in one.values() if isinstance(value, Tensor)]
+        state = [
+            value for one in inner.values() for value in one.values() if isinstance(value, Tensor)
+        ]
         return {**super().held(), "optimizer": nbytes(state)}
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind these tensors, each piece once; of what is distributed, the part that is here."""
+    """Bytes of the memory behind these tensors, each piece once; of what is distributed, the part
+    that is here."""
     own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
 
 
 class Contender(NamedTuple):
-    """What makes it; the backend of its group; whether rank 0 trains on the joint batch, and the others wait."""
+    """What makes it; the backend of its group; whether rank 0 trains on the joint batch, and the
+    others wait."""
 
     make: Callable[..., Plain]
     backend: str | None = None
@@ -223,13 +272,16 @@ CONTENDERS = {
 }
 
 TOLERANCE = 1e-4
-"""How far weights may be from one process's after three steps, each of which moves them by some 1e-3 or more."""
+"""How far weights may be from one process's after three steps, each of which moves them by some
+1e-3 or more."""
 
 
 # How long a step takes.
 
 
-def contest(names: list[str], model: Any, optimizer: Any, rounds: int, steps: int, place: Place) -> JSON:
+def contest(
+    names: list[str], model: Any, optimizer: Any, rounds: int, steps: int, place: Place
+) -> JSON:
     """What every rank does: seconds of a step, a number a round, for each contender."""
     torch.set_num_threads(1)
     groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "dure")}
@@ -242,17 +294,28 @@ def contest(names: list[str], model: Any, optimizer: Any, rounds: int, steps: in
             contender.step()
     expected = contenders[ONE].weights()
     differences = {
-        name: max(float((value - expected[key]).abs().max()) for key, value in contender.weights().items())
+        name: max(
+            float((value - expected[key]).abs().max()) for key, value in contender.weights().items()
+        )
         for name, contender in contenders.items()
     }
-    wrong = {name: value for name, value in differences.items() if not (value < TOLERANCE or name == APART)}
+    wrong = {
+        name: value
+        for name, value in differences.items()
+        if not (value < TOLERANCE or name == APART)
+    }
     assert not wrong, f"these end with other weights than one process: {wrong}"
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in turns(names, number):
             trains = not CONTENDERS[name].alone or dist.get_rank() == 0
-            samples[name].append(seconds_per_step(contenders[name].step, steps, groups["gloo"], trains))
-    return {name: {**quartiles(samples[name]), "largest_difference": differences[name]} for name in names}
+            samples[name].append(
+                seconds_per_step(contenders[name].step, steps, groups["gloo"], trains)
+            )
+    return {
+        name: {**quartiles(samples[name]), "largest_difference": differences[name]}
+        for name in names
+    }
 
 
 # What a rank holds.
@@ -298,7 +361,11 @@ def ratios(rows: JSON) -> JSON:
 
 def table(title: str, rows: JSON, compared: JSON) -> None:
     for name, row in rows.items():
-        kinds = [kind for kind in ("parameters", "gradients", "optimizer", "buffers") if kind in row["memory"]]
+        kinds = [
+            kind
+            for kind in ("parameters", "gradients", "optimizer", "buffers")
+            if kind in row["memory"]
+        ]
         held = "  ".join(f"{kind} {row['memory'][kind] / 1e6:.1f}" for kind in kinds)
         grew = f"the process grew by {row['memory']['process_grew_by'] / 1e6:.0f} MB"
         show(f"{title:<18} {name:<14} {1e3 * row['median']:7.1f} ms  MB: {held}; {grew}")
@@ -307,10 +374,16 @@ def table(title: str, rows: JSON, compared: JSON) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS)
+    )
     parser.add_argument("--rounds", type=int, default=9, help="of all contenders; at least 2")
     parser.add_argument("--steps", type=int, default=8, help="of a contender in a round")
     parser.add_argument("--small", action="store_true", help="tiny models, for a first try")
@@ -325,12 +398,20 @@ def main() -> None:
             program = partial(contest, names, model, OPTIMIZERS[kind], asked.rounds, asked.steps)
             measured = world.run(program, lambda event: None)
             for contender, row in measured.items():
-                row["memory"] = world.run(partial(weigh, contender, model, OPTIMIZERS[kind]), lambda event: None)
+                row["memory"] = world.run(
+                    partial(weigh, contender, model, OPTIMIZERS[kind]), lambda event: None
+                )
             compared = ratios(measured)
             table(f"{name}, {kind}", measured, compared)
             about = {"model": name, "optimizer": kind, "parameters": parameters}
             rows.append({**about, "contenders": measured, "compared": compared})
-    head = {"benchmark": "zero", "ranks": 2, "cores": available_cores(), "rounds": asked.rounds, "steps": asked.steps}
+    head = {
+        "benchmark": "zero",
+        "ranks": 2,
+        "cores": available_cores(),
+        "rounds": asked.rounds,
+        "steps": asked.steps,
+    }
     json.dump({**head, "torch": torch.__version__, "rows": rows}, sys.stdout)
 
 

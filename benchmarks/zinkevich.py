@@ -1,13 +1,15 @@
 """Two models trained apart and averaged: from common first weights, and from different ones.
 
-The FedAvg paper's figure 1 (McMahan et al. 2017): two MNIST 2NNs train on 600 examples each that have none in common,
-240 updates of SGD at a rate of 0.1 with batches of 50 (20 passes). Then the loss over all 60,000 training images of the
-mixture theta·w + (1 - theta)·w' is drawn over theta. Averaging, as parallel SGD does once (Zinkevich et al. 2010)
-and FedAvg every round, is the point theta = 1/2.
+The FedAvg paper's figure 1 (McMahan et al. 2017): two MNIST 2NNs train on 600 examples each that
+have none in common, 240 updates of SGD at a rate of 0.1 with batches of 50 (20 passes). Then the
+loss over all 60,000 training images of the mixture theta·w + (1 - theta)·w' is drawn over theta.
+Averaging, as parallel SGD does once (Zinkevich et al. 2010) and FedAvg every round, is the point
+theta = 1/2.
 
     python benchmarks/zinkevich.py --data DIR [--figure docs/images/two-parents.svg] > result.json
 
-Progress goes to standard error, the result as JSON to standard output. Each of --pairs has its own seed.
+Progress goes to standard error, the result as JSON to standard output. Each of --pairs has its own
+seed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ THETAS = [round(-0.2 + 0.05 * step, 2) for step in range(29)]
 
 
 def part(task: dure.Task, start: int, seed: int) -> dure.Task:
-    """The task with 600 of its training examples, drawn by `seed`: number `start` to start + 599 of a permutation."""
+    """The task with 600 of its training examples, drawn by `seed`: number `start` to start + 599 of
+    a permutation."""
     order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))
     chosen = Examples(*task.train.batch(order[start : start + EXAMPLES]))
     return dure.Task(task.model, task.loss, chosen, None, task.optimizer)
@@ -40,7 +43,9 @@ def part(task: dure.Task, start: int, seed: int) -> dure.Task:
 
 def parent(task: dure.Task, seed: int) -> nn.Module:
     """A model trained alone, from first weights that `seed` says."""
-    return dure.train(task, dure.SingleWorker(BATCH), stop=dure.Stop(epochs=PASSES), seed=seed).model
+    return dure.train(
+        task, dure.SingleWorker(BATCH), stop=dure.Stop(epochs=PASSES), seed=seed
+    ).model
 
 
 @torch.no_grad()
@@ -71,25 +76,38 @@ def row(task: dure.Task, pair: int, shared: bool) -> dict[str, Any]:
     start = "common" if shared else "different"
     print(f"pair {pair}, {start} first weights: parents {at[1.0]:.3f} and {at[0.0]:.3f}, average {at[0.5]:.3f}",
           file=sys.stderr, flush=True)  # fmt: skip
-    return {"pair": pair, "shared": shared, "parents": [at[1.0], at[0.0]], "average": at[0.5], "losses": losses}
+    return {
+        "pair": pair,
+        "shared": shared,
+        "parents": [at[1.0], at[0.0]],
+        "average": at[0.5],
+        "losses": losses,
+    }
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     panels = []
-    for shared, title in ((False, "From different first weights"), (True, "From common first weights")):
+    for shared, title in (
+        (False, "From different first weights"),
+        (True, "From common first weights"),
+    ):
         curves = [
             Curve("each pair" if number == 0 else "", THETAS, row["losses"], colour=0)
             for number, row in enumerate(row for row in rows if row["shared"] == shared)
         ]
         best = min(min(row["parents"]) for row in rows if row["shared"] == shared)
-        curves.append(Curve("best parent", [THETAS[0], THETAS[-1]], [best, best], dashed=True, colour=1))
+        curves.append(
+            Curve("best parent", [THETAS[0], THETAS[-1]], [best, best], dashed=True, colour=1)
+        )
         loss = Axis("loss on all training data", low=0, high=1)
         panels.append(lines(title, curves, Axis("mixing weight theta"), loss))
     save(path, "Averaging two MNIST models that were trained apart", panels)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder of MNIST's four IDX files")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--figure", type=Path, default=None)
@@ -100,13 +118,21 @@ def main() -> None:
         draw(rows, asked.figure)
     medians = {
         start: {
-            "parent": statistics.median(loss for row in rows if row["shared"] == shared for loss in row["parents"]),
+            "parent": statistics.median(
+                loss for row in rows if row["shared"] == shared for loss in row["parents"]
+            ),
             "average": statistics.median(row["average"] for row in rows if row["shared"] == shared),
         }
         for start, shared in (("common", True), ("different", False))
     }
     setting = f"MNIST 2NN, 2 x {EXAMPLES} examples, {EXAMPLES // BATCH * PASSES} updates, B={BATCH}, lr={RATE}"
-    result = {"benchmark": "zinkevich", "setting": setting, "medians": medians, "thetas": THETAS, "rows": rows}
+    result = {
+        "benchmark": "zinkevich",
+        "setting": setting,
+        "medians": medians,
+        "thetas": THETAS,
+        "rows": rows,
+    }
     json.dump(result, sys.stdout)
 
 

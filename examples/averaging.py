@@ -13,4 +13,7 @@ for strategy in (
 ):
     run = dure.train(task, strategy, dure.Processes(2), stop)
     sent = run.summary["bytes_sent_per_worker"] / 1e6
-    print(f"{run.label:<28} test accuracy {run.summary['test_accuracy']:.3f}, {sent:5.1f} MB sent by a worker")
+    print(
+        f"{run.label:<28} test accuracy {run.summary['test_accuracy']:.3f}, {sent:5.1f} MB sent by "
+        f"a worker"
+    )

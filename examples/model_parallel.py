@@ -1,4 +1,5 @@
-"""One model over several processes, divided between its layers, inside them, and both: the path stays the same."""
+"""One model over several processes, divided between its layers, inside them, and both: the path
+stays the same."""
 
 import dure
 
@@ -13,4 +14,7 @@ systems = [
 for strategy, ranks in systems:
     run = dure.train(task, strategy, dure.Processes(ranks), dure.Stop(epochs=2))
     sent = run.summary["bytes_sent_per_worker"] / run.summary["steps"] / 1e3
-    print(f"{run.label:<34} test loss {run.summary['test_loss']:.6f}, {sent:3.0f} kB sent by a worker in a step")
+    print(
+        f"{run.label:<34} test loss {run.summary['test_loss']:.6f}, {sent:3.0f} kB sent by a "
+        f"worker in a step"
+    )

@@ -15,7 +15,9 @@ import dure
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+    return nn.Sequential(
+        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
+    )
 
 
 def spirals(n: int, seed: int) -> dure.Examples:
@@ -29,10 +31,14 @@ def spirals(n: int, seed: int) -> dure.Examples:
 def task(points: int = 1000, lr: float = 0.01) -> dure.Task:
     """points: how many there are to learn from; lr: learning rate of Adam."""
     optimizer = partial(torch.optim.Adam, lr=lr)
-    return dure.Task(model, F.cross_entropy, spirals(points, 0), spirals(500, 1), optimizer, name="spirals")
+    return dure.Task(
+        model, F.cross_entropy, spirals(points, 0), spirals(500, 1), optimizer, name="spirals"
+    )
 
 
 if __name__ == "__main__":
     stop = dure.Stop(epochs=30, target={"test_accuracy": 0.98})
     run = dure.train(task(), dure.SingleWorker(batch_size=32), stop=stop)
-    print(f"test accuracy {run.summary['test_accuracy']:.3f} after {run.summary['epochs']:.0f} epochs")
+    print(
+        f"test accuracy {run.summary['test_accuracy']:.3f} after {run.summary['epochs']:.0f} epochs"
+    )

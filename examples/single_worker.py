@@ -1,4 +1,5 @@
-"""Gradient descent and stochastic gradient descent on the same task: one takes a step an epoch, the other many."""
+"""Gradient descent and stochastic gradient descent on the same task: one takes a step an epoch, the
+other many."""
 
 import dure
 

@@ -1,4 +1,5 @@
-"""One machine, every core: a mini-batch per core, layers per core, and updates without locks. What the master did."""
+"""One machine, every core: a mini-batch per core, layers per core, and updates without locks. What
+the master did."""
 
 import dure
 
@@ -12,7 +13,9 @@ ways = {
 }
 for name, (strategy, world) in ways.items():
     run = dure.train(task, strategy, world, stop)
-    print(f"{name}: accuracy {run.summary['test_accuracy']:.3f} after {run.summary['seconds']:.2f} s")
+    print(
+        f"{name}: accuracy {run.summary['test_accuracy']:.3f} after {run.summary['seconds']:.2f} s"
+    )
     for worker in run.summary["per_worker"]:
         shares = [worker[f"{kind}_seconds"] for kind in ("compute", "communication", "idle")]
         print(f"  {worker['name']}: " + ", ".join(f"{1000 * share:.0f} ms" for share in shares))

@@ -1,4 +1,5 @@
-"""What holds for every test: no process is left behind, and the fork server ends with the session."""
+"""What holds for every test: no process is left behind, and the fork server ends with the
+session."""
 
 from __future__ import annotations
 
@@ -11,20 +12,33 @@ import pytest
 import torch
 from hypothesis import settings
 
-from dure.worlds.fork_server import server
+from dure.worlds.processes.fork_server import server
 from process_tree import descendants
 from two_hosts import TwoHosts, two_hosts
 
-# How long an example takes is the machine's business. Every run draws others, so half of the usual number will do.
+# How long an example takes is the machine's business. Every run draws others, so half of the usual
+# number will do.
 settings.register_profile("dure", deadline=None, max_examples=50)
 settings.load_profile("dure")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so does a shell start what runs in its background
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # so does a shell start what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 server.preload("pytest", "hypothesis")  # which ranks import that play a function of a test module
-torch.set_num_threads(1)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
+torch.set_num_threads(
+    1
+)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
 
 
-SLOW = {"worlds", "parallel", "pipeline", "tensor", "test_example_scripts.py", "test_readme.py", "test_resume.py"}
+SLOW = {
+    "worlds",
+    "parallel",
+    "pipeline",
+    "tensor",
+    "test_example_scripts.py",
+    "test_readme.py",
+    "test_resume.py",
+}
 """Files and folders that come first, so that at the end no worker waits long for another."""
 
 
@@ -33,7 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sequences", type=int, default=40, help="random schedules of collectives for each backend")
+    parser.addoption(
+        "--sequences", type=int, default=40, help="random schedules of collectives for each backend"
+    )
     parser.addoption("--first-sequence", type=int, default=0, help="the seed of the first of them")
 
 

@@ -30,7 +30,8 @@ def descendants(of: int) -> set[int]:
 
 
 def end_family(process: subprocess.Popen[Any]) -> None:
-    """Kills the process and all below it; some of them may be ending by themselves in this moment."""
+    """Kills the process and all below it; some of them may be ending by themselves in this
+    moment."""
     family = descendants(process.pid)
     process.kill()
     process.wait()

@@ -1,4 +1,5 @@
-"""A small task for tests: a network of about 200 parameters in float64, on data made from a seed."""
+"""A small task for tests: a network of about 200 parameters in float64, on data made from a
+seed."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ EXAMPLES, FEATURES, CLASSES = 41, 6, 3
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     """6-12-8-3 with tanh: 215 parameters."""
-    return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)).to(
-        dtype
-    )
+    return nn.Sequential(
+        nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+    ).to(dtype)
 
 
 def examples(n: int = EXAMPLES, seed: int = 0) -> dure.Examples:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(n, FEATURES, generator=generator, dtype=torch.float64)
-    targets = (inputs[:, :CLASSES] + 0.3 * torch.randn(n, CLASSES, generator=generator)).argmax(dim=1)
+    targets = (inputs[:, :CLASSES] + 0.3 * torch.randn(n, CLASSES, generator=generator)).argmax(
+        dim=1
+    )
     return dure.Examples(inputs, targets, keys=[f"owner {i % 3}" for i in range(n)])
 
 
@@ -42,7 +45,9 @@ def small_task(lr: float = 0.3, n: int = EXAMPLES, **changes: Any) -> dure.Task:
 
 def weights_of(run: dure.Run) -> torch.Tensor:
     """All weights of a run's model in one vector."""
-    weights = [torch.view_as_real(v) if v.is_complex() else v for v in run.model.state_dict().values()]
+    weights = [
+        torch.view_as_real(v) if v.is_complex() else v for v in run.model.state_dict().values()
+    ]
     return torch.cat([value.double().reshape(-1) for value in weights])
 
 
@@ -52,4 +57,6 @@ def largest_difference(first: dure.Run, second: dure.Run) -> float:
 
 def same_bits(first: dure.Run, second: dure.Run) -> bool:
     mine, other = first.model.state_dict(), second.model.state_dict()
-    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+    return mine.keys() == other.keys() and all(
+        torch.equal(mine[name], other[name]) for name in mine
+    )

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from dure import catalog
-from dure.cli import main, usage
+from dure.cli.main import main, usage
 from dure.collectives.compression import COMPRESSIONS
 from dure.data.partition import PARTITIONS
 from dure.federated.aggregate import AGGREGATORS
-from dure.federated.cohort.choose import NAMES as ENGINES
-from dure.federated.sampling import SELECTIONS
+from dure.federated.engines.choose import NAMES as ENGINES
+from dure.federated.server.sampling import SELECTIONS
 from dure.fleet.arrival import ARRIVALS
 from dure.fleet.attacks import ATTACKS
 from dure.fleet.availability import AVAILABILITIES
@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LOADED_FROM_ELSEWHERE = re.compile(r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//')
+LOADED_FROM_ELSEWHERE = re.compile(
+    r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//'
+)
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -42,7 +44,16 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere(tmp_path: Path) -> None:
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(tmp_path / "site"),
+        ],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -96,7 +107,11 @@ def test_every_error_is_explained() -> None:
     import dure.errors
 
     text = (DOCS / "failures.md").read_text()
-    names = [name for name, value in vars(dure.errors).items() if isinstance(value, type) and name != "DureError"]
+    names = [
+        name
+        for name, value in vars(dure.errors).items()
+        if isinstance(value, type) and name != "DureError"
+    ]
     assert [name for name in names if name.endswith("Error") and f"`{name}`" not in text] == []
 
 
@@ -110,8 +125,12 @@ def test_commands_on_a_page_name_what_there_is(
             Path("my_task.py").write_text(body)
     for command in commands(page):
         if command[0] == "compare" or (command[0] == "train" and "--resume" not in command):
-            first_flag = next((i for i, word in enumerate(command) if word.startswith("-")), len(command))
-            flags = [word.partition("=")[0] for word in command[first_flag:] if word.startswith("--")]
+            first_flag = next(
+                (i for i, word in enumerate(command) if word.startswith("-")), len(command)
+            )
+            flags = [
+                word.partition("=")[0] for word in command[first_flag:] if word.startswith("--")
+            ]
             with contextlib.suppress(SystemExit):
                 main([*command[:first_flag], "--help"])
             listed = capsys.readouterr().out
@@ -121,6 +140,8 @@ def test_commands_on_a_page_name_what_there_is(
             with contextlib.suppress(SystemExit):
                 main([*command[:2], "--help"])
             listed = capsys.readouterr().out
-            assert [word for word in command if word.startswith("--") and word not in listed] == [], shlex.join(command)
+            assert [
+                word for word in command if word.startswith("--") and word not in listed
+            ] == [], shlex.join(command)
         else:
             assert command[0] in ("train", "report", "--help", "--version"), shlex.join(command)

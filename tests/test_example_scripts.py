@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.cli import main
+from dure.cli.main import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEAST_ACCURACY = {
@@ -28,7 +28,12 @@ def run(folder: Path, *command: str) -> str:
     # One thread: ranks of a loaded machine wait long for the threads of the others.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.cli import main
+from dure.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -23,7 +23,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def write_task_files(page: str, folder: Path) -> list[str]:
-    """Python blocks that begin with `# name.py` become that file in `folder`; the other ones are returned."""
+    """Python blocks that begin with `# name.py` become that file in `folder`; the other ones are
+    returned."""
     scripts = []
     for block in blocks(page, "python"):
         named = re.match(r"# (\w+\.py)\n", block)
@@ -41,14 +42,21 @@ def test_python_blocks_run_as_scripts(page: str, tmp_path: Path) -> None:
     for number, script in enumerate(scripts):
         file = tmp_path / f"script_{number}.py"
         file.write_text(script)
-        done = subprocess.run([sys.executable, file.name], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, file.name], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
 
 
 def test_shell_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_task_files("README.md", tmp_path)
-    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines() if line.startswith("dure ")]
+    lines = [
+        line
+        for block in blocks("README.md", "sh")
+        for line in block.splitlines()
+        if line.startswith("dure ")
+    ]
     assert len(lines) >= 5
     for line in lines:
         assert main(shlex.split(line, comments=True)[1:]) == 0, line

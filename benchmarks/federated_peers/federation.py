@@ -1,11 +1,13 @@
-"""What all programs of this folder share: the federation they train, and how they say how far they are.
+"""What all programs of this folder share: the federation they train, and how they say how far they
+are.
 
     python PROGRAM FEDERATION.npz [--processes N] [--threads N]
 
-The file holds inputs and targets in the order of the clients, where each client's examples begin, the clients of every
-round, the initial weights, and test data. A program trains FedAvg on it: in each round every client of the cohort makes
-one epoch of SGD (lr 0.1, batches of 10, shuffled) from the global weights, and the mean of their weights, weighted by
-their examples, is the new model. It prints a line of JSON when a round is done and one at the end.
+The file holds inputs and targets in the order of the clients, where each client's examples begin,
+the clients of every round, the initial weights, and test data. A program trains FedAvg on it: in
+each round every client of the cohort makes one epoch of SGD (lr 0.1, batches of 10, shuffled) from
+the global weights, and the mean of their weights, weighted by their examples, is the new model. It
+prints a line of JSON when a round is done and one at the end.
 
 Nothing here imports more than numpy before it is needed: some peers live without torch.
 """
@@ -36,7 +38,8 @@ def asked() -> argparse.Namespace:
 
 
 class Federation:
-    """inputs: (n, 1, h, h) float32; targets: (n,) int64; cohorts: (rounds, m), the clients of each round, ascending."""
+    """inputs: (n, 1, h, h) float32; targets: (n,) int64; cohorts: (rounds, m), the clients of each
+    round, ascending."""
 
     def __init__(self, file: Path) -> None:
         arrays = np.load(file)
@@ -67,7 +70,13 @@ class Federation:
         from torch import nn
 
         if self.model == "mlp":
-            parts = [nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
+            parts = [
+                nn.Linear(64, 200),
+                nn.ReLU(),
+                nn.Linear(200, 200),
+                nn.ReLU(),
+                nn.Linear(200, 10),
+            ]
             model = nn.Sequential(nn.Flatten(), *parts)
         else:
             first = [nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
@@ -88,8 +97,9 @@ class Federation:
             return self.accuracy_of(lambda inputs: model(torch.from_numpy(inputs)).numpy())
 
     def accuracy_of(self, scores: Callable[[Any], Any]) -> float:
-        """The same of a function of arrays. 100 examples at a time: of all of them at once, the images between the
-        layers would be the largest thing in memory, whoever has trained the model."""
+        """The same of a function of arrays. 100 examples at a time: of all of them at once, the
+        images between the layers would be the largest thing in memory, whoever has trained the
+        model."""
         parts = range(0, len(self.test_targets), 100)
         predicted = [scores(self.test_inputs[at : at + 100]).argmax(1) for at in parts]
         return float((np.concatenate(predicted) == self.test_targets).mean())
@@ -110,4 +120,7 @@ def finished(round: int, when: float | None = None) -> None:
 
 def ended(accuracy: float, *packages: str) -> None:
     """accuracy: on the test data after the last round. packages: whose versions matter."""
-    print(json.dumps({"accuracy": accuracy, "versions": {name: version(name) for name in packages}}), flush=True)
+    print(
+        json.dumps({"accuracy": accuracy, "versions": {name: version(name) for name in packages}}),
+        flush=True,
+    )

@@ -1,9 +1,11 @@
-"""A virtual environment for every peer of the federated simulation: DIR/<peer>, by requirements/<peer>.txt.
+"""A virtual environment for every peer of the federated simulation: DIR/<peer>, by
+requirements/<peer>.txt.
 
     python benchmarks/federated_peers/install.py DIR [PEER ...] [--pip-args="--extra-index-url ..."]
 
-Each needs up to 2 GB of disk. torch comes first, by the repository's constraints.txt, so that a CPU build stays one.
-A peer that cannot be installed is left out, and the benchmark reports it as skipped.
+Each needs up to 2 GB of disk. torch comes first, by the repository's constraints.txt, so that a CPU
+build stays one. A peer that cannot be installed is left out, and the benchmark reports it as
+skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ KNOWN = sorted(file.stem for file in (HERE / "requirements").glob("*.txt"))
 
 def install(folder: Path, requirements: Path, pip_args: list[str]) -> None:
     venv.create(folder, with_pip=True, clear=True)
-    pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *pip_args]
+    pip = [
+        folder / "bin" / "python",
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        "install",
+        *pip_args,
+    ]
     torch = [line for line in requirements.read_text().splitlines() if line.startswith("torch==")]
     if torch:
         subprocess.run([*pip, "--constraint", CONSTRAINTS, *torch], check=True)
@@ -31,7 +41,9 @@ def install(folder: Path, requirements: Path, pip_args: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", type=Path)
     parser.add_argument("peers", nargs="*", metavar="PEER", default=[], help=", ".join(KNOWN))
     parser.add_argument("--pip-args", type=shlex.split, default=[])

@@ -1,7 +1,8 @@
-"""The loop without waste: one model for all clients, weights and gradients flat, SGD and the mean one operation each.
+"""The loop without waste: one model for all clients, weights and gradients flat, SGD and the mean
+one operation each.
 
-With --processes N the cohort is divided over N forked processes; the weights and each process's sum are in shared
-memory, and two barriers a round are all that they say to each other.
+With --processes N the cohort is divided over N forked processes; the weights and each process's sum
+are in shared memory, and two barriers a round are all that they say to each other.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ class Worker:
 
 
 def follow(
-    rank: int, processes: int, threads: int, federation: Federation, server: Tensor, totals: Tensor, meet: mp.Barrier
+    rank: int,
+    processes: int,
+    threads: int,
+    federation: Federation,
+    server: Tensor,
+    totals: Tensor,
+    meet: mp.Barrier,
 ) -> None:
     """What the other processes do. Rounds begin and end when all have met."""
     torch.set_num_threads(threads)
@@ -73,7 +80,9 @@ def main() -> None:
     meet = context.Barrier(processes)
     others = [
         context.Process(
-            target=follow, args=(rank, processes, options.threads, federation, server, totals, meet), daemon=True
+            target=follow,
+            args=(rank, processes, options.threads, federation, server, totals, meet),
+            daemon=True,
         )
         for rank in range(1, processes)
     ]

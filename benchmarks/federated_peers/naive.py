@@ -1,4 +1,5 @@
-"""The loop that everybody writes first: a deep copy, a DataLoader and an optimizer for each client, averaged dicts."""
+"""The loop that everybody writes first: a deep copy, a DataLoader and an optimizer for each client,
+averaged dicts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def main() -> None:
             own = federation.examples(client)
             model = copy.deepcopy(server)
             optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-            for batch, labels in DataLoader(TensorDataset(inputs[own], targets[own]), batch_size=BATCH, shuffle=True):
+            for batch, labels in DataLoader(
+                TensorDataset(inputs[own], targets[own]), batch_size=BATCH, shuffle=True
+            ):
                 optimizer.zero_grad()
                 F.cross_entropy(model(batch), labels).backward()
                 optimizer.step()
@@ -30,7 +33,8 @@ def main() -> None:
         sizes = federation.sizes(cohort)
         shares = [size / sum(sizes) for size in sizes]
         mean = {
-            name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in states[0]
+            name: sum(share * state[name] for share, state in zip(shares, states, strict=True))
+            for name in states[0]
         }
         server.load_state_dict(mean)
         finished(number + 1)

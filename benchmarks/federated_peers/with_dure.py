@@ -1,4 +1,5 @@
-"""dure: FedAvg in a simulated world. The clients are its natural ones, whose keys are the examples' owners."""
+"""dure: FedAvg in a simulated world. The clients are its natural ones, whose keys are the examples'
+owners."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def main() -> None:
         evaluate_every=federation.rounds,
         on_progress=lambda event: told.append((event["step"], time.time())),
     )
-    # It tells ten times a second at most; the first and the last round are told of in its history at least.
+    # It tells ten times a second at most; the first and the last round are told of in its history
+    # at least.
     first, steps = told[0][1], run.history.steps
     finished(1, first + steps[0].seconds)
     for number, clock in told:

@@ -1,7 +1,9 @@
-"""FedJAX: its federated averaging, whose client steps are compiled, on JAX for CPUs (XLA takes all cores).
+"""FedJAX: its federated averaging, whose client steps are compiled, on JAX for CPUs (XLA takes all
+cores).
 
-The weights are laid out as XLA likes them on CPUs, channels last. FedJAX calls jax.tree_map, which newer versions of
-JAX lack, hence JAX 0.5.3; under it FedJAX's other backend, pmap over several devices, returns updates of a wrong shape.
+The weights are laid out as XLA likes them on CPUs, channels last. FedJAX calls jax.tree_map, which
+newer versions of JAX lack, hence JAX 0.5.3; under it FedJAX's other backend, pmap over several
+devices, returns updates of a wrong shape.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ def channels_last(federation: Federation) -> tuple[list[Any], Any]:
 
 
 def convolved(inputs: Any, weight: Any, bias: Any) -> Any:
-    out = jax.lax.conv_general_dilated(inputs, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    out = jax.lax.conv_general_dilated(
+        inputs, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     window = (1, 2, 2, 1)
-    return jax.lax.reduce_window(jax.nn.relu(out + bias), -jnp.inf, jax.lax.max, window, window, "VALID")
+    return jax.lax.reduce_window(
+        jax.nn.relu(out + bias), -jnp.inf, jax.lax.max, window, window, "VALID"
+    )
 
 
 def scores(weights: list[Any], inputs: Any) -> Any:
@@ -45,14 +51,19 @@ def scores(weights: list[Any], inputs: Any) -> Any:
 
 
 def loss(weights: list[Any], batch: dict[str, Any], rng: Any) -> Any:
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(scores(weights, batch["x"])), batch["y"][:, None], axis=1)
+    chosen = jnp.take_along_axis(
+        jax.nn.log_softmax(scores(weights, batch["x"])), batch["y"][:, None], axis=1
+    )
     return -chosen.mean()
 
 
 def main() -> None:
     federation = Federation(asked().file)
     weights, converted = channels_last(federation)
-    inputs, targets = np.ascontiguousarray(converted(federation.inputs)), federation.targets.astype(np.int32)
+    inputs, targets = (
+        np.ascontiguousarray(converted(federation.inputs)),
+        federation.targets.astype(np.int32),
+    )
     own = {client: federation.examples(client) for client in range(federation.clients)}
     data = fedjax.InMemoryFederatedData(
         {client: {"x": inputs[part], "y": targets[part]} for client, part in own.items()}
@@ -67,12 +78,16 @@ def main() -> None:
     key = jax.random.PRNGKey(0)
     for number, cohort in enumerate(federation.cohorts):
         keys = list(jax.random.split(jax.random.fold_in(key, number), len(cohort)))
-        clients = zip(cohort, (examples for _, examples in data.get_clients(cohort)), keys, strict=True)
+        clients = zip(
+            cohort, (examples for _, examples in data.get_clients(cohort)), keys, strict=True
+        )
         state, _ = algorithm.apply(state, list(clients))
         jax.block_until_ready(state.params)
         finished(number + 1)
     ended(
-        federation.accuracy_of(lambda inputs: np.asarray(scores(state.params, jnp.asarray(converted(inputs))))),
+        federation.accuracy_of(
+            lambda inputs: np.asarray(scores(state.params, jnp.asarray(converted(inputs))))
+        ),
         *("fedjax", "jax"),
     )
 

@@ -1,8 +1,9 @@
-"""FedLab: its standalone pipeline of a serial trainer and a synchronous server, with clients weighted by examples.
+"""FedLab: its standalone pipeline of a serial trainer and a synchronous server, with clients
+weighted by examples.
 
-The trainer iterates over whatever the data set gives it; a plain iterator is faster than a DataLoader. FedLab imports
-torchvision, for data sets that are not used here; the package index has it for CUDA only, and beside a CPU build of
-torch it does not load. A stand-in takes its place.
+The trainer iterates over whatever the data set gives it; a plain iterator is faster than a
+DataLoader. FedLab imports torchvision, for data sets that are not used here; the package index has
+it for CUDA only, and beside a CPU build of torch it does not load. A stand-in takes its place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import torch
 try:
     import torchvision  # noqa: F401
 except (ImportError, RuntimeError):
-    sys.modules.update(dict.fromkeys(("torchvision", "torchvision.datasets", "torchvision.transforms"), MagicMock()))
+    sys.modules.update(
+        dict.fromkeys(
+            ("torchvision", "torchvision.datasets", "torchvision.transforms"), MagicMock()
+        )
+    )
 
 from federation import BATCH, LR, Federation, asked, ended, finished
 from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer

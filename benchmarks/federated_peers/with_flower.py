@@ -1,7 +1,7 @@
 """Flower: its simulation engine, that is Ray with one actor a core, and its FedAvg strategy.
 
-What a client does is its user's code: here the lean loop, kept by the actor between clients. The weights travel as one
-flat array.
+What a client does is its user's code: here the lean loop, kept by the actor between clients. The
+weights travel as one flat array.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class GivenCohorts(FedAvg):
     ) -> Iterable[Message]:
         messages = list(super().configure_train(server_round, arrays, config, grid))
         for message, client in zip(messages, self.cohorts[server_round - 1], strict=True):
-            message.content = RecordDict({"arrays": arrays, "config": ConfigRecord({"client": client})})
+            message.content = RecordDict(
+                {"arrays": arrays, "config": ConfigRecord({"client": client})}
+            )
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
@@ -61,7 +63,9 @@ def client_app(file: Path) -> ClientApp:
         weights = worker.train(server, client).numpy()
         (size,) = worker.federation.sizes([client])
         metrics = MetricRecord({"num-examples": size})
-        return Message(RecordDict({"arrays": ArrayRecord([weights]), "metrics": metrics}), reply_to=message)
+        return Message(
+            RecordDict({"arrays": ArrayRecord([weights]), "metrics": metrics}), reply_to=message
+        )
 
     return app
 

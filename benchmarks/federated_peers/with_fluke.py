@@ -1,7 +1,7 @@
 """fluke: its FedAvg with clients that keep nothing between rounds, and its own FastDataLoader.
 
-It imports torchvision, for models that are not used here; the package index has it for CUDA only, and beside a CPU
-build of torch it does not load. A stand-in takes its place.
+It imports torchvision, for models that are not used here; the package index has it for CUDA only,
+and beside a CPU build of torch it does not load. A stand-in takes its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 try:
     import torchvision  # noqa: F401
 except (ImportError, RuntimeError):
-    sys.modules.update(dict.fromkeys(("torchvision", "torchvision.datasets", "torchvision.models"), MagicMock()))
+    sys.modules.update(
+        dict.fromkeys(("torchvision", "torchvision.datasets", "torchvision.models"), MagicMock())
+    )
 
 from federation import BATCH, LR, Federation, asked, ended, finished
 from fluke import FlukeENV
@@ -43,7 +45,12 @@ class Clock(FederationObserver):
 
 def loader(federation: Federation, client: int) -> FastDataLoader:
     own, (inputs, targets) = federation.examples(client), federation.tensors
-    options: dict[str, Any] = {"num_labels": 10, "batch_size": BATCH, "shuffle": True, "skip_singleton": False}
+    options: dict[str, Any] = {
+        "num_labels": 10,
+        "batch_size": BATCH,
+        "shuffle": True,
+        "skip_singleton": False,
+    }
     return FastDataLoader(inputs[own], targets[own], **options)
 
 
@@ -54,7 +61,9 @@ def main() -> None:
     federation = Federation(options.file)
     sgd, loss = OptimizerConfigurator({"name": torch.optim.SGD, "lr": LR}), nn.CrossEntropyLoss()
     clients = [
-        Client(client, loader(federation, client), None, sgd, loss, local_epochs=1, persistency=False)
+        Client(
+            client, loader(federation, client), None, sgd, loss, local_epochs=1, persistency=False
+        )
         for client in range(federation.clients)
     ]
     server = GivenCohorts(federation.torch_model(), None, clients, weighted=True)

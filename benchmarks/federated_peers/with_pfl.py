@@ -1,5 +1,6 @@
-"""pfl-research: its simulated backend and federated averaging on torch; several processes by torchrun, as its manual
-has it. It evaluates in iteration 0, which is before anything is measured, and then never again.
+"""pfl-research: its simulated backend and federated averaging on torch; several processes by
+torchrun, as its manual has it. It evaluates in iteration 0, which is before anything is measured,
+and then never again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Classifier(nn.Module):
 
 
 class Clock(TrainingProcessCallback):
-    def after_central_iteration(self, metrics: Metrics, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
+    def after_central_iteration(
+        self, metrics: Metrics, model: Any, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
         if leads():
             finished(central_iteration + 1)
         return False, Metrics()
@@ -80,9 +83,13 @@ def main() -> None:
             train_cohort_size=len(federation.cohorts[0]),
             val_cohort_size=0,
         ),
-        backend=SimulatedBackend(training_data=data, val_data=data, postprocessors=[WeightByDatapoints()]),
+        backend=SimulatedBackend(
+            training_data=data, val_data=data, postprocessors=[WeightByDatapoints()]
+        ),
         model=model,
-        model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
+        model_train_params=NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH
+        ),
         callbacks=[Clock()],
         send_metrics_to_platform=False,
     )

@@ -2,6 +2,6 @@
 
 import sys
 
-from dure.cli import main
+from dure.cli.main import main
 
 sys.exit(main())

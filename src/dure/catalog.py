@@ -1,12 +1,10 @@
 """The names of what dure brings along, with one line on each.
 
-Nothing heavy is imported here, so that `dure --help` and a mistyped name are answered at once, without torch.
+Nothing heavy is imported here, so that `dure --help` and a mistyped name are answered at once,
+without torch.
 """
 
 from __future__ import annotations
-
-import difflib
-from collections.abc import Iterable
 
 TASKS: dict[str, str] = {
     "digits": "1,797 handwritten digits of 8x8 pixels; built in, no download (mlp, cnn, logistic)",
@@ -18,21 +16,22 @@ TASKS: dict[str, str] = {
 """Built-in tasks: name to summary."""
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, if any is near, and the list."""
-    known = list(known)
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    return (f", did you mean {near[0]!r}? There are: " if near else "; there are: ") + ", ".join(known)
-
-
 SYSTEMS: dict[str, tuple[str, str, str]] = {
     "single-worker": (
-        "dure.parallel.single",
+        "dure.parallel.local.single",
         "SingleWorker",
         "one worker: SGD; gradient descent with a full batch",
     ),
-    "data-parallel": ("dure.parallel.data", "DataParallel", "ranks divide each batch, gradients are summed"),
-    "zero": ("dure.parallel.zero.strategy", "ZeRO", "data parallel that divides what ranks would hold alike"),
+    "data-parallel": (
+        "dure.parallel.data.strategy",
+        "DataParallel",
+        "ranks divide each batch, gradients are summed",
+    ),
+    "zero": (
+        "dure.parallel.zero.strategy",
+        "ZeRO",
+        "data parallel that divides what ranks would hold alike",
+    ),
     "pipeline": (
         "dure.parallel.pipeline.strategy",
         "Pipeline",
@@ -43,48 +42,96 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
         "TensorParallel",
         "ranks divide each layer, and compute every example together",
     ),
-    "parallel": ("dure.parallel.combined", "Parallel", "data, pipeline and tensor parallelism on a mesh of ranks"),
-    "parallel-sgd": ("dure.averaging.parallel_sgd", "ParallelSGD", "ranks train apart, models are combined once"),
-    "local-sgd": ("dure.averaging.local_sgd", "LocalSGD", "ranks train apart, weights are averaged every few steps"),
-    "diloco": ("dure.averaging.diloco", "DiLoCo", "local SGD with long rounds and an outer optimizer"),
+    "parallel": (
+        "dure.parallel.mesh.strategy",
+        "Parallel",
+        "data, pipeline and tensor parallelism on a mesh of ranks",
+    ),
+    "parallel-sgd": (
+        "dure.averaging.parallel_sgd",
+        "ParallelSGD",
+        "ranks train apart, models are combined once",
+    ),
+    "local-sgd": (
+        "dure.averaging.local_sgd",
+        "LocalSGD",
+        "ranks train apart, weights are averaged every few steps",
+    ),
+    "diloco": (
+        "dure.averaging.diloco",
+        "DiLoCo",
+        "local SGD with long rounds and an outer optimizer",
+    ),
     "admm": ("dure.averaging.admm", "ADMM", "ranks minimise apart, duals draw them to a consensus"),
-    "layers-per-core": ("dure.parallel.layers", "LayersPerCore", "a pipeline of threads, each with some of the layers"),
-    "hogwild": ("dure.parallel.hogwild", "Hogwild", "threads or processes update the same weights without locks"),
+    "layers-per-core": (
+        "dure.parallel.local.layers_per_core",
+        "LayersPerCore",
+        "a pipeline of threads, each with some of the layers",
+    ),
+    "hogwild": (
+        "dure.parallel.local.hogwild",
+        "Hogwild",
+        "threads or processes update the same weights without locks",
+    ),
     "fed-sgd": (
-        "dure.federated.fed_sgd",
+        "dure.federated.algorithms.fed_sgd",
         "FedSGD",
         "clients send gradients of all their data, a server makes one step",
     ),
-    "fed-avg": ("dure.federated.fed_avg", "FedAvg", "clients train locally, a server averages their updates"),
+    "fed-avg": (
+        "dure.federated.algorithms.fed_avg",
+        "FedAvg",
+        "clients train locally, a server averages their updates",
+    ),
     "fed-prox": (
-        "dure.federated.fed_prox",
+        "dure.federated.algorithms.fed_prox",
         "FedProx",
         "FedAvg whose clients are held near the global model, and may do less",
     ),
-    "scaffold": ("dure.federated.scaffold", "Scaffold", "FedAvg with control variates against the clients' drift"),
-    "fed-avg-m": ("dure.federated.fed_opt", "FedAvgM", "FedAvg with momentum on the server"),
-    "fed-adagrad": ("dure.federated.fed_opt", "FedAdagrad", "FedAvg with Adagrad on the server"),
-    "fed-adam": ("dure.federated.fed_opt", "FedAdam", "FedAvg with Adam on the server"),
-    "fed-yogi": ("dure.federated.fed_opt", "FedYogi", "FedAvg with Yogi on the server"),
+    "scaffold": (
+        "dure.federated.algorithms.scaffold",
+        "Scaffold",
+        "FedAvg with control variates against the clients' drift",
+    ),
+    "fed-avg-m": (
+        "dure.federated.algorithms.fed_opt",
+        "FedAvgM",
+        "FedAvg with momentum on the server",
+    ),
+    "fed-adagrad": (
+        "dure.federated.algorithms.fed_opt",
+        "FedAdagrad",
+        "FedAvg with Adagrad on the server",
+    ),
+    "fed-adam": ("dure.federated.algorithms.fed_opt", "FedAdam", "FedAvg with Adam on the server"),
+    "fed-yogi": ("dure.federated.algorithms.fed_opt", "FedYogi", "FedAvg with Yogi on the server"),
     "fed-async": (
-        "dure.federated.fed_async",
+        "dure.federated.algorithms.fed_async",
         "FedAsync",
         "no rounds: updates are mixed in one by one, the stale ones by less",
     ),
     "fed-buff": (
-        "dure.federated.fed_buff",
+        "dure.federated.algorithms.fed_buff",
         "FedBuff",
         "no rounds: a step for every so many updates, the stale ones count less",
     ),
     "byzantine": (
-        "dure.federated.byzantine",
+        "dure.federated.algorithms.byzantine",
         "ByzantineGD",
         "gradient descent by the geometric median of means: withstands liars",
     ),
-    "fed-per": ("dure.federated.fed_per", "FedPer", "FedAvg of the lower layers; the last ones are each client's own"),
-    "ditto": ("dure.federated.ditto", "Ditto", "FedAvg, and for every client a model of its own near the global one"),
+    "fed-per": (
+        "dure.federated.algorithms.fed_per",
+        "FedPer",
+        "FedAvg of the lower layers; the last ones are each client's own",
+    ),
+    "ditto": (
+        "dure.federated.algorithms.ditto",
+        "Ditto",
+        "FedAvg, and for every client a model of its own near the global one",
+    ),
     "per-fed-avg": (
-        "dure.federated.per_fed_avg",
+        "dure.federated.algorithms.per_fed_avg",
         "PerFedAvg",
         "a global model that is good after a step on a client's own data",
     ),
@@ -95,9 +142,17 @@ ONE_PROCESS = ("single-worker", "layers-per-core", "hogwild")
 """Those that are at home in the calling process: nothing is forked for them."""
 
 WORLDS: dict[str, tuple[str, str, str]] = {
-    "processes": ("dure.worlds.processes", "Processes", "ranks as processes of this machine"),
-    "threads": ("dure.worlds.threads", "Threads", "worker threads of one process, on its cores or its GPUs"),
-    "torchrun": ("dure.worlds.torchrun", "Torchrun", "the ranks that torchrun has started, on many machines"),
+    "processes": ("dure.worlds.processes.world", "Processes", "ranks as processes of this machine"),
+    "threads": (
+        "dure.worlds.threads",
+        "Threads",
+        "worker threads of one process, on its cores or its GPUs",
+    ),
+    "torchrun": (
+        "dure.worlds.torchrun.world",
+        "Torchrun",
+        "the ranks that torchrun has started, on many machines",
+    ),
     "simulated": ("dure.worlds.simulated", "Simulated", "a federation in one process"),
 }
 """Worlds: name to (module, class, summary)."""

@@ -1,8 +1,8 @@
 """What can go wrong, by name.
 
-Wrong arguments are `ValueError`, as everywhere in Python. The rest are the classes below; each message says
-what was wrong, where, and what to do. `exit_code` is what the command line answers with: 2 where the user's
-input has to change, 1 where a run failed.
+Wrong arguments are `ValueError`, as everywhere in Python. The rest are the classes below; each
+message says what was wrong, where, and what to do. `exit_code` is what the command line answers
+with: 2 where the user's input has to change, 1 where a run failed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class RunFolderError(DureError):
 class LossNotFiniteError(DureError):
     """The loss became NaN or infinite. The last good checkpoint is kept.
 
-    `loss`: its value; `where`: the worker, as "rank 1" or "client 17"; `when`: as "step 12" or "round 3". `intact`:
-    whether what was being trained is still as it was before, which is then kept as one more checkpoint.
+    `loss`: its value; `where`: the worker, as "rank 1" or "client 17"; `when`: as "step 12" or
+    "round 3". `intact`: whether what was being trained is still as it was before, which is then
+    kept as one more checkpoint.
     """
 
     exit_code = 2
@@ -47,7 +48,8 @@ class LossNotFiniteError(DureError):
 
 
 class WorkerFailedError(DureError):
-    """The user's own code raised on a worker; `__cause__` is that error where it could be carried here.
+    """The user's own code raised on a worker; `__cause__` is that error where it could be carried
+    here.
 
     `who`: "rank 1" or "client 17"; `step`: what it worked on; `traceback`: its traceback, as text.
     """
@@ -61,7 +63,8 @@ class WorkerFailedError(DureError):
 
 
 class MismatchError(DureError, RuntimeError):
-    """Ranks that should have made the same collective call made different ones. Every rank raises the same text.
+    """Ranks that should have made the same collective call made different ones. Every rank raises
+    the same text.
 
     A RuntimeError too, as torch.distributed's own errors are. `operation`: the call as "call 17";
     `calls`: (ranks, what they called) for each different call.
@@ -77,10 +80,11 @@ class MismatchError(DureError, RuntimeError):
 
 
 class PeerLostError(DureError, RuntimeError):
-    """A rank died or fell silent while others waited for it. A RuntimeError too, as torch.distributed's own are.
+    """A rank died or fell silent while others waited for it. A RuntimeError too, as
+    torch.distributed's own are.
 
-    `ranks`: the lost ranks; `operation` and `step`: what the others waited in; `reason`: "was killed by
-    SIGKILL", "fell silent (nothing for 10 s)", …
+    `ranks`: the lost ranks; `operation` and `step`: what the others waited in; `reason`: "was
+    killed by SIGKILL", "fell silent (nothing for 10 s)", …
     """
 
     def __init__(self, ranks: tuple[int, ...], operation: str, step: str, reason: str) -> None:
@@ -96,8 +100,10 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 class TooFewUpdatesError(DureError, ValueError):
-    """The updates that a federation's rule was given are too few for it, or none of them is finite."""
+    """The updates that a federation's rule was given are too few for it, or none of them is
+    finite."""
 
 
 class TooFewClientsError(DureError):
-    """A federation could not go on because too few of its clients were there, or answered in time."""
+    """A federation could not go on because too few of its clients were there, or answered in
+    time."""

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.strategy import Place, Strategy
+from dure.contracts.strategy import Place, Strategy
 from small import CLASSES, FEATURES
 
 
 def watched(
-    task: dure.Task, strategy: Strategy, ranks: int, rounds: int, look: Callable[[Any], Any], seed: int = 0
+    task: dure.Task,
+    strategy: Strategy,
+    ranks: int,
+    rounds: int,
+    look: Callable[[Any], Any],
+    seed: int = 0,
 ) -> list[list[Any]]:
     """look(learner) after every round, for every rank in order."""
 
@@ -41,13 +46,15 @@ def hashed(tensors: Sequence[Tensor]) -> str:
 
 
 class Regular(nn.Module):
-    """Batch norm, whose statistics are buffers of two dtypes, and dropout; a frozen parameter and a tied one; buffers
-    that never change."""
+    """Batch norm, whose statistics are buffers of two dtypes, and dropout; a frozen parameter and a
+    tied one; buffers that never change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
-        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, CLASSES))
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, CLASSES)
+        )
         self.again = self.body[3]
         self.register_buffer("mask", torch.tensor([-torch.inf, 0.1, 0.7]))
         self.register_buffer("expanded", torch.tensor(0.3).expand(2, 2), persistent=False)
@@ -58,8 +65,12 @@ class Regular(nn.Module):
         return scores
 
 
-def run_on(task: dure.Task, strategy: Strategy, ranks: int, rounds: int, seed: int = 3, **settings: Any) -> dure.Run:
-    return dure.train(task, strategy, dure.Processes(ranks), dure.Stop(rounds=rounds), seed=seed, **settings)
+def run_on(
+    task: dure.Task, strategy: Strategy, ranks: int, rounds: int, seed: int = 3, **settings: Any
+) -> dure.Run:
+    return dure.train(
+        task, strategy, dure.Processes(ranks), dure.Stop(rounds=rounds), seed=seed, **settings
+    )
 
 
 def alone(task: dure.Task, batch_size: int | None, steps: int, seed: int = 3) -> dure.Run:

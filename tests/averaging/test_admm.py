@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import dure
 from dure.averaging.meeting import elements_in_message
-from dure.collectives import ring
-from dure.strategy import seeded_model
+from dure.collectives.algorithms import ring
+from dure.contracts.strategy import seeded_model
 from small import same_bits, small_task, weights_of
 
 N, D = 23, 4
@@ -26,7 +26,9 @@ def least_squares(lr: float = 0.12) -> dure.Task:
     """23 examples, which 3 ranks cannot share evenly."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(N, D, generator=generator, dtype=torch.float64)
-    targets = inputs.sum(dim=1, keepdim=True) + torch.randn(N, 1, generator=generator, dtype=torch.float64)
+    targets = inputs.sum(dim=1, keepdim=True) + torch.randn(
+        N, 1, generator=generator, dtype=torch.float64
+    )
     return dure.Task(
         model=lambda: nn.Linear(D, 1, bias=False).double(),
         loss=F.mse_loss,
@@ -59,16 +61,24 @@ def test_logistic_regression_agrees_on_the_point_where_the_joint_gradient_vanish
     def regularised(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) + 0.05 * outputs.square().mean()
 
-    task = small_task(model=model, loss=regularised, optimizer=partial(torch.optim.SGD, lr=1.0), n=40)
+    task = small_task(
+        model=model, loss=regularised, optimizer=partial(torch.optim.SGD, lr=1.0), n=40
+    )
     run = run_on(task, dure.ADMM(None, rho=0.1, adaptive=False, local_steps=25), 2, rounds=110)
     regularised(run.model(task.train.inputs), task.train.targets).backward()  # type: ignore[no-untyped-call]
-    assert max(run.summary["numbers"]["primal_residual"], run.summary["numbers"]["dual_residual"]) < 1e-8
+    assert (
+        max(run.summary["numbers"]["primal_residual"], run.summary["numbers"]["dual_residual"])
+        < 1e-8
+    )
     assert run.model.weight.grad.abs().max() < 1e-8  # type: ignore[union-attr, operator]
 
 
 def test_the_rule_by_hand_with_its_residuals_and_duals_that_add_to_nothing() -> None:
     def look(learner: Any) -> tuple[Tensor, ...]:
-        return tuple(t.clone() for t in (learner.replica.flat.buffers[0], learner.duals[0], learner.z.buffers[0]))
+        return tuple(
+            t.clone()
+            for t in (learner.replica.flat.buffers[0], learner.duals[0], learner.z.buffers[0])
+        )
 
     task, rho = least_squares(), 0.8
     ranks = watched(task, dure.ADMM(None, rho=rho, adaptive=False, local_steps=3), 3, 4, look)
@@ -90,20 +100,30 @@ def test_the_rule_by_hand_with_its_residuals_and_duals_that_add_to_nothing() -> 
             for mine, theirs in zip(seen[round], (x[rank], u[rank], z), strict=True):
                 assert (mine - theirs).abs().max() < 1e-12
         assert sum(seen[round][1] for seen in ranks).abs().max() < 1e-13
-        assert math.isclose(primal[round], math.sqrt(sum(float((each - z).square().sum()) for each in x)), rel_tol=1e-6)
-        assert math.isclose(dual[round], rho * math.sqrt(3) * float((z - before).norm()), rel_tol=1e-9)
+        assert math.isclose(
+            primal[round],
+            math.sqrt(sum(float((each - z).square().sum()) for each in x)),
+            rel_tol=1e-6,
+        )
+        assert math.isclose(
+            dual[round], rho * math.sqrt(3) * float((z - before).norm()), rel_tol=1e-9
+        )
 
 
 def test_without_duals_it_is_fed_prox_whose_ranks_do_not_agree() -> None:
     task, mu = least_squares(lr=0.1), 1.0
-    run = run_on(task, dure.ADMM(None, rho=mu, adaptive=False, local_steps=120, duals=False), 2, rounds=12)
+    run = run_on(
+        task, dure.ADMM(None, rho=mu, adaptive=False, local_steps=120, duals=False), 2, rounds=12
+    )
     z = seeded_model(task, 3).weight.detach().flatten()  # type: ignore[union-attr, operator]
     for _ in range(12):
         solved = []
         for part in dure.IID().divide(2, N, None, None, 3):
             inputs, targets = task.train.batch(part)
             normal = 2 * inputs.T @ inputs * 2 / N + mu * torch.eye(D, dtype=torch.float64)
-            solved.append(torch.linalg.solve(normal, 2 * inputs.T @ targets.flatten() * 2 / N + mu * z))
+            solved.append(
+                torch.linalg.solve(normal, 2 * inputs.T @ targets.flatten() * 2 / N + mu * z)
+            )
         z = sum(solved) / 2
     assert (weights_of(run) - z).abs().max() < 1e-9
     assert run.summary["numbers"]["primal_residual"] > 0.01
@@ -116,7 +136,9 @@ def test_rho_doubles_and_halves_with_the_residuals_and_the_true_duals_stay() -> 
 
     task = least_squares()
     (seen, _) = watched(task, dure.ADMM(None, rho=1e-3, local_steps=10), 2, 3, look)
-    (fixed, _) = watched(task, dure.ADMM(None, rho=1e-3, adaptive=False, local_steps=10), 2, 1, look)
+    (fixed, _) = watched(
+        task, dure.ADMM(None, rho=1e-3, adaptive=False, local_steps=10), 2, 1, look
+    )
     assert seen[0][0] == 2e-3
     assert torch.allclose(seen[0][1], fixed[0][1], rtol=1e-12)
     run = run_on(task, dure.ADMM(None, rho=50.0, local_steps=10), 2, rounds=3)
@@ -151,7 +173,9 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(momentum: Any, tmp_path:
     resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(rounds=5))
     whole = run_on(task, strategy, 2, rounds=5)
     assert same_bits(resumed, whole)
-    assert [step.numbers for step in resumed.history.steps] == [step.numbers for step in whole.history.steps]
+    assert [step.numbers for step in resumed.history.steps] == [
+        step.numbers for step in whole.history.steps
+    ]
     assert resumed.summary["numbers"] == whole.summary["numbers"]
 
 
@@ -165,6 +189,8 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(momentum: Any, tmp_path:
         ({"momentum": "mix"}, "a synchronisation can keep, average, reset it"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_work(settings: dict[str, Any], complaint: str) -> None:
+def test_what_does_not_fit_is_refused_before_any_work(
+    settings: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         run_on(small_task(), dure.ADMM(**settings), 2, rounds=1)

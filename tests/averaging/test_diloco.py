@@ -13,8 +13,8 @@ from torch import Tensor
 
 import dure
 from dure.averaging.meeting import elements_in_message
-from dure.collectives import ring
-from dure.strategy import seeded_model
+from dure.collectives.algorithms import ring
+from dure.contracts.strategy import seeded_model
 from small import largest_difference, same_bits, small_task, weights_of
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
@@ -35,7 +35,10 @@ def test_plain_averaging_is_local_sgd_whatever_the_inner_optimizer() -> None:
 
 def test_an_outer_learning_rate_of_nothing_changes_nothing() -> None:
     run = run_on(small_task(), dure.DiLoCo(8, 5, outer_lr=0.0), 2, rounds=2)
-    assert torch.equal(weights_of(run), torch.cat([p.reshape(-1) for p in seeded_model(small_task(), 3).parameters()]))
+    assert torch.equal(
+        weights_of(run),
+        torch.cat([p.reshape(-1) for p in seeded_model(small_task(), 3).parameters()]),
+    )
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -46,7 +49,9 @@ def test_the_outer_optimizer_is_torchs_on_the_mean_of_the_ways_back(nesterov: bo
 
     strategy = dure.DiLoCo(8, 3, outer_lr=0.7, outer_momentum=0.9, nesterov=nesterov)
     (seen, _) = watched(small_task(), strategy, 2, 5, look)
-    common = torch.nn.Parameter(torch.cat([p.reshape(-1) for p in seeded_model(small_task(), 0).parameters()]))
+    common = torch.nn.Parameter(
+        torch.cat([p.reshape(-1) for p in seeded_model(small_task(), 0).parameters()])
+    )
     outer = torch.optim.SGD([common], lr=0.7, momentum=0.9, nesterov=nesterov)
     for after, difference in seen:
         common.grad = -difference
@@ -57,7 +62,9 @@ def test_the_outer_optimizer_is_torchs_on_the_mean_of_the_ways_back(nesterov: bo
 def test_replicas_hash_alike_and_inner_optimizers_do_not() -> None:
     def look(learner: Any) -> tuple[str, str]:
         inner = learner.replica.optimizer.state
-        return hashed(learner.common + learner.velocity), hashed([inner[p]["exp_avg"] for p in learner.replica.trained])
+        return hashed(learner.common + learner.velocity), hashed(
+            [inner[p]["exp_avg"] for p in learner.replica.trained]
+        )
 
     one, other = watched(small_task(optimizer=ADAMW), dure.DiLoCo(8, 3), 2, 3, look)
     assert [outer for outer, _ in one] == [outer for outer, _ in other]
@@ -86,6 +93,8 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(tmp_path: Path) -> None:
         ({"period": 0}, "period is 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_work(settings: dict[str, Any], complaint: str) -> None:
+def test_what_does_not_fit_is_refused_before_any_work(
+    settings: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         run_on(small_task(), dure.DiLoCo(**settings), 2, rounds=1)

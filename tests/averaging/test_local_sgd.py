@@ -14,11 +14,11 @@ from rounds import Regular, alone, hashed, run_on, watched
 
 import dure
 from dure.averaging.meeting import elements_in_message
-from dure.collectives import master, ring
+from dure.collectives.algorithms import master, ring
 from dure.collectives.compression import Cast, TopK
+from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError, PeerLostError
-from dure.strategy import seeded_model
 from small import EXAMPLES, largest_difference, same_bits, small_task, weights_of
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -34,7 +34,10 @@ def test_rounds_of_one_step_are_one_worker(ranks: int) -> None:
 @pytest.mark.parametrize("optimizer", [MOMENTUM, partial(torch.optim.Adam, lr=0.01)])
 def test_one_rank_is_one_worker_whatever_the_period(optimizer: Any) -> None:
     task = small_task(optimizer=optimizer)
-    assert largest_difference(run_on(task, dure.LocalSGD(8, 4), 1, rounds=5), alone(task, 8, steps=20)) < 1e-10
+    assert (
+        largest_difference(run_on(task, dure.LocalSGD(8, 4), 1, rounds=5), alone(task, 8, steps=20))
+        < 1e-10
+    )
 
 
 def test_a_round_is_the_mean_of_what_its_ranks_do_weighted_by_their_examples() -> None:
@@ -58,7 +61,12 @@ def test_a_round_is_the_mean_of_what_its_ranks_do_weighted_by_their_examples() -
 
 def test_post_local_sgd_is_one_worker_until_its_rounds_become_longer() -> None:
     strategy = dure.LocalSGD(8, period=4, local_from=6)
-    assert largest_difference(run_on(small_task(), strategy, 2, rounds=6), alone(small_task(), 8, steps=6)) < 1e-12
+    assert (
+        largest_difference(
+            run_on(small_task(), strategy, 2, rounds=6), alone(small_task(), 8, steps=6)
+        )
+        < 1e-12
+    )
     longer = run_on(small_task(), strategy, 2, rounds=8)
     assert [step.samples for step in longer.history.steps] == [8, 16, 24, 32, 40, 41, 73, 82 + 16]
 
@@ -69,13 +77,16 @@ def test_post_local_sgd_is_one_worker_until_its_rounds_become_longer() -> None:
 def test_replicas_hash_alike_after_every_round(settings: dict[str, Any]) -> None:
     task = small_task(n=40, model=Regular, optimizer=MOMENTUM)
     strategy = dure.LocalSGD(20, 3, **settings)
-    first, *others = watched(task, strategy, 3, 3, lambda learner: hashed(list(learner.model.state_dict().values())))
+    first, *others = watched(
+        task, strategy, 3, 3, lambda learner: hashed(list(learner.model.state_dict().values()))
+    )
     assert others == [first, first]
     assert len(set(first)) == 3
 
 
 @pytest.mark.parametrize(
-    ("period", "algorithm", "formula"), [(1, "ring", ring), (5, "ring", ring), (5, "master", master)]
+    ("period", "algorithm", "formula"),
+    [(1, "ring", ring), (5, "ring", ring), (5, "master", master)],
 )
 def test_the_bytes_of_a_round_are_those_of_the_formula_whatever_its_length(
     period: int, algorithm: Any, formula: Any
@@ -90,10 +101,14 @@ def test_buffers_and_averaged_momentum_are_in_the_formula() -> None:
     task = small_task(n=40, model=Regular, optimizer=partial(torch.optim.Adam, lr=0.01))
     run = run_on(task, dure.LocalSGD(20, 2, momentum="average"), 2, rounds=3)
     trained = run.summary["parameters"] - 42  # those of `frozen` stay at home
-    elements = elements_in_message(trained, 2, floating_buffers=16 + 3 + 4, other_buffers=1, states=2)
+    elements = elements_in_message(
+        trained, 2, floating_buffers=16 + 3 + 4, other_buffers=1, states=2
+    )
     counted = 8  # num_batches_tracked, of rank 0
     for rank, worker in enumerate(run.summary["per_worker"]):
-        assert worker["bytes_sent"] == 3 * (8 * ring.elements_sent(elements, 2, rank) + (counted if rank == 0 else 0))
+        assert worker["bytes_sent"] == 3 * (
+            8 * ring.elements_sent(elements, 2, rank) + (counted if rank == 0 else 0)
+        )
 
 
 def test_batch_norms_statistics_are_averaged() -> None:
@@ -116,7 +131,11 @@ def test_buffers_that_never_change_keep_their_bits(strategy: Any) -> None:
 
 def buffers_of(learner: Any) -> list[torch.Tensor]:
     state = learner.replica.optimizer.state
-    return [state[p]["momentum_buffer"].clone() for p in learner.replica.trained if "momentum_buffer" in state[p]]
+    return [
+        state[p]["momentum_buffer"].clone()
+        for p in learner.replica.trained
+        if "momentum_buffer" in state[p]
+    ]
 
 
 def test_momentum_is_kept_averaged_or_begun_anew_as_asked() -> None:
@@ -133,14 +152,20 @@ def test_momentum_is_kept_averaged_or_begun_anew_as_asked() -> None:
 
 
 def test_a_reset_optimizer_is_as_fresh_as_it_was_at_first() -> None:
-    task = small_task(optimizer=partial(torch.optim.Adagrad, lr=0.1))  # has state before its first step
+    task = small_task(
+        optimizer=partial(torch.optim.Adagrad, lr=0.1)
+    )  # has state before its first step
     counts = watched(task, dure.LocalSGD(8, 3, momentum="reset"), 2, 2, lambda learner: float(
         learner.replica.optimizer.state[learner.replica.trained[0]]["step"]))  # fmt: skip
     assert counts == [[0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("settings", [{"momentum": "average"}, {"compression": TopK(0.2)}, {"local_from": 3}])
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"momentum": "average"}, {"compression": TopK(0.2)}, {"local_from": 3}]
+)
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     task = small_task(n=40, model=Regular, optimizer=MOMENTUM)
     strategy = dure.LocalSGD(20, 3, **settings)
     run_on(task, strategy, 2, rounds=3, out=tmp_path / "run")
@@ -148,7 +173,9 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(settings: dict[str, Any]
     whole = run_on(task, strategy, 2, rounds=7)
     assert same_bits(resumed, whole)
     assert resumed.summary["bytes_sent"] == whole.summary["bytes_sent"]
-    assert [step.loss for step in resumed.history.steps] == [step.loss for step in whole.history.steps]
+    assert [step.loss for step in resumed.history.steps] == [
+        step.loss for step in whole.history.steps
+    ]
 
 
 def test_compressed_differences_cost_what_their_compression_says() -> None:
@@ -156,7 +183,9 @@ def test_compressed_differences_cost_what_their_compression_says() -> None:
     run = run_on(task, dure.LocalSGD(8, 2, compression=compression), 3, rounds=2)
     like = [p.detach() for p in seeded_model(task, 3).parameters()]
     for rank, worker in enumerate(run.summary["per_worker"]):
-        tail = 4 * ring.elements_sent(elements_in_message(0, 3), 3, rank)  # alone it travels in float32
+        tail = 4 * ring.elements_sent(
+            elements_in_message(0, 3), 3, rank
+        )  # alone it travels in float32
         assert worker["bytes_sent"] == 2 * (compression.bytes_sent(like, 3, rank, "ring") + tail)
 
 
@@ -175,7 +204,14 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_and_spoils_no_checkpoint(tmp_p
 
     loss.steps = 0  # type: ignore[attr-defined]
     with pytest.raises(LossNotFiniteError, match="the loss is inf at round 3 on rank 1"):
-        run_on(small_task(loss=loss), dure.LocalSGD(8, 3), 2, rounds=9, out=tmp_path / "run", checkpoint_every=1)
+        run_on(
+            small_task(loss=loss),
+            dure.LocalSGD(8, 3),
+            2,
+            rounds=9,
+            out=tmp_path / "run",
+            checkpoint_every=1,
+        )
     assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["00000002"]
 
 
@@ -207,6 +243,8 @@ def test_a_lost_rank_is_named_with_its_round() -> None:
         ({"batch_size": 0}, "batch_size is 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_work(settings: dict[str, Any], complaint: str) -> None:
+def test_what_does_not_fit_is_refused_before_any_work(
+    settings: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         run_on(small_task(), dure.LocalSGD(**settings), 2, rounds=1)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.collectives import ring
+from dure.collectives.algorithms import ring
+from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError
-from dure.strategy import seeded_model
 from small import EXAMPLES, largest_difference, same_bits, small_task, weights_of
 
 
@@ -28,11 +28,16 @@ def test_one_step_of_all_data_is_a_step_on_the_joint_gradient(partition: Any) ->
 @pytest.mark.parametrize("combine", ["average", "best"])
 def test_one_rank_is_one_worker(combine: Any) -> None:
     assert (
-        largest_difference(run_on(small_task(), dure.ParallelSGD(8, combine), 1, 3), alone(small_task(), 8, 18)) < 1e-12
+        largest_difference(
+            run_on(small_task(), dure.ParallelSGD(8, combine), 1, 3), alone(small_task(), 8, 18)
+        )
+        < 1e-12
     )
 
 
-def parents(task: dure.Task, strategy: dure.ParallelSGD, ranks: int, passes: int) -> tuple[list[nn.Module], list[int]]:
+def parents(
+    task: dure.Task, strategy: dure.ParallelSGD, ranks: int, passes: int
+) -> tuple[list[nn.Module], list[int]]:
     """The ranks' models, trained here one after another; and how many examples each has."""
     models = []
     parts = strategy.partition.divide(ranks, EXAMPLES, task.train.labels(), None, 3)
@@ -57,14 +62,18 @@ def test_the_average_weighs_a_model_by_its_examples() -> None:
     strategy = dure.ParallelSGD(8, partition=dure.QuantitySkew(0.5))
     models, counts = parents(small_task(), strategy, 3, passes=2)
     assert len(set(counts)) > 1, "the parts have to differ for this test to say something"
-    mean = sum(count / EXAMPLES * vector(model) for count, model in zip(counts, models, strict=True))
+    mean = sum(
+        count / EXAMPLES * vector(model) for count, model in zip(counts, models, strict=True)
+    )
     assert (weights_of(run_on(small_task(), strategy, 3, rounds=2)) - mean).abs().max() < 1e-12
 
 
 def test_the_best_is_the_one_with_the_least_loss_on_all_training_data() -> None:
     task, strategy = small_task(), dure.ParallelSGD(8, "best", dure.LabelShards(1))
     models, _ = parents(task, strategy, 3, passes=2)
-    losses = [F.cross_entropy(model(task.train.inputs), task.train.targets).item() for model in models]
+    losses = [
+        F.cross_entropy(model(task.train.inputs), task.train.targets).item() for model in models
+    ]
     best = models[losses.index(min(losses))]
     run = run_on(task, strategy, 3, rounds=2)
     assert (weights_of(run) - vector(best)).abs().max() < 1e-12
@@ -101,7 +110,9 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(combine: Any, tmp_path: 
     resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(rounds=5))
     whole = run_on(task, strategy, 2, rounds=5)
     assert same_bits(resumed, whole)
-    assert [e.metrics for e in resumed.history.evaluations] == [e.metrics for e in whole.history.evaluations]
+    assert [e.metrics for e in resumed.history.evaluations] == [
+        e.metrics for e in whole.history.evaluations
+    ]
 
 
 def test_a_loss_that_is_not_finite_names_its_rank() -> None:
@@ -121,6 +132,8 @@ def test_a_loss_that_is_not_finite_names_its_rank() -> None:
         ({"batch_size": 1}, "a joint batch of 1 cannot be divided over 2 workers"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_work(settings: dict[str, Any], complaint: str) -> None:
+def test_what_does_not_fit_is_refused_before_any_work(
+    settings: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         run_on(small_task(), dure.ParallelSGD(**settings), 2, rounds=1)

@@ -1,4 +1,5 @@
-"""`dure bench all-reduce`: a tiny one from end to end, what it refuses, and what it makes of its measurements."""
+"""`dure bench all-reduce`: a tiny one from end to end, what it refuses, and what it makes of its
+measurements."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from dure.bench.page import page
 from dure.bench.plan import CONTENDERS, LADDER, Plan, parse_size, size_text
 from dure.bench.result import Result
 from dure.bench.table import ratio_text, seconds_text, shown
-from dure.cli import main
+from dure.cli.main import main
 from dure.collectives import ALGORITHMS, cost
 
 Dure = Callable[[str], tuple[int, str, str]]
 
 
 @pytest.fixture
-def dure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dure:
+def dure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Dure:
     """Runs a command line in an empty folder; (status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -38,18 +41,32 @@ def dure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 
 def made_up(plan: Plan, slow: float = 1.0) -> Result:
-    """A result whose algorithms take exactly what a link predicts, and whose other contenders take a millisecond."""
+    """A result whose algorithms take exactly what a link predicts, and whose other contenders take
+    a millisecond."""
     link = cost.Link(2e-4, 3e-10, 3e-10, 8e-5, shared=True)
-    result = Result({"processor": "<b>", "cores": 2, "memory": 1, "system": "s"}, {"dure": "1"}, plan)
+    result = Result(
+        {"processor": "<b>", "cores": 2, "memory": 1, "system": "s"}, {"dure": "1"}, plan
+    )
     for ranks in plan.ranks:
         cells = []
         for contender in result.contenders:
             for size in plan.sizes:
                 name = contender.name.replace("-", "_")
-                seconds = cost.predict(name, size, ranks, link) if contender.kind == "algorithm" else 1e-3
+                seconds = (
+                    cost.predict(name, size, ranks, link) if contender.kind == "algorithm" else 1e-3
+                )
                 samples = [seconds, seconds, 2 * seconds]
-                cells.append({"contender": contender.name, "ranks": ranks, "bytes": size, "calls": 3,
-                              "seconds": seconds, "samples": samples, "cpu_seconds": seconds})  # fmt: skip
+                cells.append(
+                    {
+                        "contender": contender.name,
+                        "ranks": ranks,
+                        "bytes": size,
+                        "calls": 3,
+                        "seconds": seconds,
+                        "samples": samples,
+                        "cpu_seconds": seconds,
+                    }
+                )
         result.add({"cells": cells, "absent": {}, "versions": {}, "interrupted": False})
     return result
 
@@ -62,22 +79,29 @@ def written(result: Result) -> str:
 
 
 def test_a_tiny_benchmark_writes_json_and_a_page(dure: Dure, tmp_path: Path) -> None:
-    line = (
-        "bench all-reduce --sizes 4K --ranks 2 --repeats 2 --quick --fit --out out --contenders gloo dure ring memory"
-    )
+    line = "bench all-reduce --sizes 4K --ranks 2 --repeats 2 --quick --fit --out out"
+    line += " --contenders gloo dure ring memory"
     status, out, err = dure(line)
     assert (status, out) == (0, "")
     assert "all-reduce: 2 ranks, 4 KiB" in err
     assert "benchmark: out/all-reduce.html" in err
     result = json.loads((tmp_path / "out" / "all-reduce.json").read_text())
-    assert (result["benchmark"], result["schema"], result["interrupted"]) == ("all_reduce", 1, False)
+    assert (result["benchmark"], result["schema"], result["interrupted"]) == (
+        "all_reduce",
+        1,
+        False,
+    )
     cells = {cell["contender"]: cell for cell in result["cells"]}
     assert {"gloo", "ring", "memory", *fit.CALIBRATORS} <= set(cells)
     for cell in cells.values():
         assert (cell["ranks"], cell["bytes"], len(cell["samples"])) == (2, 4096, 2)
         assert cell["low"] <= cell["seconds"] <= cell["high"]
-        assert cell["bus_bandwidth"] == pytest.approx(cell["algorithm_bandwidth"])  # 2(N-1)/N is 1 for two ranks
-    assert cells["ring"]["to_gloo"] == pytest.approx(cells["gloo"]["seconds"] / cells["ring"]["seconds"])
+        assert cell["bus_bandwidth"] == pytest.approx(
+            cell["algorithm_bandwidth"]
+        )  # 2(N-1)/N is 1 for two ranks
+    assert cells["ring"]["to_gloo"] == pytest.approx(
+        cells["gloo"]["seconds"] / cells["ring"]["seconds"]
+    )
     assert [link["ranks"] for link in result["calibration"]["links"]] == [2]
     kept = cost.Calibration.load(tmp_path / "cache" / "dure" / "all-reduce.json")
     assert [key[:2] for key in kept.links] == [("gloo", 2)]
@@ -97,7 +121,9 @@ def test_open_mpi_adds_up_and_is_gone_afterwards() -> None:
     assert process.poll() is not None
 
 
-def test_an_open_mpi_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_mpi_that_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "mpirun"
     broken.write_text("#!/bin/sh\necho no slots here >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -131,7 +157,16 @@ def test_what_does_not_fit_is_refused_in_one_line(dure: Dure, line: str, complai
 def test_the_help_tells_the_flags(dure: Dure) -> None:
     status, out, _ = dure("bench all-reduce --help")
     assert status == 0
-    flags = ("--sizes", "--ranks", "--contenders", "--repeats", "--quick", "--fit", "--out", "--json")
+    flags = (
+        "--sizes",
+        "--ranks",
+        "--contenders",
+        "--repeats",
+        "--quick",
+        "--fit",
+        "--out",
+        "--json",
+    )
     words = re.sub(r"[\s│]+", " ", out)
     assert [word for word in (*flags, *CONTENDERS) if word not in words] == []
 
@@ -143,7 +178,15 @@ def test_the_page_of_benchmarks_explains_every_contender() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("4096", 4096), ("4K", 4096), ("64kb", 65536), ("16M", 1 << 24), ("1 GiB", 1 << 30), ("8B", 8)]
+    ("text", "count"),
+    [
+        ("4096", 4096),
+        ("4K", 4096),
+        ("64kb", 65536),
+        ("16M", 1 << 24),
+        ("1 GiB", 1 << 30),
+        ("8B", 8),
+    ],
 )
 def test_sizes_are_powers_of_1024(text: str, count: int) -> None:
     assert parse_size(text) == count
@@ -152,7 +195,13 @@ def test_sizes_are_powers_of_1024(text: str, count: int) -> None:
 def test_numbers_are_written_with_the_digits_that_matter() -> None:
     assert [size_text(size) for size in LADDER[::4]] == ["4 KiB", "1 MiB", "256 MiB"]
     assert [seconds_text(s) for s in (4.214e-6, 0.0123, 1.07)] == ["4.21 µs", "12.3 ms", "1.07 s"]
-    assert [ratio_text(r) for r in (None, 0.0123, 0.934, 12.44, 250.4)] == ["–", "0.012x", "0.93x", "12.4x", "250x"]
+    assert [ratio_text(r) for r in (None, 0.0123, 0.934, 12.44, 250.4)] == [
+        "–",
+        "0.012x",
+        "0.93x",
+        "12.4x",
+        "250x",
+    ]
 
 
 def test_ratios_and_the_floor_compare_with_the_same_size_and_ranks() -> None:
@@ -182,7 +231,13 @@ def test_a_fit_of_exact_times_predicts_all_algorithms(tmp_path: Path) -> None:
 def test_a_contender_that_is_absent_or_was_skipped_is_a_dash() -> None:
     result = made_up(Plan(sizes=(4096,), ranks=(2,), contenders=("gloo", "open-mpi", "ring")))
     result.absent["open-mpi"] = "not installed: there is no mpirun"
-    result.cells[-1] = {"contender": "ring", "ranks": 2, "bytes": 4096, "skipped": True, "guess": 3.0}
+    result.cells[-1] = {
+        "contender": "ring",
+        "ranks": 2,
+        "bytes": 4096,
+        "skipped": True,
+        "guess": 3.0,
+    }
     assert result.as_json()["contenders"][1]["absent"] == "not installed: there is no mpirun"
     assert "not installed: there is no mpirun" in written(result)
     assert "–" in written(result)

@@ -1,4 +1,5 @@
-"""Programs on ranks, what they measured, and tensors of every dtype, for the tests of collectives."""
+"""Programs on ranks, what they measured, and tensors of every dtype, for the tests of
+collectives."""
 
 from __future__ import annotations
 
@@ -11,16 +12,20 @@ from torch import Tensor
 
 import dure
 from dure.collectives import Group
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 
 def on_ranks(ranks: int, program: Callable[[Place], Any]) -> list[Any]:
     """What `program` returns on every rank, in order of rank; gloo carries its bytes."""
 
     def gathered(place: Place) -> list[Any]:
-        return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))]
+        return [
+            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+        ]
 
-    result: list[Any] = dure.Processes(ranks, deadline=20, backend="gloo").run(gathered, lambda event: None)
+    result: list[Any] = dure.Processes(ranks, deadline=20, backend="gloo").run(
+        gathered, lambda event: None
+    )
     return result
 
 
@@ -54,9 +59,16 @@ def values(n: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 def bits(tensor: Tensor) -> bytes:
     """The bytes in memory, by which NaN equals NaN and 0 does not equal -0."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    )
 
 
 def tensor_of(content: bytes, dtype: torch.dtype) -> Tensor:
-    """The inverse of `bits`, in one dimension. Some dtypes cannot be pickled, but their bytes can."""
-    return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    """The inverse of `bits`, in one dimension. Some dtypes cannot be pickled, but their bytes
+    can."""
+    return (
+        torch.frombuffer(bytearray(content), dtype=dtype)
+        if content
+        else torch.empty(0, dtype=dtype)
+    )

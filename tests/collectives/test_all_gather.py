@@ -1,4 +1,5 @@
-"""All-gather and reduce-scatter by every algorithm: alone, and as the two halves of an all-reduce."""
+"""All-gather and reduce-scatter by every algorithm: alone, and as the two halves of an
+all-reduce."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from dure.collectives import Group, all_gather, reduce_scatter
 from dure.collectives.all_gather import ALGORITHMS, elements_sent, messages_sent
 from dure.collectives.reduce_scatter import elements_sent as scattered_elements
 from dure.collectives.reduce_scatter import messages_sent as scattered_messages
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ranks=st.integers(1, 8), lengths=st.lists(st.integers(0, 100), min_size=2, max_size=5))
-def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(ranks: int, lengths: list[int]) -> None:
+def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(
+    ranks: int, lengths: list[int]
+) -> None:
     cases = [(name, n) for name in ALGORITHMS for n in lengths]
 
     def program(place: Place) -> list[tuple[Tensor, Measured, Measured]]:
@@ -48,7 +51,9 @@ def test_tensors_of_any_shape_are_stacked() -> None:
     def program(place: Place) -> list[Tensor]:
         mine = torch.arange(6.0).view(2, 3).t() + 10 * place.group.rank
         scalar = torch.tensor(place.group.rank)
-        calls = [all_gather(part, place.group, name) for name in ALGORITHMS for part in (mine, scalar)]  # type: ignore[call-overload]
+        calls = [
+            all_gather(part, place.group, name) for name in ALGORITHMS for part in (mine, scalar)
+        ]  # type: ignore[call-overload]
         return [*calls, all_gather(scalar, place.group, async_op=True).wait()]
 
     expected = torch.stack([torch.arange(6.0).view(2, 3).t() + 10 * rank for rank in range(3)])
@@ -62,16 +67,23 @@ def test_an_average_is_scattered_and_the_input_kept(dtype: torch.dtype) -> None:
     def program(place: Place) -> list[tuple[list[float], list[float]]]:
         mine = torch.full((5,), 3.0 * place.group.rank, dtype=dtype)
         names = ["ring", "one_shot"]
-        return [(reduce_scatter(mine, place.group, name, "avg").tolist(), mine.tolist()) for name in names]  # type: ignore[call-overload]
+        return [
+            (reduce_scatter(mine, place.group, name, "avg").tolist(), mine.tolist())
+            for name in names
+        ]  # type: ignore[call-overload]
 
     for rank, results in enumerate(on_ranks(3, program)):
         assert results == [([3.0] * len(range(5)[rank::3]), [3.0 * rank] * 5)] * 2
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no all-gather 'tree'; choose one of ring, one_shot, native"):
+    with pytest.raises(
+        ValueError, match="there is no all-gather 'tree'; choose one of ring, one_shot, native"
+    ):
         all_gather(torch.ones(1), algorithm="tree")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="there is no reduce-scatter 'tree'; choose one of ring, one_shot, native"):
+    with pytest.raises(
+        ValueError, match="there is no reduce-scatter 'tree'; choose one of ring, one_shot, native"
+    ):
         reduce_scatter(torch.ones(1), algorithm="tree")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="rank 0 of 1 holds 5 of 5 elements, not 3"):
         all_gather(torch.ones(3), Group(), n=5)

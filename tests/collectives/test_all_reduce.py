@@ -1,4 +1,5 @@
-"""Every all-reduce: the result, the same bits on every rank, and exactly the bytes and messages of its formula."""
+"""Every all-reduce: the result, the same bits on every rank, and exactly the bytes and messages of
+its formula."""
 
 from __future__ import annotations
 
@@ -17,10 +18,19 @@ from torch import Tensor
 
 from dure.collectives import Group, all_reduce
 from dure.collectives.all_reduce import ALGORITHMS, MODULES, Algorithm
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 ROUNDED_ONCE = ("master", "one_shot")
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 
@@ -35,10 +45,26 @@ class Case(NamedTuple):
 LENGTHS = st.integers(0, 40) | st.integers(1_000, 3_000)
 OWN = st.sampled_from([name for name in MODULES if name != "native"])
 CASES = (
-    st.builds(Case, OWN, LENGTHS, st.sampled_from(FLOATS), st.sampled_from(["sum", "avg", "min", "max", "product"]))
-    | st.builds(Case, OWN, LENGTHS, st.sampled_from(INTEGERS), st.sampled_from(["sum", "min", "max", "product"]))
-    | st.builds(Case, OWN, LENGTHS, st.just(torch.bool), st.sampled_from(["sum", "min", "max", "product"]))
-    | st.builds(Case, OWN, LENGTHS, st.sampled_from(COMPLEX), st.sampled_from(["sum", "avg", "product"]))
+    st.builds(
+        Case,
+        OWN,
+        LENGTHS,
+        st.sampled_from(FLOATS),
+        st.sampled_from(["sum", "avg", "min", "max", "product"]),
+    )
+    | st.builds(
+        Case,
+        OWN,
+        LENGTHS,
+        st.sampled_from(INTEGERS),
+        st.sampled_from(["sum", "min", "max", "product"]),
+    )
+    | st.builds(
+        Case, OWN, LENGTHS, st.just(torch.bool), st.sampled_from(["sum", "min", "max", "product"])
+    )
+    | st.builds(
+        Case, OWN, LENGTHS, st.sampled_from(COMPLEX), st.sampled_from(["sum", "avg", "product"])
+    )
     | st.builds(
         Case,
         st.just("native"),
@@ -47,7 +73,9 @@ CASES = (
         st.sampled_from(["sum", "min", "max", "product"]),
     )
     | st.builds(Case, st.just("native"), LENGTHS, st.just(torch.float64), st.just("avg"))
-    | st.builds(Case, st.just("native"), LENGTHS, st.just(torch.bool), st.sampled_from(["sum", "min"]))
+    | st.builds(
+        Case, st.just("native"), LENGTHS, st.just(torch.bool), st.sampled_from(["sum", "min"])
+    )
 )
 
 
@@ -67,7 +95,13 @@ def reduce_many(cases: list[Case]) -> Callable[[Place], list[tuple[Measured, byt
 def exactly(case: Case, ranks: int) -> Tensor:
     """The result in the dtype of integers, or in double precision."""
     wide = {torch.uint64: torch.int64}.get(case.dtype, case.dtype)
-    wide = torch.complex128 if case.dtype.is_complex else torch.float64 if case.dtype.is_floating_point else wide
+    wide = (
+        torch.complex128
+        if case.dtype.is_complex
+        else torch.float64
+        if case.dtype.is_floating_point
+        else wide
+    )
     parts = [values(case.n, rank, case.dtype).to(wide) for rank in range(ranks)]
     if case.dtype in (torch.uint16, torch.uint32):
         parts = [part.to(torch.int64) for part in parts]
@@ -77,7 +111,9 @@ def exactly(case: Case, ranks: int) -> Tensor:
     if case.op in ("min", "max"):
         return stacked.amin(0) if case.op == "min" else stacked.amax(0)
     if case.op == "product":
-        return stacked.prod(0, dtype=stacked.dtype).to(case.dtype if not case.dtype.is_floating_point else wide)
+        return stacked.prod(0, dtype=stacked.dtype).to(
+            case.dtype if not case.dtype.is_floating_point else wide
+        )
     total = stacked.sum(0, dtype=stacked.dtype)
     return total / ranks if case.op == "avg" else total
 
@@ -94,7 +130,11 @@ def bound(case: Case, ranks: int, exact: Tensor) -> Tensor:
     if case.op == "product":
         return 4 * ranks * unit * size.prod(0) + smallest * (1 + size.amax(0)) ** ranks
     scale = size.sum(0) / (ranks if case.op == "avg" else 1)
-    if half and case.algorithm in ROUNDED_ONCE and not (case.op == "avg" and case.dtype == torch.float16):
+    if (
+        half
+        and case.algorithm in ROUNDED_ONCE
+        and not (case.op == "avg" and case.dtype == torch.float16)
+    ):
         return unit * exact.abs() + (ranks + 1) * 2**-24 * scale * (1 + unit) + smallest
     return (ranks + 1) * unit * scale * (1 + 2 * ranks * unit) + smallest
 
@@ -111,7 +151,9 @@ def check(case: Case, ranks: int, result: Tensor) -> None:
 
 @settings(max_examples=7, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ranks=st.integers(1, 8), cases=st.lists(CASES, min_size=6, max_size=16))
-def test_the_result_on_every_rank_with_the_bytes_and_messages_of_the_formula(ranks: int, cases: list[Case]) -> None:
+def test_the_result_on_every_rank_with_the_bytes_and_messages_of_the_formula(
+    ranks: int, cases: list[Case]
+) -> None:
     per_rank = on_ranks(ranks, reduce_many(cases))
     for position, case in enumerate(cases):
         check(case, ranks, tensor_of(per_rank[0][position][0].value, case.dtype))
@@ -127,7 +169,10 @@ def test_the_result_on_every_rank_with_the_bytes_and_messages_of_the_formula(ran
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_algorithm_sums_integers_alike_on_every_number_of_ranks(ranks: int) -> None:
     def program(place: Place) -> list[Tensor]:
-        return [all_reduce(values(101, place.group.rank, torch.int64), place.group, name) for name in ALGORITHMS]  # type: ignore[call-overload]
+        return [
+            all_reduce(values(101, place.group.rank, torch.int64), place.group, name)
+            for name in ALGORITHMS
+        ]  # type: ignore[call-overload]
 
     expected = torch.stack([values(101, rank, torch.int64) for rank in range(ranks)]).sum(0)
     for results in on_ranks(ranks, program):
@@ -144,7 +189,10 @@ def test_what_all_ranks_send_together(n: int, size: int) -> None:
     power = 1 << (size.bit_length() - 1)
     assert total("halving_doubling") == 2 * (power - 1) * n + 2 * (size - power) * n
     if n % size == 0:
-        assert all(MODULES["ring"].elements_sent(n, size, rank) == 2 * (size - 1) * n // size for rank in range(size))
+        assert all(
+            MODULES["ring"].elements_sent(n, size, rank) == 2 * (size - 1) * n // size
+            for rank in range(size)
+        )
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 0), (2, 2), (3, 4), (8, 6)])
@@ -152,13 +200,19 @@ def test_transfers_behind_each_other(size: int, expected: int) -> None:
     assert MODULES["tree"].rounds(size) == expected
     assert MODULES["halving_doubling"].rounds(size) == expected
     assert MODULES["ring"].rounds(size) == MODULES["master"].rounds(size) == 2 * (size - 1)
-    assert MODULES["one_shot"].rounds(size) == MODULES["hierarchical"].rounds(size) == min(2, 2 * (size - 1))
+    assert (
+        MODULES["one_shot"].rounds(size)
+        == MODULES["hierarchical"].rounds(size)
+        == min(2, 2 * (size - 1))
+    )
 
 
 def test_one_shot_has_the_bits_of_the_master_because_both_add_in_order_of_rank() -> None:
     def program(place: Place) -> tuple[Tensor, Tensor]:
         mine = values(1_000, place.group.rank, torch.bfloat16)
-        return all_reduce(mine.clone(), place.group, "one_shot"), all_reduce(mine, place.group, "master")
+        return all_reduce(mine.clone(), place.group, "one_shot"), all_reduce(
+            mine, place.group, "master"
+        )
 
     one_shot, master = on_ranks(4, program)[3]
     assert torch.equal(one_shot, master)
@@ -167,7 +221,9 @@ def test_one_shot_has_the_bits_of_the_master_because_both_add_in_order_of_rank()
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
 def test_an_average_of_float16_does_not_overflow_on_the_way(algorithm: Algorithm) -> None:
     def program(place: Place) -> Tensor:
-        return all_reduce(torch.full((9,), 40_000.0, dtype=torch.float16), place.group, algorithm, "avg")
+        return all_reduce(
+            torch.full((9,), 40_000.0, dtype=torch.float16), place.group, algorithm, "avg"
+        )
 
     assert on_ranks(4, program)[0].eq(40_000).all()
 
@@ -235,27 +291,45 @@ def test_one_rank_has_the_sum_already_and_sends_nothing() -> None:
     group = Group()
     for name in ALGORITHMS:
         assert all_reduce(torch.ones(3), group, name).tolist() == [1, 1, 1]  # type: ignore[call-overload]
-        assert all_reduce(torch.ones(3), group, name, "avg", async_op=True).wait().tolist() == [1, 1, 1]  # type: ignore[call-overload]
+        assert all_reduce(torch.ones(3), group, name, "avg", async_op=True).wait().tolist() == [
+            1,
+            1,
+            1,
+        ]  # type: ignore[call-overload]
     assert group.meter.counters.bytes_sent == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"algorithm": "rings"}, "there is no all-reduce 'rings'; choose one of ring, master, one_shot"),
+        (
+            {"algorithm": "rings"},
+            "there is no all-reduce 'rings'; choose one of ring, master, one_shot",
+        ),
         ({"op": "mean"}, "there is no operation 'mean'; choose one of sum, avg, min, max, product"),
         ({"op": dist.ReduceOp.BXOR}, "there is no operation"),
-        ({"tensor": torch.ones(2, dtype=torch.int32), "op": "avg"}, "the average of torch.int32 is not of that dtype"),
+        (
+            {"tensor": torch.ones(2, dtype=torch.int32), "op": "avg"},
+            "the average of torch.int32 is not of that dtype",
+        ),
         ({"tensor": torch.ones(2, dtype=torch.bool), "op": "avg"}, "the average of torch.bool"),
-        ({"tensor": torch.ones(2, dtype=torch.complex64), "op": "min"}, "torch.complex64 have no order"),
-        ({"tensor": torch.ones(2).to(torch.float8_e5m2)}, "tensors of torch.float8_e5m2 cannot be reduced"),
+        (
+            {"tensor": torch.ones(2, dtype=torch.complex64), "op": "min"},
+            "torch.complex64 have no order",
+        ),
+        (
+            {"tensor": torch.ones(2).to(torch.float8_e5m2)},
+            "tensors of torch.float8_e5m2 cannot be reduced",
+        ),
         ({"tensor": torch.ones(1).expand(4)}, "an expanded tensor cannot take the result"),
         ({"tensor": torch.eye(2).to_sparse()}, "only dense tensors travel"),
         ({"hosts": [[0, 1]]}, "each of the ranks 0 to 0 has one"),
         ({"group": "everybody"}, "not in the group, or it is none: 'everybody'"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_travels(arguments: dict[str, Any], complaint: str) -> None:
+def test_what_cannot_be_done_is_refused_before_anything_travels(
+    arguments: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint) as caught:
         all_reduce(**{"tensor": torch.ones(3), **arguments})
     assert "\n" not in str(caught.value)

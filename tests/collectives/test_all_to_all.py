@@ -10,7 +10,7 @@ from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_to_all
 from dure.collectives.all_to_all import ALGORITHMS, elements_sent, messages_sent
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -39,8 +39,12 @@ def test_rows_that_cannot_be_divided_are_refused_before_anything_travels() -> No
             all_to_all(torch.ones(3, 2), place.group)
         return str(caught.value)
 
-    assert on_ranks(2, program) == ["an all-to-all of 2 ranks takes a multiple of 2 rows, not 3"] * 2
+    assert (
+        on_ranks(2, program) == ["an all-to-all of 2 ranks takes a multiple of 2 rows, not 3"] * 2
+    )
     with pytest.raises(ValueError, match="not no"):
         all_to_all(torch.ones(()), Group())
-    with pytest.raises(ValueError, match="there is no all-to-all 'ring'; choose one of pairwise, native"):
+    with pytest.raises(
+        ValueError, match="there is no all-to-all 'ring'; choose one of pairwise, native"
+    ):
         all_to_all(torch.ones(1), algorithm="ring")  # type: ignore[call-overload]

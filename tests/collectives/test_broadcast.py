@@ -10,7 +10,7 @@ from on_ranks import Measured, bits, measured, on_ranks, values
 
 from dure.collectives import Group, broadcast
 from dure.collectives.broadcast import ALGORITHMS, elements_sent, messages_sent
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.uint16, torch.complex64]
 
@@ -21,8 +21,14 @@ def dtype_of(name: str, n: int) -> torch.dtype:
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-@given(ranks=st.integers(1, 8), lengths=st.lists(st.integers(0, 100), min_size=2, max_size=4), data=st.data())
-def test_every_rank_has_the_roots_tensor(ranks: int, lengths: list[int], data: st.DataObject) -> None:
+@given(
+    ranks=st.integers(1, 8),
+    lengths=st.lists(st.integers(0, 100), min_size=2, max_size=4),
+    data=st.data(),
+)
+def test_every_rank_has_the_roots_tensor(
+    ranks: int, lengths: list[int], data: st.DataObject
+) -> None:
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
@@ -60,7 +66,9 @@ def test_a_tensor_that_is_not_contiguous_is_filled_in_its_place() -> None:
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no broadcast 'ring'; choose one of tree, linear, native"):
+    with pytest.raises(
+        ValueError, match="there is no broadcast 'ring'; choose one of tree, linear, native"
+    ):
         broadcast(torch.ones(1), algorithm="ring")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="root is 1, but the ranks of the group are 0 to 0"):
         broadcast(torch.ones(1), Group(), 1)

@@ -1,4 +1,5 @@
-"""The cost model: its formulas against numbers by hand, fits that find what made the samples, and crossovers."""
+"""The cost model: its formulas against numbers by hand, fits that find what made the samples, and
+crossovers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ MIB = 1 << 20
         ("master", 14, 14, 7),
     ],
 )
-def test_the_critical_path_on_eight_machines(algorithm: str, waits: int, sent: float, reduced: float) -> None:
+def test_the_critical_path_on_eight_machines(
+    algorithm: str, waits: int, sent: float, reduced: float
+) -> None:
     expected = waits * 1e-5 + sent * MIB * 1e-9 + reduced * MIB * 1e-10
     assert cost.predict(algorithm, MIB, 8, CLUSTER) == pytest.approx(expected, rel=1e-12)
 
@@ -48,7 +51,12 @@ def test_halving_of_six_ranks_is_folded_into_four() -> None:
 def test_on_a_shared_host_the_work_of_four_ranks_adds_up(
     algorithm: str, waits: int, messages: int, sent: int, reduced: float
 ) -> None:
-    assert cost.counts(algorithm, MIB, 4, shared=True) == (waits, messages, sent * MIB, reduced * MIB)
+    assert cost.counts(algorithm, MIB, 4, shared=True) == (
+        waits,
+        messages,
+        sent * MIB,
+        reduced * MIB,
+    )
 
 
 def test_what_a_rank_sends_is_the_algorithm_s_own_formula() -> None:
@@ -73,10 +81,18 @@ SIZES = [4096 * 4**step for step in range(8)]
 
 @pytest.mark.parametrize(
     "link",
-    [Link(3e-4, 4e-10, 2e-10, 8e-5, True), Link(2e-6, 1e-10, 0, 1e-6, True), Link(0, 1e-9, 1e-9, 1e-5, True)],
+    [
+        Link(3e-4, 4e-10, 2e-10, 8e-5, True),
+        Link(2e-6, 1e-10, 0, 1e-6, True),
+        Link(0, 1e-9, 1e-9, 1e-5, True),
+    ],
 )
 def test_a_fit_of_two_algorithms_finds_the_link_that_made_their_times(link: Link) -> None:
-    samples = [Sample(name, n, 8, cost.predict(name, n, 8, link)) for name in ("tree", "one_shot") for n in SIZES]
+    samples = [
+        Sample(name, n, 8, cost.predict(name, n, 8, link))
+        for name in ("tree", "one_shot")
+        for n in SIZES
+    ]
     found = cost.fit(samples, shared=True)
     for name in ("alpha", "beta", "gamma", "overhead"):
         assert getattr(found, name) == pytest.approx(getattr(link, name), rel=1e-6, abs=1e-15)
@@ -84,12 +100,18 @@ def test_a_fit_of_two_algorithms_finds_the_link_that_made_their_times(link: Link
 
 def test_with_a_machine_for_each_rank_gamma_is_found_in_beta() -> None:
     link = Link(3e-4, 4e-10, 2e-10)
-    samples = [Sample(name, n, 8, cost.predict(name, n, 8, link)) for name in ("ring", "one_shot") for n in SIZES]
+    samples = [
+        Sample(name, n, 8, cost.predict(name, n, 8, link))
+        for name in ("ring", "one_shot")
+        for n in SIZES
+    ]
     found = cost.fit(samples)
     assert (found.alpha, found.beta) == pytest.approx((3e-4, 5e-10), rel=1e-6)
     assert (found.gamma, found.overhead) == pytest.approx((0, 0), abs=1e-15)
     for name in cost.ALGORITHMS:
-        assert cost.predict(name, MIB, 8, found) == pytest.approx(cost.predict(name, MIB, 8, link), rel=1e-6)
+        assert cost.predict(name, MIB, 8, found) == pytest.approx(
+            cost.predict(name, MIB, 8, link), rel=1e-6
+        )
 
 
 def test_a_fit_of_noisy_samples_predicts_an_algorithm_it_has_not_seen() -> None:
@@ -102,12 +124,18 @@ def test_a_fit_of_noisy_samples_predicts_an_algorithm_it_has_not_seen() -> None:
     found = cost.fit(samples, shared=True)
     assert min(found.alpha, found.beta, found.gamma, found.overhead) >= 0
     for size in (4096, MIB, 64 * MIB):
-        assert cost.predict("ring", size, 4, found) == pytest.approx(cost.predict("ring", size, 4, link), rel=0.2)
+        assert cost.predict("ring", size, 4, found) == pytest.approx(
+            cost.predict("ring", size, 4, link), rel=0.2
+        )
 
 
 def test_reducing_a_byte_is_never_dearer_than_sending_it() -> None:
     link = Link(2e-4, 1e-10, 9e-10, 8e-5, True)
-    samples = [Sample(name, n, 8, cost.predict(name, n, 8, link)) for name in ("tree", "one_shot") for n in SIZES]
+    samples = [
+        Sample(name, n, 8, cost.predict(name, n, 8, link))
+        for name in ("tree", "one_shot")
+        for n in SIZES
+    ]
     found = cost.fit(samples, shared=True)
     assert 0 < found.gamma == found.beta
 
@@ -119,7 +147,8 @@ def test_nothing_cannot_be_fitted() -> None:
 
 def test_a_crossover_is_where_two_formulas_meet() -> None:
     link = Link(alpha=1e-5, beta=1e-9, gamma=0)
-    # On four ranks a tree waits 4 times for all bytes, a ring 6 times for a quarter: 2 alpha = 2.5 n beta.
+    # On four ranks a tree waits 4 times for all bytes, a ring 6 times for a quarter: 2 alpha = 2.5
+    # n beta.
     (found,) = cost.crossovers(4, link, ("tree", "ring"))
     assert (found.before, found.after) == ("tree", "ring")
     assert found.nbytes == pytest.approx(2e-5 / 2.5e-9, abs=8)
@@ -135,14 +164,20 @@ def test_without_latency_nothing_changes() -> None:
 def test_a_calibration_is_kept_by_backend_ranks_and_cores(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "all-reduce.json"
     assert Calibration.load(file).links == {}
-    links = {("gloo", 2, 2): CLUSTER, ("gloo", 8, 2): Link(1, 2, 3, 4, True), ("gloo", 8, 64): Link(5, 6, 7)}
+    links = {
+        ("gloo", 2, 2): CLUSTER,
+        ("gloo", 8, 2): Link(1, 2, 3, 4, True),
+        ("gloo", 8, 64): Link(5, 6, 7),
+    }
     Calibration(links).save(file)
     kept = Calibration.load(file)
     assert kept.links == links
     assert kept.link("gloo", 3, 2) == CLUSTER
     assert kept.link("gloo", 16, 2) == Link(1, 2, 3, 4, True)
     assert kept.predictor("gloo", 2)("ring", MIB, 2) == cost.predict("ring", MIB, 2, CLUSTER)
-    with pytest.raises(ValueError, match="no cost of gloo on 4 cores is known: dure bench all-reduce --fit"):
+    with pytest.raises(
+        ValueError, match="no cost of gloo on 4 cores is known: dure bench all-reduce --fit"
+    ):
         kept.link("gloo", 2, 4)
     file.write_text('{"links": [{"alpha": 1}]}')
     assert Calibration.load(file).links == {}

@@ -13,11 +13,15 @@ from dure.collectives import Group, gather, scatter
 from dure.collectives.gather import ALGORITHMS, elements_sent, messages_sent
 from dure.collectives.scatter import elements_sent as scattered_elements
 from dure.collectives.scatter import messages_sent as scattered_messages
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-@given(ranks=st.integers(1, 8), lengths=st.lists(st.integers(0, 60), min_size=2, max_size=4), data=st.data())
+@given(
+    ranks=st.integers(1, 8),
+    lengths=st.lists(st.integers(0, 60), min_size=2, max_size=4),
+    data=st.data(),
+)
 def test_what_is_gathered_is_every_ranks_and_scattered_comes_back(
     ranks: int, lengths: list[int], data: st.DataObject
 ) -> None:
@@ -29,13 +33,17 @@ def test_what_is_gathered_is_every_ranks_and_scattered_comes_back(
             mine = values(2 * n, place.group.rank, torch.float32).view(n, 2)
             there = measured(place.group, lambda: gather(mine, place.group, root, name))  # type: ignore[call-overload]
             back = torch.zeros(2, n).t()  # not contiguous
-            return there, measured(place.group, lambda: scatter(back, there.value, place.group, root, name))  # type: ignore[call-overload]
+            return there, measured(
+                place.group, lambda: scatter(back, there.value, place.group, root, name)
+            )  # type: ignore[call-overload]
 
         return [both(*case) for case in cases]
 
     per_rank = on_ranks(ranks, program)
     for position, (name, n, root) in enumerate(cases):
-        everything = torch.stack([values(2 * n, rank, torch.float32).view(n, 2) for rank in range(ranks)])
+        everything = torch.stack(
+            [values(2 * n, rank, torch.float32).view(n, 2) for rank in range(ranks)]
+        )
         for rank in range(ranks):
             there, back = per_rank[rank][position]
             assert torch.equal(there.value, everything) if rank == root else there.value is None
@@ -50,7 +58,9 @@ def test_what_is_gathered_is_every_ranks_and_scattered_comes_back(
 def test_beside_the_program() -> None:
     def program(place: Place) -> tuple[Tensor | None, float]:
         gathered = gather(torch.tensor(place.group.rank), place.group, async_op=True).wait()
-        return gathered, scatter(torch.zeros(()), torch.tensor([5.0, 6.0]), place.group, async_op=True).wait().item()
+        return gathered, scatter(
+            torch.zeros(()), torch.tensor([5.0, 6.0]), place.group, async_op=True
+        ).wait().item()
 
     (first, five), (second, six) = on_ranks(2, program)
     assert first is not None
@@ -60,11 +70,15 @@ def test_beside_the_program() -> None:
 def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no gather 'tree'; choose one of linear, native"):
         gather(torch.ones(1), algorithm="tree")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="there is no scatter 'tree'; choose one of linear, native"):
+    with pytest.raises(
+        ValueError, match="there is no scatter 'tree'; choose one of linear, native"
+    ):
         scatter(torch.ones(1), algorithm="tree")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="the root of a scatter gives a source"):
         scatter(torch.ones(1), None, Group())
-    with pytest.raises(ValueError, match=r"this scatter is \(3, 4\) of torch.float32, but 1 ranks with \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"this scatter is \(3, 4\) of torch.float32, but 1 ranks with \(4,\)"
+    ):
         scatter(torch.ones(4), torch.ones(3, 4), Group())
     with pytest.raises(ValueError, match="root is 2"):
         gather(torch.ones(1), root=2)

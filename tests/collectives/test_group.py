@@ -10,8 +10,8 @@ import torch.distributed as dist
 from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_reduce
+from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
-from dure.strategy import Place
 
 
 @pytest.mark.parametrize("way", ["_transfer", "_transfer_by_way_of_memory", "_transfer_in_a_batch"])
@@ -48,7 +48,9 @@ def test_some_of_the_ranks_are_a_group_in_an_order_of_their_own() -> None:
             return None
         part = place.group.among([3, 0, 2])
         into = torch.zeros(1)
-        part.exchange(torch.tensor([float(part.rank)]), (part.rank + 1) % 3, into, (part.rank - 1) % 3)
+        part.exchange(
+            torch.tensor([float(part.rank)]), (part.rank + 1) % 3, into, (part.rank - 1) % 3
+        )
         return into.item(), part.global_rank(0)
 
     assert on_ranks(4, program) == [(0, 3), None, (1, 3), (2, 3)]

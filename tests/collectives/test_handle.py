@@ -15,8 +15,8 @@ from on_ranks import on_ranks
 
 from dure.collectives import Handle, all_gather, all_reduce, broadcast, handle
 from dure.collectives.handle import Line
+from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
-from dure.strategy import Place
 
 
 def test_operations_run_in_the_order_of_issue_on_one_thread() -> None:
@@ -67,12 +67,17 @@ def test_what_was_issued_behind_a_failure_is_not_tried() -> None:
     assert not tried
 
 
-def test_the_thread_ends_when_there_is_nothing_to_do_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_ends_when_there_is_nothing_to_do_and_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(handle, "IDLE", 0.01)
     line = Line()
     for _ in range(3):
         line.put(lambda: None).wait()
-        while any(thread.name == "dure communication" and thread.is_alive() for thread in threading.enumerate()):
+        while any(
+            thread.name == "dure communication" and thread.is_alive()
+            for thread in threading.enumerate()
+        ):
             time.sleep(0.005)
     gone = weakref.ref(line)
     del line
@@ -93,8 +98,13 @@ def test_a_handle_keeps_nothing_of_what_it_did() -> None:
 def test_many_reductions_beside_the_program_and_one_in_it_keep_their_order() -> None:
     def program(place: Place) -> list[float]:
         group, rank = place.group, place.group.rank
-        running = [all_reduce(torch.full((k * 100,), float(k + rank)), group, async_op=True) for k in range(1, 9)]
-        behind = all_reduce(torch.full((50,), float(rank)), group, "tree")  # after all of these, on every rank
+        running = [
+            all_reduce(torch.full((k * 100,), float(k + rank)), group, async_op=True)
+            for k in range(1, 9)
+        ]
+        behind = all_reduce(
+            torch.full((50,), float(rank)), group, "tree"
+        )  # after all of these, on every rank
         assert all(one.is_completed() for one in running)
         last = broadcast(torch.full((4,), float(rank)), group, root=2, async_op=True)
         shared = all_gather(torch.tensor([rank]), group, async_op=True)

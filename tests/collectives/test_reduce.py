@@ -11,12 +11,18 @@ from torch import Tensor
 
 from dure.collectives import reduce
 from dure.collectives.reduce import ALGORITHMS, elements_sent, messages_sent
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-@given(ranks=st.integers(1, 8), lengths=st.lists(st.integers(0, 100), min_size=2, max_size=4), data=st.data())
-def test_the_root_has_the_sum_and_the_others_keep_theirs(ranks: int, lengths: list[int], data: st.DataObject) -> None:
+@given(
+    ranks=st.integers(1, 8),
+    lengths=st.lists(st.integers(0, 100), min_size=2, max_size=4),
+    data=st.data(),
+)
+def test_the_root_has_the_sum_and_the_others_keep_theirs(
+    ranks: int, lengths: list[int], data: st.DataObject
+) -> None:
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
@@ -40,14 +46,19 @@ def test_the_root_has_the_sum_and_the_others_keep_theirs(ranks: int, lengths: li
 def test_an_average_changes_nobody_but_the_root(dtype: torch.dtype) -> None:
     def program(place: Place) -> list[list[float]]:
         mine = torch.full((3,), float(place.group.rank), dtype=dtype)
-        return [reduce(mine.clone(), place.group, 1, name, "avg").tolist() for name in ("tree", "linear")]  # type: ignore[call-overload]
+        return [
+            reduce(mine.clone(), place.group, 1, name, "avg").tolist()
+            for name in ("tree", "linear")
+        ]  # type: ignore[call-overload]
 
     averages = on_ranks(3, program)
     assert averages == [[[float(rank)] * 3] * 2 for rank in range(3)]
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no reduce 'master'; choose one of tree, linear, native"):
+    with pytest.raises(
+        ValueError, match="there is no reduce 'master'; choose one of tree, linear, native"
+    ):
         reduce(torch.ones(1), algorithm="master")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="root is -1"):
         reduce(torch.ones(1), root=-1)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dure.collectives.roll_call import Answer, Known, transfer_seconds
 
 
-def ranks_and_reason(answers: dict[int, Answer], deaths: dict[int, str] | None = None) -> tuple[tuple[int, ...], str]:
+def ranks_and_reason(
+    answers: dict[int, Answer], deaths: dict[int, str] | None = None
+) -> tuple[tuple[int, ...], str]:
     verdict = Known(answers, deaths or {}).verdict(4, "ring all-reduce", "step 5", "10 s")
     return verdict.ranks, verdict.reason
 
 
 def test_who_was_waited_for_and_did_not_answer_is_lost() -> None:
-    answers = {1: Answer(waited_for=2), 3: Answer(waited_for=2)}  # 0 waits for 3 and has not noticed yet
+    answers = {
+        1: Answer(waited_for=2),
+        3: Answer(waited_for=2),
+    }  # 0 waits for 3 and has not noticed yet
     assert ranks_and_reason(answers) == ((2,), "died or hung up")
 
 
@@ -26,7 +31,10 @@ def test_a_rank_with_an_error_of_its_own_is_the_culprit() -> None:
 
 
 def test_a_supervisor_knows_best_how_a_rank_died() -> None:
-    assert ranks_and_reason({0: Answer(waited_for=3)}, {3: "was killed by SIGKILL"}) == ((3,), "was killed by SIGKILL")
+    assert ranks_and_reason({0: Answer(waited_for=3)}, {3: "was killed by SIGKILL"}) == (
+        (3,),
+        "was killed by SIGKILL",
+    )
 
 
 def test_where_nobody_was_waited_for_in_particular_all_who_are_absent_are_lost() -> None:

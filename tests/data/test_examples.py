@@ -110,7 +110,9 @@ def test_a_part_of_a_data_set_has_its_own_labels():
     assert as_examples(Subset(Pairs(5), [4, 2])).labels().tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("make", [lambda data: data, lambda data: Examples(*data.batch(torch.arange(5)))])
+@pytest.mark.parametrize(
+    "make", [lambda data: data, lambda data: Examples(*data.batch(torch.arange(5)))]
+)
 def test_only_floating_point_tensors_change_their_dtype(make):
     data = make(DatasetExamples(Pairs()))
     inputs, targets = data.to(torch.float64).batch(torch.tensor([1]))
@@ -119,7 +121,9 @@ def test_only_floating_point_tensors_change_their_dtype(make):
 
 
 def test_keys_and_classes_go_along():
-    examples = Examples(torch.zeros(2, 1), torch.tensor([0, 1]), keys=("a", "b"), classes=("cat", "dog"))
+    examples = Examples(
+        torch.zeros(2, 1), torch.tensor([0, 1]), keys=("a", "b"), classes=("cat", "dog")
+    )
     for same in (examples, examples.to(torch.float64), as_examples(examples)):
         assert (same.keys, same.classes) == (["a", "b"], ["cat", "dog"])
     assert examples.to(torch.float32) is examples

@@ -35,7 +35,8 @@ def test_patients_carry_their_hospital_and_a_fifth_of_each_is_held_out(folder):
 def test_the_split_is_a_function_of_its_seed(folder):
     assert torch.equal(read_heart(folder)[1].inputs, read_heart(folder)[1].inputs)
     assert any(
-        not torch.equal(read_heart(folder, 0)[1].inputs, read_heart(folder, seed)[1].inputs) for seed in (1, 2, 3)
+        not torch.equal(read_heart(folder, 0)[1].inputs, read_heart(folder, seed)[1].inputs)
+        for seed in (1, 2, 3)
     )
 
 
@@ -72,7 +73,10 @@ def test_a_missing_category_is_zero_in_all_of_its_columns(folder):
     ("content", "complaint"),
     [
         ("1,2,3\n", "line 1: 3 values, expected 14"),
-        (INCOMPLETE + "\n" + INCOMPLETE.replace("35", "old"), "line 2: a value is neither a number nor"),
+        (
+            INCOMPLETE + "\n" + INCOMPLETE.replace("35", "old"),
+            "line 2: a value is neither a number nor",
+        ),
         (INCOMPLETE[:-1] + "?", "the last one known"),
         ("", "has no patients"),
     ],

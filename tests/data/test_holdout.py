@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from dure.data.holdout import hold_out
 
 
-@given(st.lists(st.sampled_from("abc"), min_size=1), st.sampled_from([0.1, 0.2, 0.5]), st.integers(0, 5))
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1),
+    st.sampled_from([0.1, 0.2, 0.5]),
+    st.integers(0, 5),
+)
 def test_every_stratum_gives_its_share_and_every_example_is_on_one_side(strata, fraction, seed):
     train, test = hold_out(strata, fraction, seed)
     assert sorted(train.tolist() + test.tolist()) == list(range(len(strata)))

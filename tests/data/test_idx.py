@@ -26,7 +26,9 @@ def written(folder: Path, content: bytes, name: str = "images-idx3-ubyte") -> Pa
 
 def test_images_come_back_with_their_shape_and_bytes(tmp_path):
     file = written(tmp_path, idx(0x08, (2, 2, 3), bytes(range(12))))
-    assert torch.equal(read_idx(file, dimensions=3), torch.arange(12, dtype=torch.uint8).view(2, 2, 3))
+    assert torch.equal(
+        read_idx(file, dimensions=3), torch.arange(12, dtype=torch.uint8).view(2, 2, 3)
+    )
 
 
 def test_gzip_is_recognised_by_its_content_not_its_name(tmp_path):
@@ -34,7 +36,9 @@ def test_gzip_is_recognised_by_its_content_not_its_name(tmp_path):
     assert read_idx(file).tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(0x09, ">i1"), (0x0B, ">i2"), (0x0C, ">i4"), (0x0D, ">f4"), (0x0E, ">f8")])
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(0x09, ">i1"), (0x0B, ">i2"), (0x0C, ">i4"), (0x0D, ">f4"), (0x0E, ">f8")]
+)
 def test_all_element_types_are_big_endian(tmp_path, code, dtype):
     file = written(tmp_path, idx(code, (2,), np.array([-2, 100], dtype).tobytes()))
     assert read_idx(file).tolist() == [-2, 100]

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.data.partition import IID, Dirichlet, LabelShards, NaturalKey, QuantitySkew, describe, parse
+from dure.data.partition import (
+    IID,
+    Dirichlet,
+    LabelShards,
+    NaturalKey,
+    QuantitySkew,
+    describe,
+    parse,
+)
 
 PARTITIONS = st.one_of(
     st.just(IID()),
@@ -18,7 +26,9 @@ PARTITIONS = st.one_of(
 
 
 @given(PARTITIONS, st.integers(1, 12), st.integers(48, 200), st.integers(0, 3))
-def test_every_example_belongs_to_exactly_one_client_and_nobody_is_empty(partition, clients, n, seed):
+def test_every_example_belongs_to_exactly_one_client_and_nobody_is_empty(
+    partition, clients, n, seed
+):
     labels = torch.arange(n) * 7 % 5
     parts = partition.divide(clients, n, labels, seed=seed)
     assert len(parts) == clients
@@ -59,7 +69,9 @@ def test_text_names_a_partition(text, partition):
 
 
 def test_the_text_form_is_short():
-    assert list(map(str, [IID(), LabelShards(), Dirichlet(0.3), Dirichlet(0.5, 10), NaturalKey()])) == [
+    assert list(
+        map(str, [IID(), LabelShards(), Dirichlet(0.3), Dirichlet(0.5, 10), NaturalKey()])
+    ) == [
         "iid",
         "label-shards:2",
         "dirichlet:0.3",
@@ -134,7 +146,9 @@ def test_quantity_skew_keeps_the_label_mixture():
 
 def test_another_seed_gives_another_partition():
     for partition in (IID(), LabelShards(2), Dirichlet(), QuantitySkew()):
-        first, second = (partition.divide(4, 100, torch.arange(100) % 5, seed=seed) for seed in (0, 1))
+        first, second = (
+            partition.divide(4, 100, torch.arange(100) % 5, seed=seed) for seed in (0, 1)
+        )
         assert not all(map(torch.equal, first, second))
 
 
@@ -149,13 +163,29 @@ def test_natural_clients_are_the_keys_in_sorted_order():
 @pytest.mark.parametrize(
     ("partition", "arguments", "complaint"),
     [
-        (NaturalKey(), {"clients": 2, "n": 3, "keys": ["a", "b", "c"]}, r"3 natural clients \(a, b, c\), not 2"),
+        (
+            NaturalKey(),
+            {"clients": 2, "n": 3, "keys": ["a", "b", "c"]},
+            r"3 natural clients \(a, b, c\), not 2",
+        ),
         (NaturalKey(), {"clients": None, "n": 3}, "needs a key for each example"),
         (NaturalKey(), {"clients": 2, "n": 3, "keys": ["a", "b"]}, "2 keys for 3 examples"),
-        (LabelShards(2), {"clients": 2, "n": 3, "labels": torch.zeros(3)}, "3 examples cannot be cut into 4 shards"),
+        (
+            LabelShards(2),
+            {"clients": 2, "n": 3, "labels": torch.zeros(3)},
+            "3 examples cannot be cut into 4 shards",
+        ),
         (LabelShards(2), {"clients": 2, "n": 9}, "needs one class label an example"),
-        (Dirichlet(), {"clients": 2, "n": 9, "labels": torch.zeros(9, 2)}, r"shape \(9, 2\), expected \(9,\)"),
-        (Dirichlet(0.5, 5), {"clients": 2, "n": 9, "labels": torch.zeros(9)}, "2 clients cannot have 5 of 9"),
+        (
+            Dirichlet(),
+            {"clients": 2, "n": 9, "labels": torch.zeros(9, 2)},
+            r"shape \(9, 2\), expected \(9,\)",
+        ),
+        (
+            Dirichlet(0.5, 5),
+            {"clients": 2, "n": 9, "labels": torch.zeros(9)},
+            "2 clients cannot have 5 of 9",
+        ),
         (IID(), {"clients": 4, "n": 3}, "4 clients cannot share 3 examples"),
         (IID(), {"clients": 0, "n": 3}, "at least 1, not 0"),
         (IID(), {"clients": None, "n": 3}, "how many clients"),

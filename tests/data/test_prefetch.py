@@ -66,7 +66,8 @@ def test_loaders_change_no_bit_and_end_with_the_run(loaders: int) -> None:
 
 
 def test_transforms_that_draw_are_read_by_processes_and_change_no_bit() -> None:
-    """The model draws on where the transforms of its batch have ended, also in a loader's process."""
+    """The model draws on where the transforms of its batch have ended, also in a loader's
+    process."""
     task = small_task(model=Dropping, train=Noisy(), test=None)
     assert same_bits(train(task, 2), train(task, 0))
     assert not loaders_left()
@@ -84,7 +85,10 @@ def test_an_example_that_cannot_be_read_names_loader_and_step() -> None:
     broken = int(order.at(2)[0])
     with pytest.raises(WorkerFailedError) as caught:
         train(small_task(train=Noisy(broken), test=None), 1)
-    assert str(caught.value) == f"loader 0 failed in step 3: ZeroDivisionError: example {broken} is bad"
+    assert (
+        str(caught.value)
+        == f"loader 0 failed in step 3: ZeroDivisionError: example {broken} is bad"
+    )
     assert "raise ZeroDivisionError" in caught.value.traceback
 
 
@@ -106,7 +110,10 @@ def test_loaders_are_counted_from_0() -> None:
 @pytest.mark.parametrize("data", [examples(), Noisy()])
 def test_all_cores_feed_one_gpu(data: Any) -> None:
     task = small_task(train=data, test=None)
-    runs = [dure.train(task, dure.SingleWorker(8, "cuda", loaders), stop=STOP, seed=SEED) for loaders in (0, 2)]
+    runs = [
+        dure.train(task, dure.SingleWorker(8, "cuda", loaders), stop=STOP, seed=SEED)
+        for loaders in (0, 2)
+    ]
     assert same_bits(*runs)
 
 

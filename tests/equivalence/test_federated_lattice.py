@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dure
-from dure.fleet.permutation import Permutation
-from dure.randomness import derive
-from dure.strategy import seeded_model
+from dure.contracts.strategy import seeded_model
+from dure.randomness.permutation import Permutation
+from dure.randomness.seeds import derive
 from small import examples, largest_difference, same_bits, small_task
 
 TOLERANCE = 1e-12
@@ -20,7 +20,9 @@ ENGINE = pytest.mark.parametrize("engine", ["loop", "batched"])
 
 
 def train(strategy: Any, rounds: int = 4, task: dure.Task | None = None, **world: Any) -> dure.Run:
-    return dure.train(task or small_task(), strategy, dure.Simulated(**world), dure.Stop(rounds=rounds), seed=3)
+    return dure.train(
+        task or small_task(), strategy, dure.Simulated(**world), dure.Stop(rounds=rounds), seed=3
+    )
 
 
 def alone(batch_size: int | None, stop: dure.Stop) -> dure.Run:
@@ -30,12 +32,24 @@ def alone(batch_size: int | None, stop: dure.Stop) -> dure.Run:
 @pytest.mark.parametrize(
     "strategy",
     [
-        dure.FedProx(clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED, mu=0.0),
-        dure.FedAvgM(clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED, beta1=0.0),
-        dure.FedPer(
-            clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED, held_out=0, personal_layers=0
+        dure.FedProx(
+            clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED, mu=0.0
         ),
-        dure.Ditto(clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED, held_out=0.0),
+        dure.FedAvgM(
+            clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED, beta1=0.0
+        ),
+        dure.FedPer(
+            clients=5,
+            fraction=0.6,
+            local_epochs=2,
+            batch_size=4,
+            partition=SKEWED,
+            held_out=0,
+            personal_layers=0,
+        ),
+        dure.Ditto(
+            clients=5, fraction=0.6, local_epochs=2, batch_size=4, partition=SKEWED, held_out=0.0
+        ),
     ],
     ids=lambda strategy: strategy.name,
 )
@@ -56,15 +70,21 @@ def test_fed_avg_is_what_others_are_without_what_is_theirs(strategy: Any) -> Non
     ids=["batches", "one step", "by size", "median"],
 )
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_without_a_pull_fed_prox_has_the_bits_of_fed_avg(engine: str, options: dict[str, Any], momentum: float) -> None:
-    task = small_task(optimizer=partial(torch.optim.SGD, lr=0.2, momentum=momentum, weight_decay=0.01))
+def test_without_a_pull_fed_prox_has_the_bits_of_fed_avg(
+    engine: str, options: dict[str, Any], momentum: float
+) -> None:
+    task = small_task(
+        optimizer=partial(torch.optim.SGD, lr=0.2, momentum=momentum, weight_decay=0.01)
+    )
     shared: dict[str, Any] = {"clients": 5, "fraction": 0.6, "partition": SKEWED, **options}
     plain, proximal = (
         train(strategy, task=task, engine=engine, devices="lognormal:1")
         for strategy in (dure.FedAvg(**shared), dure.FedProx(mu=0.0, **shared))
     )
     assert same_bits(plain, proximal)
-    assert [step.loss for step in plain.history.steps] == [step.loss for step in proximal.history.steps]
+    assert [step.loss for step in plain.history.steps] == [
+        step.loss for step in proximal.history.steps
+    ]
     assert plain.summary["bytes_sent"] == proximal.summary["bytes_sent"]
 
 
@@ -73,7 +93,9 @@ def test_scaffold_with_controls_of_zero_is_fed_avg() -> None:
     first_round = train(dure.Scaffold(by_examples=True, **options), rounds=1)
     assert largest_difference(train(dure.FedAvg(**options), rounds=1), first_round) < TOLERANCE
     later = train(dure.Scaffold(by_examples=True, **options), rounds=3)
-    assert largest_difference(train(dure.FedAvg(**options), rounds=3), later) > 1e-6, "afterwards they are not zero"
+    assert largest_difference(train(dure.FedAvg(**options), rounds=3), later) > 1e-6, (
+        "afterwards they are not zero"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +117,9 @@ def test_a_federation_of_one_client_is_one_worker(strategy: Any) -> None:
     "strategy",
     [
         dure.FedSGD(clients=4, partition=SKEWED),
-        dure.PerFedAvg(clients=4, batch_size=None, partition=SKEWED, alpha=0.0, held_out=0.0, fine_tune=0),
+        dure.PerFedAvg(
+            clients=4, batch_size=None, partition=SKEWED, alpha=0.0, held_out=0.0, fine_tune=0
+        ),
     ],
     ids=lambda strategy: strategy.name,
 )
@@ -117,14 +141,18 @@ def equal_shares() -> dure.Task:
     ids=lambda strategy: strategy.name,
 )
 def test_one_full_step_of_equal_clients_is_data_parallel(strategy: Any) -> None:
-    many = dure.train(equal_shares(), dure.DataParallel(None), dure.Processes(2), dure.Stop(steps=4), seed=3)
+    many = dure.train(
+        equal_shares(), dure.DataParallel(None), dure.Processes(2), dure.Stop(steps=4), seed=3
+    )
     assert largest_difference(train(strategy, task=equal_shares()), many) < TOLERANCE
 
 
 def test_fed_buff_of_all_clients_without_delays_is_fed_avg() -> None:
     options: dict[str, Any] = {"clients": 4, "local_epochs": 2, "batch_size": 5}
     buffered = train(dure.FedBuff(fraction=1.0, buffer=4, **options), task=equal_shares())
-    assert largest_difference(buffered, train(dure.FedAvg(**options), task=equal_shares())) < TOLERANCE
+    assert (
+        largest_difference(buffered, train(dure.FedAvg(**options), task=equal_shares())) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -135,7 +163,9 @@ def test_fed_async_takes_the_whole_model_or_nothing(alpha: float) -> None:
     model = seeded_model(task, 3)
     optimizer = task.optimizer(model.parameters())
     asked = Permutation(3, derive(3, "candidates", 0)).first(3)
-    for client in asked if alpha else ():  # one at a time: each goes on from the model of the one before it
+    for client in (
+        asked if alpha else ()
+    ):  # one at a time: each goes on from the model of the one before it
         inputs, targets = task.train.batch(parts[client])
         optimizer.zero_grad()
         task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
@@ -144,23 +174,36 @@ def test_fed_async_takes_the_whole_model_or_nothing(alpha: float) -> None:
     assert max(float((one - other).detach().abs().max()) for one, other in pairs) < TOLERANCE
 
 
-OWNERS: dict[str, Any] = {"clients": None, "partition": "natural-key", "batch_size": None, "local_steps": 3}
+OWNERS: dict[str, Any] = {
+    "clients": None,
+    "partition": "natural-key",
+    "batch_size": None,
+    "local_steps": 3,
+}
 
 
 @ENGINE
 @pytest.mark.parametrize("strategy", [dure.FedAvg, dure.FedProx, dure.Scaffold])
-def test_clients_with_the_same_data_are_together_what_each_is_alone(strategy: Any, engine: str) -> None:
+def test_clients_with_the_same_data_are_together_what_each_is_alone(
+    strategy: Any, engine: str
+) -> None:
     one = examples(13)
     keys = [name for name in "abcd" for _ in range(13)]
     four = dure.Examples(one.inputs.repeat(4, 1), one.targets.repeat(4), keys=keys)
     together = train(strategy(**OWNERS), task=small_task(train=four), engine=engine)
-    alone = train(strategy(clients=1, batch_size=None, local_steps=3), task=small_task(train=one), engine=engine)
+    alone = train(
+        strategy(clients=1, batch_size=None, local_steps=3),
+        task=small_task(train=one),
+        engine=engine,
+    )
     assert largest_difference(together, alone) < TOLERANCE
 
 
 def test_slow_devices_change_nothing_where_everybody_is_waited_for() -> None:
     options: dict[str, Any] = {"clients": 6, "fraction": 0.5, "batch_size": 4}
-    fast, slow = (train(dure.FedAvg(**options), devices=devices) for devices in ("equal", "lognormal:2"))
+    fast, slow = (
+        train(dure.FedAvg(**options), devices=devices) for devices in ("equal", "lognormal:2")
+    )
     assert largest_difference(fast, slow) == 0.0
     seconds = [run.history.steps[-1].numbers["virtual_seconds"] for run in (fast, slow)]  # type: ignore[index]
     assert seconds[0] != seconds[1]
@@ -169,10 +212,14 @@ def test_slow_devices_change_nothing_where_everybody_is_waited_for() -> None:
 def test_adam_on_the_server_is_the_recursion_by_hand() -> None:
     task = small_task()
     run = train(
-        dure.FedAdam(clients=1, batch_size=None, server_lr=0.3, beta1=0.9, beta2=0.99, tau=1e-3), rounds=3, task=task
+        dure.FedAdam(clients=1, batch_size=None, server_lr=0.3, beta1=0.9, beta2=0.99, tau=1e-3),
+        rounds=3,
+        task=task,
     )
     torch.manual_seed(0)
-    model = dure.train(task, dure.FedAvg(clients=1, server_lr=1e-300), stop=dure.Stop(rounds=1), seed=3).model
+    model = dure.train(
+        task, dure.FedAvg(clients=1, server_lr=1e-300), stop=dure.Stop(rounds=1), seed=3
+    ).model
     weights = [p.detach().clone() for p in model.parameters()]
     m, v = [torch.zeros_like(w) for w in weights], [torch.full_like(w, 1e-6) for w in weights]
     inputs, targets = task.train.inputs, task.train.targets

@@ -13,7 +13,9 @@ from small import CLASSES, FEATURES, same_bits, small_task
 
 
 def with_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES)
+    )
 
 
 SYSTEMS: dict[str, Callable[[], tuple[object, object]]] = {
@@ -43,5 +45,7 @@ def test_the_same_seed_gives_the_same_bits_with_dropout_and_batch_norm(name: str
     first, again, other = run(1), run(1), run(2)
     assert same_bits(first, again)
     assert [r.loss for r in first.history.steps] == [r.loss for r in again.history.steps]
-    assert [e.metrics for e in first.history.evaluations] == [e.metrics for e in again.history.evaluations]
+    assert [e.metrics for e in first.history.evaluations] == [
+        e.metrics for e in again.history.evaluations
+    ]
     assert not same_bits(first, other)

@@ -17,16 +17,18 @@ import dure
 from dure.data.partition import IID
 from dure.errors import TooFewClientsError
 from dure.federated.aggregate import parse
-from dure.federated.cohort.meta import MetaEngine
-from dure.federated.global_model import GlobalModel
-from dure.federated.messages import Update
-from dure.federated.personal import _over_clients
-from dure.federated.server_optimizer import Rule, ServerOptimizer
+from dure.federated.client.personal import _over_clients
+from dure.federated.engines.meta import MetaEngine
+from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.server_optimizer import Rule, ServerOptimizer
+from dure.protocol.messages import Update
 from small import CLASSES, FEATURES, largest_difference, small_task
 
 
 def train(task: dure.Task, strategy: Any, rounds: int = 3, **world: Any) -> dure.Run:
-    return dure.train(task, strategy, dure.Simulated(**{"engine": "loop", **world}), dure.Stop(rounds=rounds))
+    return dure.train(
+        task, strategy, dure.Simulated(**{"engine": "loop", **world}), dure.Stop(rounds=rounds)
+    )
 
 
 def update(client: int, delta: Tensor, buffers: Sequence[Tensor] = ()) -> Update:
@@ -37,7 +39,9 @@ def update(client: int, delta: Tensor, buffers: Sequence[Tensor] = ()) -> Update
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "yogi"])
-@pytest.mark.parametrize("aggregate", ["mean", "median", "krum:1", "geometric-median", "clipped:1/mean", "bulyan:1"])
+@pytest.mark.parametrize(
+    "aggregate", ["mean", "median", "krum:1", "geometric-median", "clipped:1/mean", "bulyan:1"]
+)
 def test_a_complex_weight_is_two_real_ones(rule: Rule, aggregate: str) -> None:
     generator = torch.Generator().manual_seed(0)
     updates = torch.randn(7, 5, 2, dtype=torch.float64, generator=generator)
@@ -51,7 +55,9 @@ def test_a_complex_weight_is_two_real_ones(rule: Rule, aggregate: str) -> None:
             complex_one.fold(update(client, torch.view_as_complex(delta)), 1.0, 1.0)
         real.finish(0)
         complex_one.finish(0)
-    torch.testing.assert_close(torch.view_as_real(complex_one.weights[0]), real.weights[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.view_as_real(complex_one.weights[0]), real.weights[0], rtol=1e-12, atol=1e-12
+    )
 
 
 class Complex(nn.Module):
@@ -101,8 +107,14 @@ def test_whole_numbers_are_refused_as_parameters() -> None:
             scores: Tensor = self.layer(inputs)
             return scores
 
-    for strategy in (dure.FedAvg(clients=5), dure.FedAsync(clients=5), dure.FedAvg(clients=5, aggregate="median")):
-        with pytest.raises(ValueError, match=r"parameter size is of torch\.int64, .* make it a buffer"):
+    for strategy in (
+        dure.FedAvg(clients=5),
+        dure.FedAsync(clients=5),
+        dure.FedAvg(clients=5, aggregate="median"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"parameter size is of torch\.int64, .* make it a buffer"
+        ):
             train(small_task(model=Counting), strategy)
 
 
@@ -115,12 +127,16 @@ class Words(nn.Module):
         return self.words(inputs).sum(1)
 
 
-@pytest.mark.parametrize("strategy", [dure.FedProx, dure.Scaffold, dure.FedAsync, dure.Ditto, dure.PerFedAvg])
+@pytest.mark.parametrize(
+    "strategy", [dure.FedProx, dure.Scaffold, dure.FedAsync, dure.Ditto, dure.PerFedAvg]
+)
 def test_sparse_gradients_learn_as_dense_ones_do(strategy: Any) -> None:
     inputs = torch.randint(0, 12, (40, 3), generator=torch.Generator().manual_seed(0))
     runs = [
         train(
-            small_task(model=partial(Words, sparse), train=(inputs, inputs[:, 0] % CLASSES), test=None),
+            small_task(
+                model=partial(Words, sparse), train=(inputs, inputs[:, 0] % CLASSES), test=None
+            ),
             strategy(clients=5, batch_size=4),
         )
         for sparse in (True, False)
@@ -132,7 +148,9 @@ def test_targets_that_are_no_classes_have_no_histograms() -> None:
     inputs = torch.randn(40, FEATURES)
     for targets in (torch.tensor([-1, 1] * 20), torch.arange(40) * 10_000_000):
         task = small_task(
-            train=(inputs, targets), test=None, loss=lambda out, y: (out.mean(1) - y.sign()).square().mean()
+            train=(inputs, targets),
+            test=None,
+            loss=lambda out, y: (out.mean(1) - y.sign()).square().mean(),
         )
         description = dure.FedAvg(clients=4).division(task, 0)
         assert description is not None
@@ -230,5 +248,7 @@ def test_an_optimizer_lives_as_long_as_its_steps() -> None:
 
 def test_clients_with_nothing_to_count_hide_nothing_of_the_others() -> None:
     assert _over_clients("client_f1", [0.5, float("nan"), 1.0])["client_f1"] == 0.75
-    assert _over_clients("client_f1", [0.5, float("nan"), 1.0])["client_f1_p10"] == pytest.approx(0.55)
+    assert _over_clients("client_f1", [0.5, float("nan"), 1.0])["client_f1_p10"] == pytest.approx(
+        0.55
+    )
     assert math.isnan(_over_clients("client_f1", [float("nan")])["client_f1"])

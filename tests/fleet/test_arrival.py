@@ -12,7 +12,9 @@ from dure.fleet.arrival import Arriving, Leaving, Still, Window, parse_arrival
 SHARES = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.1, 0.3, 1.0]))
 SECONDS = st.floats(1e-2, 1e6)
 MOVING = st.one_of(
-    st.builds(Arriving, SHARES, SECONDS), st.builds(Leaving, SHARES, SECONDS), st.builds(Window, SHARES, SECONDS)
+    st.builds(Arriving, SHARES, SECONDS),
+    st.builds(Leaving, SHARES, SECONDS),
+    st.builds(Window, SHARES, SECONDS),
 )
 SETTINGS = st.one_of(st.just(Still()), MOVING)
 SIZES = st.integers(1, 200)

@@ -47,7 +47,10 @@ EVERY = [kind() for kind in ATTACKS.values()]
 def updates_of(m, seed=0, dtype=torch.float64):
     """m updates of two tensors, of 5 and of 3 numbers."""
     random = torch.Generator().manual_seed(seed)
-    return [[torch.randn(size, generator=random, dtype=torch.float64).to(dtype) for size in (5, 3)] for _ in range(m)]
+    return [
+        [torch.randn(size, generator=random, dtype=torch.float64).to(dtype) for size in (5, 3)]
+        for _ in range(m)
+    ]
 
 
 def joined(update):
@@ -58,7 +61,12 @@ def mean_of(updates):
     return torch.stack([joined(update) for update in updates]).mean(0)
 
 
-@given(SETTINGS, st.integers(1, 7), st.data(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+@given(
+    SETTINGS,
+    st.integers(1, 7),
+    st.data(),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
 def test_honest_updates_are_passed_on_untouched_and_lies_have_their_form(attack, m, data, dtype):
     liars = data.draw(st.sets(st.integers(0, m - 1)))
     updates = updates_of(m, dtype=dtype)
@@ -69,7 +77,10 @@ def test_honest_updates_are_passed_on_untouched_and_lies_have_their_form(attack,
         if position not in liars:
             assert sent[position] is updates[position]
         else:
-            forms = [[(tensor.shape, tensor.dtype) for tensor in update] for update in (sent[position], before[0])]
+            forms = [
+                [(tensor.shape, tensor.dtype) for tensor in update]
+                for update in (sent[position], before[0])
+            ]
             assert forms[0] == forms[1]
 
 
@@ -119,7 +130,10 @@ def test_a_lie_hangs_only_on_what_the_attack_sees(attack):
     updates = updates_of(5)
     # Of all it may see only its own matters to one kind, and only the honest ones to the other.
     changed = 0 if attack.sees == "honest" else 3
-    others = [update if position != changed else updates_of(1, 99)[0] for position, update in enumerate(updates)]
+    others = [
+        update if position != changed else updates_of(1, 99)[0]
+        for position, update in enumerate(updates)
+    ]
     first, second = (attack.forge(given, [0, 4], 0, 0) for given in (updates, others))
     liar = 4
     assert torch.equal(joined(first[liar]).nan_to_num(7.0), joined(second[liar]).nan_to_num(7.0))
@@ -147,7 +161,9 @@ def test_noise_has_its_moments_and_is_a_function_of_seed_turn_and_client():
     again = Gaussian(200).forge(updates, [1, 0], 0, 0)
     assert torch.equal(joined(sent[0]), joined(again[0]))
     for seed, turn in ((1, 0), (0, 1)):
-        assert not torch.equal(joined(sent[0]), joined(Gaussian(200).forge(updates, [0], seed, turn)[0]))
+        assert not torch.equal(
+            joined(sent[0]), joined(Gaussian(200).forge(updates, [0], seed, turn)[0])
+        )
 
 
 def test_a_client_draws_the_same_wherever_its_update_is_among_the_others():
@@ -156,7 +172,9 @@ def test_a_client_draws_the_same_wherever_its_update_is_among_the_others():
         first = attack.forge(updates, [2], 0, 0, clients=[5, 8, 40])
         alone = attack.forge(updates[2:], [0], 0, 0, clients=[40])
         assert torch.equal(joined(first[2]), joined(alone[0]))
-        assert not torch.equal(joined(first[2]), joined(attack.forge(updates, [2], 0, 0, clients=[5, 8, 41])[2]))
+        assert not torch.equal(
+            joined(first[2]), joined(attack.forge(updates, [2], 0, 0, clients=[5, 8, 41])[2])
+        )
 
 
 def test_a_client_that_answers_twice_does_not_draw_the_same_noise_twice():
@@ -171,7 +189,9 @@ def test_a_client_that_answers_twice_does_not_draw_the_same_noise_twice():
 def test_a_little_is_the_honest_mean_less_z_honest_deviations(m, data, z):
     liars = data.draw(st.sets(st.integers(0, m - 1), min_size=1, max_size=m - 1))
     updates = updates_of(m)
-    honest = torch.stack([joined(update) for position, update in enumerate(updates) if position not in liars])
+    honest = torch.stack(
+        [joined(update) for position, update in enumerate(updates) if position not in liars]
+    )
     deviation = honest.std(0, correction=1) if len(honest) > 1 else torch.zeros(8)
     sent = ALIE(z).forge(updates, liars, 0, 0)
     for liar in liars:
@@ -293,7 +313,9 @@ def test_success_counts_the_examples_that_the_trigger_turns():
 def test_a_model_taught_with_a_trigger_obeys_it_and_is_good_without():
     random = torch.Generator().manual_seed(0)
     targets = torch.arange(200) % 4
-    inputs = torch.nn.functional.one_hot(targets, 16).float() + 0.1 * torch.randn(200, 16, generator=random)
+    inputs = torch.nn.functional.one_hot(targets, 16).float() + 0.1 * torch.randn(
+        200, 16, generator=random
+    )
     attack = Backdoor(target=2, share=0.5, value=3.0)
     given, labels = attack.poison(inputs, targets, 4)
     model = torch.nn.Linear(16, 4)
@@ -318,7 +340,13 @@ def test_scaled_by_the_clients_one_liar_s_model_replaces_the_mean():
 @pytest.mark.parametrize(
     ("attack", "inputs", "targets", "classes", "complaint"),
     [
-        (LabelFlip(), torch.zeros(2, 3), torch.zeros(2, 3), 3, "label-flip needs targets that are class labels"),
+        (
+            LabelFlip(),
+            torch.zeros(2, 3),
+            torch.zeros(2, 3),
+            3,
+            "label-flip needs targets that are class labels",
+        ),
         (
             LabelFlip(),
             torch.zeros(2, 3),
@@ -326,13 +354,33 @@ def test_scaled_by_the_clients_one_liar_s_model_replaces_the_mean():
             None,
             "label-flip needs a task with classes",
         ),
-        (Backdoor(3), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), 3, "there is no class 3, they are 0 to 2"),
-        (Backdoor(), torch.zeros(2, 3).long(), torch.zeros(2, dtype=torch.long), 3, "pictures or vectors"),
+        (
+            Backdoor(3),
+            torch.zeros(2, 3),
+            torch.zeros(2, dtype=torch.long),
+            3,
+            "there is no class 3, they are 0 to 2",
+        ),
+        (
+            Backdoor(),
+            torch.zeros(2, 3).long(),
+            torch.zeros(2, dtype=torch.long),
+            3,
+            "pictures or vectors",
+        ),
         (Backdoor(), torch.zeros(2), torch.zeros(2, dtype=torch.long), 3, "pictures or vectors"),
-        (Backdoor(), {"x": torch.zeros(2, 2)}, torch.zeros(2, dtype=torch.long), 3, "pictures or vectors"),
+        (
+            Backdoor(),
+            {"x": torch.zeros(2, 2)},
+            torch.zeros(2, dtype=torch.long),
+            3,
+            "pictures or vectors",
+        ),
     ],
 )
-def test_data_that_an_attack_cannot_be_made_on_are_refused(attack, inputs, targets, classes, complaint):
+def test_data_that_an_attack_cannot_be_made_on_are_refused(
+    attack, inputs, targets, classes, complaint
+):
     with pytest.raises(ValueError, match=complaint):
         attack.poison(inputs, targets, classes)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dure.errors import DataError
 from dure.fleet import availability
 from dure.fleet.availability import Always, AvailabilityFile, Daily, Probability, parse_availability
-from dure.fleet.chance import uniform
+from dure.randomness.chance import uniform
 
 LENGTHS = st.one_of(st.floats(1e-2, 1e6), st.sampled_from([0.1, 0.3, 1 / 3, 49.0]))
 WINDOWS = st.one_of(st.floats(1e-3, 0.999), st.just(1.0))
@@ -61,7 +61,9 @@ def holds(setting, client, now, seed, share):
 
 
 @given(SETTINGS, CLIENTS, TIMES, SEEDS, st.floats(0, 1, exclude_max=True))
-def test_a_client_is_there_between_next_and_until_and_away_before_and_after(setting, client, now, seed, share):
+def test_a_client_is_there_between_next_and_until_and_away_before_and_after(
+    setting, client, now, seed, share
+):
     holds(setting, client, now, seed, share)
 
 
@@ -79,22 +81,30 @@ def test_that_holds_where_windows_begin_and_end_too(setting, client, day, seed):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(1, 10)), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(1, 10)), min_size=1, max_size=8
+    ),
     st.sampled_from([0, 30, 30.1, 40]),
     st.one_of(st.floats(0, 1000), st.integers(0, 1000)),
     st.floats(0, 1, exclude_max=True),
 )
 def test_that_holds_for_windows_of_a_file_too(write, windows, every, now, share):
-    setting = AvailabilityFile(write(*(f"{client},{start},{start + size}" for client, start, size in windows)), every)
+    setting = AvailabilityFile(
+        write(*(f"{client},{start},{start + size}" for client, start, size in windows)), every
+    )
     for client in range(3):
         holds(setting, client, now, 0, share)
 
 
 @given(SETTINGS, CLIENTS, SEEDS, st.lists(TIMES, min_size=1, max_size=6), st.randoms())
 def test_answers_do_not_depend_on_the_order_of_the_questions(setting, client, seed, times, random):
-    first = {now: (setting.next(client, now, seed), setting.until(client, now, seed)) for now in times}
+    first = {
+        now: (setting.next(client, now, seed), setting.until(client, now, seed)) for now in times
+    }
     random.shuffle(times)
-    assert first == {now: (setting.next(client, now, seed), setting.until(client, now, seed)) for now in times}
+    assert first == {
+        now: (setting.next(client, now, seed), setting.until(client, now, seed)) for now in times
+    }
 
 
 @given(SETTINGS)
@@ -129,7 +139,9 @@ def test_one_period_says_nothing_about_the_next(p):
     assert abs(sum(after) / len(after) - p) < 5 * (p * (1 - p) / len(after)) ** 0.5
 
 
-@pytest.mark.parametrize("setting", [Probability(1e-6), Probability(1 - 1e-6), Probability(1e-6, 1e-3)])
+@pytest.mark.parametrize(
+    "setting", [Probability(1e-6), Probability(1 - 1e-6), Probability(1e-6, 1e-3)]
+)
 def test_a_rare_event_is_found_without_throwing_for_each_period(setting, monkeypatch):
     throws = []
 

@@ -80,7 +80,9 @@ def test_the_share_of_stragglers_is_as_asked_and_only_they_compute_slower():
 
 @pytest.mark.parametrize(("share", "speeds"), [(0.0, {100.0}), (1.0, {10.0})])
 def test_nobody_and_everybody_can_be_a_straggler(share, speeds):
-    assert {Stragglers(share, 10).of(client, 0).examples_per_second for client in range(100)} == speeds
+    assert {
+        Stragglers(share, 10).of(client, 0).examples_per_second for client in range(100)
+    } == speeds
 
 
 def test_lognormal_speeds_have_their_median_and_spread_and_links_go_together_apart_from_them():
@@ -101,7 +103,13 @@ def test_another_seed_gives_other_devices():
 
 def test_a_file_s_rows_are_the_clients_around_and_around(write):
     setting = DevicesFile(write(HEADER + "phone a,10,8,1\n\nphone b,20,16,2\n"))
-    assert [setting.of(client, 0).examples_per_second for client in range(5)] == [10, 20, 10, 20, 10]
+    assert [setting.of(client, 0).examples_per_second for client in range(5)] == [
+        10,
+        20,
+        10,
+        20,
+        10,
+    ]
     assert setting.of(1, 0) == Device(20, 2_000_000, 250_000)
     assert parse_devices(str(setting)) == setting
 

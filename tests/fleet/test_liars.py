@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from dure.fleet.liars import count, is_liar, liars
 
 
-@given(st.integers(1, 100), st.floats(0, 1, exclude_max=True), st.integers(0, 9), st.none() | st.integers(0, 9))
+@given(
+    st.integers(1, 100),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 9),
+    st.none() | st.integers(0, 9),
+)
 def test_exactly_the_share_lies_and_every_way_of_asking_says_the_same(clients, share, seed, turn):
     lying = liars(clients, share, seed, turn)
     assert len(lying) == count(clients, share) == round(share * clients)
@@ -20,13 +25,19 @@ def test_exactly_the_share_lies_and_every_way_of_asking_says_the_same(clients, s
     assert members == sorted(set(members))
     assert len(members) == len(lying)
     assert members == [client for client in range(clients) if client in lying]
-    assert members == [client for client in range(clients) if is_liar(client, clients, share, seed, turn)]
+    assert members == [
+        client for client in range(clients) if is_liar(client, clients, share, seed, turn)
+    ]
 
 
 @given(st.integers(1, 100), st.data())
 def test_a_count_is_taken_as_it_is(clients, data):
     attackers = data.draw(st.integers(1, clients))
-    assert len(list(liars(clients, attackers, 0))) == attackers == len(liars(clients, float(attackers), 0))
+    assert (
+        len(list(liars(clients, attackers, 0)))
+        == attackers
+        == len(liars(clients, float(attackers), 0))
+    )
 
 
 def test_of_a_million_clients_a_tenth_lies_without_a_list_of_them():
@@ -50,7 +61,13 @@ def test_another_seed_has_other_liars():
 
 @pytest.mark.parametrize(
     ("attackers", "complaint"),
-    [(-1, "not -1"), (1.5, "not 1.5"), (math.nan, "not nan"), (math.inf, "not inf"), (11, "11 attackers are more")],
+    [
+        (-1, "not -1"),
+        (1.5, "not 1.5"),
+        (math.nan, "not nan"),
+        (math.inf, "not inf"),
+        (11, "11 attackers are more"),
+    ],
 )
 def test_what_is_no_number_of_clients_is_refused(attackers, complaint):
     with pytest.raises(ValueError, match=complaint):

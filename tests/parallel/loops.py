@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import Place
 from dure.parallel import DistributedDataParallel
-from dure.strategy import Place
 from dure.worlds.backend import Backend
 
 FEATURES, CLASSES = 6, 3
@@ -21,20 +21,32 @@ FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor]
 
 
-def on_ranks(ranks: int, program: Callable[[Place], Any], backend: Backend = "dure", deadline: float = 20) -> list[Any]:
+def on_ranks(
+    ranks: int, program: Callable[[Place], Any], backend: Backend = "dure", deadline: float = 20
+) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
     def gathered(place: Place) -> list[Any]:
-        return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))]
+        return [
+            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+        ]
 
-    result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(gathered, lambda event: None)
+    result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(
+        gathered, lambda event: None
+    )
     return result
 
 
 def network() -> nn.Module:
     """215 parameters in float64, the same ones on every rank."""
     torch.manual_seed(1)
-    layers = [nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)]
+    layers = [
+        nn.Linear(FEATURES, 12),
+        nn.Tanh(),
+        nn.Linear(12, 8),
+        nn.Tanh(),
+        nn.Linear(8, CLASSES),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -59,11 +71,15 @@ def part(batch: Batch, place: Place) -> Batch:
 def train(
     model: nn.Module,
     joint: Iterable[Batch],
-    loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: F.cross_entropy(
+        model(batch[0]), batch[1]
+    ),
     clip: float | None = None,
 ) -> None:
     """SGD with momentum."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+    )
     for batch in joint:
         optimizer.zero_grad()
         loss(model, batch).backward()
@@ -89,7 +105,8 @@ def both(
     clip: float | None = None,
     **options: Any,
 ) -> tuple[float, bytes]:
-    """How far the ranks' model is from one process's after the same batches, and the bits of this rank's."""
+    """How far the ranks' model is from one process's after the same batches, and the bits of this
+    rank's."""
     alone = make()
     model = DistributedDataParallel(copy.deepcopy(alone), place.group, **options)
     joint = batches(steps, 4 * place.group.size)

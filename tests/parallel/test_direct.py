@@ -1,4 +1,5 @@
-"""Gradients computed where they leave from: the same bits as autograd's own, whatever else happens to them."""
+"""Gradients computed where they leave from: the same bits as autograd's own, whatever else happens
+to them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.two, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 3)
+        self.one, self.two, self.out = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, 3),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         result: Tensor = self.out(self.two(torch.tanh(self.one(inputs))))
@@ -43,16 +48,24 @@ def halved(net: Net) -> Tensor:
 LOSSES: dict[str, tuple[Callable[[Net], Tensor], bool]] = {
     "rows": (lambda net: net(INPUTS).square().mean(), True),
     "sequences": (lambda net: net(INPUTS.view(2, 4, WIDTH)).square().mean(), True),
-    "checkpointed": (lambda net: checkpoint(net, INPUTS, use_reentrant=False).square().mean(), True),
+    "checkpointed": (
+        lambda net: checkpoint(net, INPUTS, use_reentrant=False).square().mean(),
+        True,
+    ),
     "two uses": (lambda net: (net(INPUTS) + net(2 * INPUTS)).square().mean(), False),
-    "weight decay in the loss": (lambda net: net(INPUTS).square().mean() + net.two.weight.square().mean(), False),
+    "weight decay in the loss": (
+        lambda net: net(INPUTS).square().mean() + net.two.weight.square().mean(),
+        False,
+    ),
     "a penalty on slopes": (penalised, False),
     "autocast": (halved, False),
 }
 
 
 def prepared(net: Net) -> tuple[Direct, dict[int, Tensor]]:
-    places = {id(parameter): torch.full_like(parameter, torch.nan) for parameter in net.parameters()}
+    places = {
+        id(parameter): torch.full_like(parameter, torch.nan) for parameter in net.parameters()
+    }
     return Direct(net.parameters(), lambda parameter: places[id(parameter)].detach()), places
 
 
@@ -70,9 +83,13 @@ def test_gradients_have_the_bits_of_autograd_and_where_that_can_be_their_place(n
         assert parameter.grad is not None
         assert value is not None
         assert torch.equal(parameter.grad, value)
-    at_its_place = [w.grad.data_ptr() == places[id(w)].data_ptr() for w in (net.one.weight, net.two.weight)]  # type: ignore[union-attr]
+    at_its_place = [
+        w.grad.data_ptr() == places[id(w)].data_ptr() for w in (net.one.weight, net.two.weight)
+    ]  # type: ignore[union-attr]
     assert at_its_place[1] == can_be
-    assert net.out.weight.grad.data_ptr() != places[id(net.out.weight)].data_ptr(), "short ones are left alone"  # type: ignore[union-attr]
+    assert net.out.weight.grad.data_ptr() != places[id(net.out.weight)].data_ptr(), (
+        "short ones are left alone"
+    )  # type: ignore[union-attr]
 
 
 def test_a_gradient_that_is_asked_for_by_itself_or_added_to_is_left_to_autograd() -> None:

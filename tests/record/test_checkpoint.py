@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dure.errors import RunFolderError
-from dure.randomness import generators_state, restore_generators
+from dure.randomness.seeds import generators_state, restore_generators
 from dure.record import checkpoint
 from dure.record.checkpoint import (
     pack_checkpoint,
@@ -28,16 +28,28 @@ from dure.record.checkpoint import (
 )
 from dure.record.weights import weights_to_bytes
 
-REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+REAL = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 DTYPES = [*REAL, torch.complex64, torch.complex128]
 TENSORS = st.builds(
-    lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    lambda shape, dtype, seed: torch.randint(
+        0, 2, shape, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype),
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from(DTYPES),
     st.integers(0, 99),
 )
 KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
-LEAVES = TENSORS | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+LEAVES = (
+    TENSORS | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+)
 TREES = st.recursive(
     LEAVES,
     lambda inner: (
@@ -80,7 +92,12 @@ def test_what_would_need_pickle_is_refused(node):
 
 def test_views_and_transposed_tensors_keep_their_values_alone():
     base = torch.arange(12.0).view(3, 4)
-    tree = {"row": base[1], "transposed": base.T, "expanded": torch.ones(1).expand(3), "whole": base}
+    tree = {
+        "row": base[1],
+        "transposed": base.T,
+        "expanded": torch.ones(1).expand(3),
+        "whole": base,
+    }
     assert same(there_and_back(tree), {name: value.clone() for name, value in tree.items()})
     packed = weights_to_bytes({"row": base[1]})
     assert len(packed) < len(weights_to_bytes({"whole": torch.zeros(100)}))
@@ -137,7 +154,12 @@ def test_tied_weights_are_written_under_both_names_and_stay_tied():
 
 def test_generators_go_on_where_they_were():
     def draws():
-        return torch.rand(3).tolist(), numpy.random.randn(3).tolist(), random.random(), random.gauss(0, 1)
+        return (
+            torch.rand(3).tolist(),
+            numpy.random.randn(3).tolist(),
+            random.random(),
+            random.gauss(0, 1),
+        )
 
     random.gauss(0, 1)  # leaves a second number behind, as numpy's randn of an odd count does
     numpy.random.randn()
@@ -148,7 +170,9 @@ def test_generators_go_on_where_they_were():
 
 
 def parts(step: int) -> tuple[bytes, bytes, bytes]:
-    return pack_checkpoint({"w": torch.full((3,), float(step))}, {"step": step, "tensor": torch.ones(2)})
+    return pack_checkpoint(
+        {"w": torch.full((3,), float(step))}, {"step": step, "tensor": torch.ones(2)}
+    )
 
 
 def test_the_newest_checkpoint_is_read_and_the_older_ones_are_gone(tmp_path):
@@ -208,12 +232,20 @@ def test_a_kill_while_writing_a_file_leaves_the_old_content(tmp_path, monkeypatc
 
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path):
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    content = pack_checkpoint({"w": torch.ones(2)}, {"optimizer": optimizer.state_dict(), "random": random.getstate()})
+    content = pack_checkpoint(
+        {"w": torch.ones(2)}, {"optimizer": optimizer.state_dict(), "random": random.getstate()}
+    )
     saved = save_checkpoint(tmp_path / "checkpoint", 1, content)
-    assert sorted(p.name for p in saved.iterdir()) == ["model.safetensors", "state.json", "state.safetensors"]
+    assert sorted(p.name for p in saved.iterdir()) == [
+        "model.safetensors",
+        "state.json",
+        "state.safetensors",
+    ]
     json.loads((saved / "state.json").read_bytes())
     for file in saved.iterdir():
-        with pytest.raises((pickle.UnpicklingError, ValueError, EOFError, IndexError, KeyError, AttributeError)):
+        with pytest.raises(
+            (pickle.UnpicklingError, ValueError, EOFError, IndexError, KeyError, AttributeError)
+        ):
             pickle.loads(file.read_bytes())
 
 

@@ -12,7 +12,9 @@ from dure.record.history import Evaluation, History, Step, lower_is_better, step
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 COUNTS = st.integers(0, 2**53)
-STEPS = st.builds(Step, COUNTS, NUMBERS, COUNTS, NUMBERS, *[NUMBERS, COUNTS, COUNTS, NUMBERS, NUMBERS, NUMBERS])
+STEPS = st.builds(
+    Step, COUNTS, NUMBERS, COUNTS, NUMBERS, *[NUMBERS, COUNTS, COUNTS, NUMBERS, NUMBERS, NUMBERS]
+)
 EVALUATIONS = st.builds(
     Evaluation,
     *(COUNTS, NUMBERS, COUNTS, st.none() | NUMBERS, NUMBERS),
@@ -41,7 +43,9 @@ def evaluation(step: int, **metrics: float) -> Evaluation:
         ([], [], 0.5, False, None),
     ],
 )
-def test_steps_to_a_target_are_counted_on_the_monotone_interpolated_curve(steps, values, target, falling, expected):
+def test_steps_to_a_target_are_counted_on_the_monotone_interpolated_curve(
+    steps, values, target, falling, expected
+):
     assert steps_to_target(steps, values, target, falling) == pytest.approx(expected)
 
 
@@ -64,7 +68,10 @@ def test_losses_errors_and_perplexities_fall():
 
 def test_the_history_finds_best_values_curves_and_targets():
     history = History(
-        [evaluation(0, test_loss=3.0, test_accuracy=0.2), evaluation(10, test_loss=1.0, test_accuracy=0.6)]
+        [
+            evaluation(0, test_loss=3.0, test_accuracy=0.2),
+            evaluation(10, test_loss=1.0, test_accuracy=0.6),
+        ]
     )
     history.append(evaluation(20, test_loss=2.0, test_accuracy=0.5))
     assert history.best() == {"test_loss": 1.0, "test_accuracy": 0.6}
@@ -76,7 +83,10 @@ def test_the_history_finds_best_values_curves_and_targets():
 
 def test_a_metric_that_is_not_finite_is_none_and_counts_nowhere():
     history = History([evaluation(0, a=math.nan, b=math.inf), evaluation(1, a=0.5, b=-math.inf)])
-    assert [e.metrics for e in history.evaluations] == [{"a": None, "b": None}, {"a": 0.5, "b": None}]
+    assert [e.metrics for e in history.evaluations] == [
+        {"a": None, "b": None},
+        {"a": 0.5, "b": None},
+    ]
     assert history.best() == {"a": 0.5}
     assert history.curve("a") == ([1.0], [0.5])
 

@@ -31,7 +31,9 @@ def test_bytes_and_messages_add_up():
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.none() | st.floats(-5, 25))
-def test_a_transfer_is_idle_until_the_last_peer_came_and_communication_after(start, length, arrival):
+def test_a_transfer_is_idle_until_the_last_peer_came_and_communication_after(
+    start, length, arrival
+):
     meter, end = Meter("rank 0"), start + length
     meter.communication("ring all-reduce", start, end, 1, arrival)
     idle, moving = meter.counters.idle_seconds, meter.counters.communication_seconds
@@ -47,12 +49,16 @@ def test_a_transfer_is_idle_until_the_last_peer_came_and_communication_after(sta
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.none() | st.floats(-5, 25), st.floats(-5, 25))
-def test_what_ran_beside_computing_is_hidden_and_makes_nobody_idle(start, length, arrival, computed):
+def test_what_ran_beside_computing_is_hidden_and_makes_nobody_idle(
+    start, length, arrival, computed
+):
     meter, end = Meter("rank 0"), start + length
     meter.communication("ring all-reduce", start, end, 1, arrival, computed)
     counters = meter.counters
     waited = counters.communication_seconds + counters.idle_seconds
-    assert waited == pytest.approx(end - min(max(computed, start), end)), "what was waited for is what was not beside"
+    assert waited == pytest.approx(end - min(max(computed, start), end)), (
+        "what was waited for is what was not beside"
+    )
     began = start if arrival is None else min(max(arrival, start), end)
     assert counters.hidden_seconds == pytest.approx(max(0.0, min(computed, end) - began))
     assert counters.hidden_seconds + counters.communication_seconds == pytest.approx(end - began)
@@ -97,7 +103,10 @@ def test_transfers_inside_of_a_computation_are_taken_out_of_it():
     assert (meter.inside_seconds, meter.inside_steps) == (0.75, 1)
     spans = [(span.name, span.category, span.step) for span in trace.lanes["rank 0, inside"].spans]
     assert spans == [("all-reduce", "communication", 7), ("all-gather", "communication", 7)]
-    assert [(span.start, span.end) for span in trace.lanes["rank 0"].spans] == [(1.0, 3.0), (3.0, 4.0)]
+    assert [(span.start, span.end) for span in trace.lanes["rank 0"].spans] == [
+        (1.0, 3.0),
+        (3.0, 4.0),
+    ]
 
 
 def test_without_a_timeline_nothing_waits_to_be_taken_out():

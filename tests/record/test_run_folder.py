@@ -56,13 +56,23 @@ def test_a_file_in_the_way_is_refused(tmp_path):
 
 
 def test_a_run_enters_its_own_folder_again_whatever_its_ranks(tmp_path):
-    asked = {"task": {"name": "digits"}, "seed": 3, "world": {"ranks": 2}, "label": "data parallel ×2"}
+    asked = {
+        "task": {"name": "digits"},
+        "seed": 3,
+        "world": {"ranks": 2},
+        "label": "data parallel ×2",
+    }
     RunFolder.enter(tmp_path / "run", asked)
     RunFolder(tmp_path / "run").write_json("summary.json", {})
-    again = RunFolder.enter(tmp_path / "run", {**asked, "world": {"ranks": 1}, "label": "data parallel"})
+    again = RunFolder.enter(
+        tmp_path / "run", {**asked, "world": {"ranks": 1}, "label": "data parallel"}
+    )
     assert again.read_json("config.json")["world"] == {"ranks": 1}
     assert [path.name for path in again.path.iterdir()] == ["config.json"], "it has not ended yet"
-    with pytest.raises(RunFolderError, match="holds another run, which differs in task, seed: choose another folder"):
+    with pytest.raises(
+        RunFolderError,
+        match="holds another run, which differs in task, seed: choose another folder",
+    ):
         RunFolder.enter(tmp_path / "run", {**asked, "seed": 4, "task": {"name": "mnist"}})
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(RunFolderError, match="is not empty"):
@@ -162,7 +172,9 @@ def test_weights_that_are_missing_damaged_or_another_model_s_are_refused(tmp_pat
 def test_the_weights_are_a_plain_state_dict_that_others_can_read(tmp_path):
     model = ended_run(tmp_path)
     save_file(model.state_dict(), tmp_path / "by_hand.safetensors")
-    assert (tmp_path / "by_hand.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    assert (tmp_path / "by_hand.safetensors").read_bytes() == (
+        tmp_path / "model.safetensors"
+    ).read_bytes()
     json.loads((tmp_path / "trace.json").read_text())
 
 
@@ -228,6 +240,8 @@ def test_a_run_at_work_is_not_gone_on_with(tmp_path, monkeypatch):
                 dure.resume(tmp_path, task=small_task())
             said.append(str(caught.value))
 
-    dure.train(small_task(), dure.SingleWorker(), stop=dure.Stop(steps=3), out=tmp_path, on_progress=resume)
+    dure.train(
+        small_task(), dure.SingleWorker(), stop=dure.Stop(steps=3), out=tmp_path, on_progress=resume
+    )
     assert "another process is training in" in said[0]
     assert dure.resume(tmp_path, task=small_task(), stop=dure.Stop(steps=4)).summary["steps"] == 4

@@ -11,7 +11,12 @@ from dure.record.trace import Lane, Span, Trace, chrome_events, write_trace
 
 TIMES = st.floats(0, 1e6)
 SPANS = st.builds(
-    Span, st.text(), st.sampled_from(["compute", "communication", "idle"]), TIMES, TIMES, st.integers(0, 2**40)
+    Span,
+    st.text(),
+    st.sampled_from(["compute", "communication", "idle"]),
+    TIMES,
+    TIMES,
+    st.integers(0, 2**40),
 )
 
 
@@ -23,9 +28,22 @@ def test_a_span_is_a_complete_event_in_microseconds_since_the_first_span_of_all(
     process, first, early, second, event = chrome_events(lanes, "my run")
     assert early["ts"] == 0.0
     assert process == {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "my run"}}
-    assert first == {"ph": "M", "name": "thread_name", "pid": 1, "tid": 0, "args": {"name": "rank 0"}}
+    assert first == {
+        "ph": "M",
+        "name": "thread_name",
+        "pid": 1,
+        "tid": 0,
+        "args": {"name": "rank 0"},
+    }
     assert (second["tid"], second["args"]) == (1, {"name": "rank 1"})
-    where = {"ph": "X", "name": "forward", "cat": "compute", "pid": 1, "tid": 1, "args": {"step": 12}}
+    where = {
+        "ph": "X",
+        "name": "forward",
+        "cat": "compute",
+        "pid": 1,
+        "tid": 1,
+        "args": {"step": 12},
+    }
     assert event == {**where, "ts": 1500.0, "dur": 300.0}
 
 
@@ -37,7 +55,9 @@ def test_a_lane_keeps_its_first_spans_and_counts_the_rest():
     assert [span.step for span in trace.lanes["rank 0"].spans] == [0, 1]
     events = chrome_events(list(trace.lanes.values()), "run")
     dropped = [event for event in events if event["name"] == "spans_dropped"]
-    assert dropped == [{"ph": "M", "name": "spans_dropped", "pid": 1, "tid": 0, "args": {"count": 3}}]
+    assert dropped == [
+        {"ph": "M", "name": "spans_dropped", "pid": 1, "tid": 0, "args": {"count": 3}}
+    ]
     assert sum(event["ph"] == "X" for event in events) == 3
 
 
@@ -55,7 +75,9 @@ def test_lanes_travel_as_bytes(lanes):
 def test_packing_moves_the_times_onto_another_clock_and_leaves_the_lane_alone():
     trace = Trace()
     trace.add("rank 1", *Span("send", "communication", 1.0, 2.5, 3))
-    assert Trace.unpacked(trace.packed(offset=-0.5)) == [Lane("rank 1", [Span("send", "communication", 0.5, 2.0, 3)])]
+    assert Trace.unpacked(trace.packed(offset=-0.5)) == [
+        Lane("rank 1", [Span("send", "communication", 0.5, 2.0, 3)])
+    ]
     assert trace.lanes["rank 1"].spans[0].start == 1.0
 
 

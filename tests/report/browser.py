@@ -1,7 +1,7 @@
 """Chromium for a test, driven over its debugging pipe with nothing but the standard library.
 
-Commands go in on file descriptor 3 and answers come out on 4, as JSON objects that end with a zero byte. The
-process and all its children are ended with the `with` block, whatever happens in it.
+Commands go in on file descriptor 3 and answers come out on 4, as JSON objects that end with a zero
+byte. The process and all its children are ended with the `with` block, whatever happens in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROGRAM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 FLAGS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
@@ -39,27 +41,47 @@ class Page:
         self.problems: list[str] = []
         self.requests: list[str] = []
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, phone: bool = False, dark: bool = False) -> None:
-        """Show a file in a window of this size, and wait until its charts are drawn or it reports an error."""
+    def open(
+        self,
+        path: Path,
+        width: int = 1280,
+        height: int = 900,
+        phone: bool = False,
+        dark: bool = False,
+    ) -> None:
+        """Show a file in a window of this size, and wait until its charts are drawn or it reports
+        an error."""
         if self._session is None:
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
-            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+                "sessionId"
+            ]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[theme])
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         self.problems, self.requests = [], []
         self.call("Page.navigate", url=path.resolve().as_uri())
-        while not self.ask("document.readyState == 'complete' && document.body?.dataset.chartsDrawn"):
+        while not self.ask(
+            "document.readyState == 'complete' && document.body?.dataset.chartsDrawn"
+        ):
             if self.problems:
                 return
             time.sleep(0.05)
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression; a promise is awaited."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
@@ -92,9 +114,16 @@ class Page:
         params = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
             self.problems.append(str(params["exceptionDetails"]))
-        elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.problems.append(str(params["args"]))
-        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] in (
+            "error",
+            "warning",
+        ):
             self.problems.append(str(params["entry"]))
         elif event.get("method") == "Network.requestWillBeSent":
             self.requests.append(str(params["request"]["url"]))
@@ -111,7 +140,9 @@ def chromium(seconds: float = 120) -> Iterator[Page]:
     null = [(os.POSIX_SPAWN_OPEN, output, os.devnull, os.O_WRONLY, 0) for output in (1, 2)]
     pipes = [(os.POSIX_SPAWN_DUP2, end, place) for place, end in zip((3, 4), theirs, strict=True)]
     arguments = [PROGRAM, *FLAGS, f"--user-data-dir={profile}"]
-    process = os.posix_spawn(PROGRAM, arguments, os.environ, file_actions=[*null, *pipes], setpgroup=0)
+    process = os.posix_spawn(
+        PROGRAM, arguments, os.environ, file_actions=[*null, *pipes], setpgroup=0
+    )
     for end in (command_out, answer_in, *theirs):
         os.close(end)
     try:

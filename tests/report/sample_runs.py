@@ -38,7 +38,8 @@ def write_run(
     seed: int = 0,
     config: dict[str, Any] | None = None,
 ) -> Path:
-    """A finished run, or a killed one: no summary, no trace, and half a line at the end of the history."""
+    """A finished run, or a killed one: no summary, no trace, and half a line at the end of the
+    history."""
     folder.mkdir(parents=True)
     unit = "round" if federated else "step"
     names = [f"rank {rank}" for rank in range(workers)]
@@ -48,7 +49,9 @@ def write_run(
         "label": label,
         "task": {"name": "digits", "options": {}},
         "strategy": {"name": "fed-avg" if federated else "data-parallel", "batch_size": 64},
-        "world": {"name": "simulated"} if federated else {"name": "processes", "ranks": workers, "deadline": 60.0},
+        "world": {"name": "simulated"}
+        if federated
+        else {"name": "processes", "ranks": workers, "deadline": 60.0},
         "stop": {"epochs": 20, "steps": None, "rounds": None, "seconds": None, "target": None},
         "seed": seed,
         "evaluate_every": None,
@@ -71,15 +74,24 @@ def write_run(
         (folder / "trace.json").write_text(json.dumps(_trace(label, names, federated)))
     last = lines[-1]
     best = {
-        key: (max if key == "test_accuracy" else min)(line["metrics"][key] for line in lines if "metrics" in line)
+        key: (max if key == "test_accuracy" else min)(
+            line["metrics"][key] for line in lines if "metrics" in line
+        )
         for key in last["metrics"]
     }
     reached = (
-        {"test_accuracy": {"target": target, "reached": steps / 3 if accuracy and accuracy >= target else None}}
+        {
+            "test_accuracy": {
+                "target": target,
+                "reached": steps / 3 if accuracy and accuracy >= target else None,
+            }
+        }
         if target
         else {}
     )
-    world = f"{workers} simulated clients" if federated else f"{workers} process" + "es" * (workers > 1)
+    world = (
+        f"{workers} simulated clients" if federated else f"{workers} process" + "es" * (workers > 1)
+    )
     summary = {
         "label": label, "strategy": asked["strategy"]["name"], "world": world, "unit": unit,
         "ended": "epochs", "steps": steps, "epochs": 20.0, "samples": 28_740, "seconds": seconds,
@@ -140,9 +152,19 @@ def _history(
                     0.1 + (accuracy - 0.1) * (1 - math.exp(-rate * part)) + 0.01 * chance.random()
                 )
             everybody = {
-                key: line[key] * workers for key in line if key.startswith("bytes") or key.endswith("_seconds")
+                key: line[key] * workers
+                for key in line
+                if key.startswith("bytes") or key.endswith("_seconds")
             }
-            lines.append({"kind": "evaluation", **line, **everybody, "metrics": metrics, "peak_memory": 291_504_128})
+            lines.append(
+                {
+                    "kind": "evaluation",
+                    **line,
+                    **everybody,
+                    "metrics": metrics,
+                    "peak_memory": 291_504_128,
+                }
+            )
     if not evaluations:
         lines.append({**lines[-1], "kind": "evaluation", "metrics": {}, "peak_memory": 291_504_128})
     return lines
@@ -157,11 +179,17 @@ def _worker(name: str, seconds: float, place: int) -> dict[str, Any]:
 
 
 def _trace(label: str, names: list[str], federated: bool) -> dict[str, Any]:
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}
+    ]
     for lane, name in enumerate(names):
         chance = random.Random(lane)
-        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": lane, "args": {"name": name}})
-        events.append({"ph": "M", "name": "spans_dropped", "pid": 1, "tid": lane, "args": {"count": 1234}})
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": lane, "args": {"name": name}}
+        )
+        events.append(
+            {"ph": "M", "name": "spans_dropped", "pid": 1, "tid": lane, "args": {"count": 1234}}
+        )
         now = 1520.0
         for step in range(40 if len(names) > 100 else 120):
             waits = list(SERVER_ROUND if federated and not lane else STEP)
@@ -171,22 +199,59 @@ def _trace(label: str, names: list[str], federated: bool) -> dict[str, Any]:
                 waits.append(("checkpoint", "checkpoint", 4000))
             for name, category, usual in waits:
                 length = usual * (0.7 + 0.6 * chance.random())
-                span = {"ph": "X", "name": name, "cat": category, "pid": 1, "tid": lane, "ts": now, "dur": length}
+                span = {
+                    "ph": "X",
+                    "name": name,
+                    "cat": category,
+                    "pid": 1,
+                    "tid": lane,
+                    "ts": now,
+                    "dur": length,
+                }
                 events.append({**span, "args": {"step": step}})
                 now += length
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def write_comparison(folder: Path) -> Path:
-    """Nine systems as dure compare leaves them: two federations, one that was killed, one that failed."""
-    write_run(folder / "single-worker", "single-worker", workers=1, bytes_per_step=0, seconds=5.4, target=0.95)
+    """Nine systems as dure compare leaves them: two federations, one that was killed, one that
+    failed."""
+    write_run(
+        folder / "single-worker",
+        "single-worker",
+        workers=1,
+        bytes_per_step=0,
+        seconds=5.4,
+        target=0.95,
+    )
     write_run(folder / "ring", "data-parallel ring x2", target=0.95, seed=1)
     write_run(folder / "tree", "data-parallel tree x4", workers=4, seconds=2.2, target=0.95, seed=2)
-    write_run(folder / "zero", "zero stage 2 x4", workers=4, seconds=2.6, target=0.95, accuracy=0.955, seed=3)
     write_run(
-        folder / "pipeline", "pipeline 1f1b x4", workers=4, bytes_per_step=60_000, seconds=3.8, target=0.95, seed=4
+        folder / "zero",
+        "zero stage 2 x4",
+        workers=4,
+        seconds=2.6,
+        target=0.95,
+        accuracy=0.955,
+        seed=3,
     )
-    write_run(folder / "local-sgd", "local-sgd, period 16, x4", workers=4, bytes_per_step=28_000, target=0.95, seed=5)
+    write_run(
+        folder / "pipeline",
+        "pipeline 1f1b x4",
+        workers=4,
+        bytes_per_step=60_000,
+        seconds=3.8,
+        target=0.95,
+        seed=4,
+    )
+    write_run(
+        folder / "local-sgd",
+        "local-sgd, period 16, x4",
+        workers=4,
+        bytes_per_step=28_000,
+        target=0.95,
+        seed=5,
+    )
     federation: dict[str, Any] = {
         "workers": 10,
         "federated": True,
@@ -195,9 +260,28 @@ def write_comparison(folder: Path) -> Path:
         "target": 0.95,
     }
     write_run(folder / "fed-avg", "fed-avg", **federation, accuracy=0.91, seconds=41)
-    write_run(folder / "fed-prox", "fed-prox mu 0.1", **federation, accuracy=0.93, seconds=47, seed=7)
-    write_run(folder / "split", "split learning, cut at layer 2", workers=4, bytes_per_step=9e5, seconds=8, killed=True)
-    names = ["single-worker", "ring", "tree", "zero", "pipeline", "local-sgd", "fed-avg", "fed-prox", "split"]
+    write_run(
+        folder / "fed-prox", "fed-prox mu 0.1", **federation, accuracy=0.93, seconds=47, seed=7
+    )
+    write_run(
+        folder / "split",
+        "split learning, cut at layer 2",
+        workers=4,
+        bytes_per_step=9e5,
+        seconds=8,
+        killed=True,
+    )
+    names = [
+        "single-worker",
+        "ring",
+        "tree",
+        "zero",
+        "pipeline",
+        "local-sgd",
+        "fed-avg",
+        "fed-prox",
+        "split",
+    ]
     comparison = {
         "task": "digits", "seed": 0, "stop": {"epochs": 20}, "runs": names,
         "failed": {"scaffold": "client 3 failed in round 1: ValueError: the model has <BatchNorm2d>"},

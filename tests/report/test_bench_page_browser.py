@@ -1,4 +1,5 @@
-"""The page of a benchmark in a real browser: everything is drawn, nothing is asked of the network, it fits a phone."""
+"""The page of a benchmark in a real browser: everything is drawn, nothing is asked of the network,
+it fits a phone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dure.bench.result import Result
 from dure.collectives import cost
 
 pytestmark = pytest.mark.skipif(
-    PROGRAM is None and not os.environ.get("CI"), reason="chromium is not installed, and CI is not set"
+    PROGRAM is None and not os.environ.get("CI"),
+    reason="chromium is not installed, and CI is not set",
 )
 
 
@@ -31,8 +33,17 @@ def made_up() -> Result:
                 known = contender.kind == "algorithm"
                 name = contender.name.replace("-", "_")
                 seconds = cost.predict(name, size, ranks, link) if known else 1e-3
-                cells.append({"contender": contender.name, "ranks": ranks, "bytes": size, "calls": 1,
-                              "seconds": seconds, "samples": [seconds], "cpu_seconds": seconds})  # fmt: skip
+                cells.append(
+                    {
+                        "contender": contender.name,
+                        "ranks": ranks,
+                        "bytes": size,
+                        "calls": 1,
+                        "seconds": seconds,
+                        "samples": [seconds],
+                        "cpu_seconds": seconds,
+                    }
+                )
         result.add({"cells": cells, "absent": {}, "versions": {}, "interrupted": False})
     return result
 
@@ -46,10 +57,15 @@ def test_the_page_of_a_benchmark_draws_every_chart(tmp_path: Path) -> None:
             page.open(file, dark=dark)
             assert page.ask("document.body.dataset.errors") == "[]"
             assert page.problems == []
-            assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+            assert [
+                url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))
+            ] == []
             traces = "[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.trace').length)"
             assert page.ask(traces) == [5, 5, 5, 5, 6, 6]
         page.ask("document.querySelector('.legend button').click()")
-        assert page.ask("document.querySelectorAll('.chart')[0].querySelectorAll('.trace').length") == 4
+        assert (
+            page.ask("document.querySelectorAll('.chart')[0].querySelectorAll('.trace').length")
+            == 4
+        )
         page.open(file, width=390, height=800, phone=True)
         assert page.ask("document.documentElement.scrollWidth") == 390

@@ -20,24 +20,29 @@ from sample_runs import write_run
 from test_report_page import embedded, text_of
 
 import dure
-from dure.cli import main
+from dure.cli.main import main
 from dure.report import charts, write_report
 from dure.report.federated import ROWS, UPDATES, figures, in_a_line, quantile, spread
 from dure.report.read import read_run
 from dure.report.words import metric_value
-from dure.tasks import load_task
+from dure.tasks.builtin import load_task
 
 Report = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def ditto(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rounds that end before the slowest have answered, clients that are lost or lie, and models of their own."""
+    """Rounds that end before the slowest have answered, clients that are lost or lie, and models of
+    their own."""
     folder = tmp_path_factory.mktemp("runs") / "ditto"
     asked = {"fraction": 0.5, "selection": "uniform:1.5:12:1"}
     strategy = dure.Ditto(clients=8, partition="label-shards:2", aggregate="median", **asked)
-    world = dure.Simulated(devices="lognormal:1", drop_out=0.2, attack="sign-flip:4", attackers=2, engine="loop")
-    dure.train(load_task("digits"), strategy, world, dure.Stop(rounds=5), evaluate_every=2, out=folder)
+    world = dure.Simulated(
+        devices="lognormal:1", drop_out=0.2, attack="sign-flip:4", attackers=2, engine="loop"
+    )
+    dure.train(
+        load_task("digits"), strategy, world, dure.Stop(rounds=5), evaluate_every=2, out=folder
+    )
     return folder
 
 
@@ -46,7 +51,9 @@ def fed_async(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "fed-async"
     strategy = dure.FedAsync(clients=8, fraction=0.5)
     world = dure.Simulated(devices="stragglers:0.3:10", engine="loop")
-    dure.train(load_task("digits"), strategy, world, dure.Stop(rounds=30), evaluate_every=10, out=folder)
+    dure.train(
+        load_task("digits"), strategy, world, dure.Stop(rounds=30), evaluate_every=10, out=folder
+    )
     return folder
 
 
@@ -116,7 +123,9 @@ def test_staleness_is_drawn_where_there_is_any(ditto: Path, fed_async: Path) -> 
     figure = drawn(ditto, fed_async)
     assert "staleness-0" not in figure
     (bars,) = figure["staleness-1"]["series"]
-    assert [list(pair) for pair in zip(bars["x"], bars["y"], strict=True)] == facts(fed_async)["staleness"]
+    assert [list(pair) for pair in zip(bars["x"], bars["y"], strict=True)] == facts(fed_async)[
+        "staleness"
+    ]
     assert sum(bars["y"]) == 30
 
 
@@ -126,7 +135,11 @@ def test_rounds_and_steps_meet_on_the_axis_of_virtual_time(ditto: Path, fed_asyn
     assert curves["axes"][-1]["name"] == "virtual seconds"
     for folder, series in ((ditto, curves["series"][0]), (fed_async, curves["series"][2])):
         lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-        clock = {line["step"]: line["numbers"]["virtual_seconds"] for line in lines if line["kind"] == "step"}
+        clock = {
+            line["step"]: line["numbers"]["virtual_seconds"]
+            for line in lines
+            if line["kind"] == "step"
+        }
         evaluations = [line for line in lines if line["kind"] == "evaluation"]
         assert series["x"]["virtual_seconds"] == pytest.approx(
             [{0: 0, **clock}[e["step"]] for e in evaluations], rel=1e-5
@@ -151,7 +164,9 @@ def test_other_runs_have_no_clock_and_no_such_sections(tmp_path: Path, report: R
     assert in_a_line(read_run(folder)) is None
 
 
-def test_the_spread_is_that_of_the_clients_and_agrees_with_the_metrics_of_the_run(ditto: Path, report: Report) -> None:
+def test_the_spread_is_that_of_the_clients_and_agrees_with_the_metrics_of_the_run(
+    ditto: Path, report: Report
+) -> None:
     summary, told = json.loads((ditto / "summary.json").read_text()), facts(ditto)["by_client"]
     text = text_of(report(ditto))
     for model, prefix in (("global", "client"), ("own", "personal")):
@@ -160,7 +175,9 @@ def test_the_spread_is_that_of_the_clients_and_agrees_with_the_metrics_of_the_ru
         assert of.mean == pytest.approx(summary[f"{prefix}_accuracy"])
         assert of.worst_tenth == pytest.approx(summary[f"{prefix}_accuracy_p10"])
         assert of.deviation == pytest.approx(numpy.std(values))
-        shown = " ".join(metric_value("accuracy", value) for value in (of.mean, of.worst_tenth, of.deviation))
+        shown = " ".join(
+            metric_value("accuracy", value) for value in (of.mean, of.worst_tenth, of.deviation)
+        )
         assert f"{model} {len(values)} {shown}" in text
 
 
@@ -179,14 +196,18 @@ def test_curves_over_clients_are_their_values_in_order(ditto: Path, fed_async: P
     assert points["y"] == pytest.approx(told["personal_accuracy"], rel=1e-5)
 
 
-def test_the_page_says_for_how_many_clients_the_own_model_is_better(ditto: Path, report: Report) -> None:
+def test_the_page_says_for_how_many_clients_the_own_model_is_better(
+    ditto: Path, report: Report
+) -> None:
     told = facts(ditto)["by_client"]
     pairs = list(zip(told["client_accuracy"], told["personal_accuracy"], strict=True))
     better = sum(own > theirs for theirs, own in pairs)
     assert f"the own model is better for {better} of {len(pairs)}." in text_of(report(ditto))
 
 
-def test_where_only_losses_are_known_the_worst_tenth_is_the_highest(ditto: Path, tmp_path: Path) -> None:
+def test_where_only_losses_are_known_the_worst_tenth_is_the_highest(
+    ditto: Path, tmp_path: Path
+) -> None:
     losses = [float(value) for value in range(11)]
     folder = with_facts(ditto, tmp_path / "losses", by_client={"client_loss": losses})
     assert "clients-loss" in drawn(folder)
@@ -196,7 +217,9 @@ def test_where_only_losses_are_known_the_worst_tenth_is_the_highest(ditto: Path,
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
 def test_quantiles_lie_between_clients_as_those_of_numpy(values: list[float], share: float) -> None:
-    assert quantile(values, share) == pytest.approx(numpy.quantile(values, share), rel=1e-9, abs=1e-6)
+    assert quantile(values, share) == pytest.approx(
+        numpy.quantile(values, share), rel=1e-9, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +235,10 @@ def test_quantiles_lie_between_clients_as_those_of_numpy(values: list[float], sh
 def test_what_a_run_did_not_tell_is_not_drawn(
     ditto: Path, tmp_path: Path, report: Report, lost: str, gone: list[str]
 ) -> None:
-    whole, page = text_of(report(ditto)), report(with_facts(ditto, tmp_path / "less", **{lost: None}))
+    whole, page = (
+        text_of(report(ditto)),
+        report(with_facts(ditto, tmp_path / "less", **{lost: None})),
+    )
     text = text_of(page)
     for words in gone:
         assert words in whole
@@ -220,29 +246,44 @@ def test_what_a_run_did_not_tell_is_not_drawn(
     assert set(re.findall(r'data-figure="(.*?)"', page)) == set(embedded(page)["figures"])
 
 
-def test_a_run_without_personal_models_has_no_scatter(fed_async: Path, ditto: Path, tmp_path: Path) -> None:
+def test_a_run_without_personal_models_has_no_scatter(
+    fed_async: Path, ditto: Path, tmp_path: Path
+) -> None:
     theirs = {"client_accuracy": facts(ditto)["by_client"]["client_accuracy"]}
     folder = with_facts(fed_async, tmp_path / "run", by_client=theirs)
     assert "clients-accuracy" in drawn(folder)
     assert "personal-accuracy" not in drawn(folder)
 
 
-def test_of_many_clients_those_asked_most_often_are_drawn(ditto: Path, tmp_path: Path, report: Report) -> None:
-    flights = [[client, turn, turn, turn + 0.5, "accepted"] for client in range(100) for turn in range(1 + client % 50)]
+def test_of_many_clients_those_asked_most_often_are_drawn(
+    ditto: Path, tmp_path: Path, report: Report
+) -> None:
+    flights = [
+        [client, turn, turn, turn + 0.5, "accepted"]
+        for client in range(100)
+        for turn in range(1 + client % 50)
+    ]
     outcomes = {"accepted": 9_000}
     folder = with_facts(ditto, tmp_path / "many", flights=flights, outcomes=outcomes)
     page = report(folder)
     rows = list(map(int, embedded(page)["figures"]["flights-0"]["rows"]))
     assert rows == sorted(rows)
     asked = Counter(flight[0] for flight in flights)
-    assert sorted((asked[client] for client in rows), reverse=True) == sorted(asked.values(), reverse=True)[:ROWS]
+    assert (
+        sorted((asked[client] for client in rows), reverse=True)
+        == sorted(asked.values(), reverse=True)[:ROWS]
+    )
     text = text_of(page)
     assert f"{ROWS} of 100 clients are drawn, those asked most often." in text
     assert f"kept its first {len(flights):,} of 9,000." in text
 
 
-def test_of_many_updates_whole_rounds_are_drawn(ditto: Path, tmp_path: Path, report: Report) -> None:
-    updates = [[turn, client, client == 0, 1.0 + client, 0.5] for turn in range(500) for client in range(9)]
+def test_of_many_updates_whole_rounds_are_drawn(
+    ditto: Path, tmp_path: Path, report: Report
+) -> None:
+    updates = [
+        [turn, client, client == 0, 1.0 + client, 0.5] for turn in range(500) for client in range(9)
+    ]
     page = report(with_facts(ditto, tmp_path / "many", updates=updates))
     series = embedded(page)["figures"]["norms-0"]["series"]
     rounds = Counter(number for one in series for number in one["x"])
@@ -263,7 +304,14 @@ def test_updates_that_are_no_numbers_have_no_point(ditto: Path, tmp_path: Path) 
 
 def test_damaged_rows_are_left_out(ditto: Path, tmp_path: Path) -> None:
     flights = [[0, 0, 0.0, 1.0, "accepted"], [1, 0], None, "what", [2, 0, None, 1.0, "late"]]
-    folder = with_facts(ditto, tmp_path / "run", flights=flights, staleness=[[0], 3, [2, 5]], updates=7, by_client=[])
+    folder = with_facts(
+        ditto,
+        tmp_path / "run",
+        flights=flights,
+        staleness=[[0], 3, [2, 5]],
+        updates=7,
+        by_client=[],
+    )
     federation = read_run(folder).federation
     assert federation is not None
     assert [one.client for one in federation.assignments] == [0]
@@ -271,7 +319,9 @@ def test_damaged_rows_are_left_out(ditto: Path, tmp_path: Path) -> None:
     assert drawn(folder)["staleness-0"]["series"][0]["y"] == [5]
 
 
-def test_updates_that_the_server_refused_are_not_counted_as_accepted(ditto: Path, tmp_path: Path) -> None:
+def test_updates_that_the_server_refused_are_not_counted_as_accepted(
+    ditto: Path, tmp_path: Path
+) -> None:
     folder = with_facts(ditto, tmp_path / "run", outcomes={"accepted": 10}, turns=[[0, 7]])
     lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     for line in lines:
@@ -290,13 +340,20 @@ def test_reasons_are_text_and_no_html(ditto: Path, tmp_path: Path, report: Repor
     assert embedded(page)["figures"]["flights-0"]["series"][0]["name"] == "&lt;i&gt;gone&lt;/i&gt;"
 
 
-def test_the_terminal_says_what_came_of_the_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_says_what_came_of_the_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ["--clients", "4", "--rounds", "2", "--engine", "loop"]
     assert main(["train", "digits", "fed-avg", *asked, "--out", str(tmp_path / "run")]) == 0
-    assert re.search(r"\nloop engine; [0-9.]+ s of virtual time; 8 updates\n", capsys.readouterr().err)
+    assert re.search(
+        r"\nloop engine; [0-9.]+ s of virtual time; 8 updates\n", capsys.readouterr().err
+    )
 
 
-@pytest.mark.skipif(PROGRAM is None and not os.environ.get("CI"), reason="chromium is not installed, and CI is not set")
+@pytest.mark.skipif(
+    PROGRAM is None and not os.environ.get("CI"),
+    reason="chromium is not installed, and CI is not set",
+)
 def test_a_browser_draws_every_figure_and_a_phone_does_not_scroll_sideways(
     ditto: Path, fed_async: Path, tmp_path: Path
 ) -> None:
@@ -308,7 +365,9 @@ def test_a_browser_draws_every_figure_and_a_phone_does_not_scroll_sideways(
             assert page.problems == []
             assert page.ask("document.documentElement.scrollWidth") <= width
             marks = "[...document.querySelectorAll('[data-figure]')].map(f => f.querySelectorAll('.trace').length)"
-            names = page.ask("[...document.querySelectorAll('[data-figure]')].map(f => f.dataset.figure)")
+            names = page.ask(
+                "[...document.querySelectorAll('[data-figure]')].map(f => f.dataset.figure)"
+            )
             traces = {name: len(one["series"]) for name, one in drawn(ditto, fed_async).items()}
             traces["personal-accuracy"] += 1  # the diagonal
             assert dict(zip(names, page.ask(marks), strict=True)) == traces

@@ -17,17 +17,17 @@ from sample_runs import write_run
 from test_report_page import text_of
 
 import dure
-from dure.cli import main
-from dure.parallel.combined import Parallel
-from dure.parallel.mesh import Mesh
+from dure.cli.main import main
+from dure.contracts.stop import Stop
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.schedule import Schedule
 from dure.parallel.pipeline.strategy import Pipeline
 from dure.report.pipeline import in_a_line, measured_step
 from dure.report.read import read_run
 from dure.report.words import duration, size
-from dure.stop import Stop
-from dure.tasks import load_task
-from dure.worlds.processes import Processes
+from dure.tasks.builtin import load_task
+from dure.worlds.processes.world import Processes
 
 Report = Callable[..., str]
 STEPS = 7
@@ -56,7 +56,9 @@ def spans_by_step(folder: Path) -> dict[int, list[tuple[int, str, float, float]]
     for event in json.loads((folder / "trace.json").read_text())["traceEvents"]:
         if event["ph"] == "X" and re.fullmatch(r"(forward|backward) \d+\.\d+", event["name"]):
             start = event["ts"] / 1e6
-            steps[event["args"]["step"]].append((event["tid"], event["name"], start, start + event["dur"] / 1e6))
+            steps[event["args"]["step"]].append(
+                (event["tid"], event["name"], start, start + event["dur"] / 1e6)
+            )
     return steps
 
 
@@ -85,7 +87,8 @@ def test_the_simulation_takes_the_means_of_that_step(pipeline: Path) -> None:
     for span in found.simulated.spans:
         own = seconds[span.rank, span.action.kind]
         assert span.end - span.start == pytest.approx(sum(own) / len(own))
-    # Computing takes as long as it took, and without messages nothing waits longer than its schedule says.
+    # Computing takes as long as it took, and without messages nothing waits longer than its
+    # schedule says.
     assert sum(found.simulated.busy) == pytest.approx(sum(found.measured.busy))
     assert found.simulated.peak_activations == found.measured.peak_activations == (2, 1)
 
@@ -101,39 +104,54 @@ def test_the_page_says_what_the_trace_says(pipeline: Path, report: Report) -> No
     assert "rank 0 52.0 kB 52.0 kB 0 B" in text
 
 
-def test_the_picture_holds_every_action_twice_and_brings_no_style(pipeline: Path, report: Report) -> None:
+def test_the_picture_holds_every_action_twice_and_brings_no_style(
+    pipeline: Path, report: Report
+) -> None:
     drawn = re.search(r'<div class="gantt".*?>(<svg.*?</svg>)', report(pipeline), re.DOTALL)
     assert drawn
     root = ElementTree.fromstring(drawn[1])
     actions = [title.text.partition(",")[0] for title in root.iter("title") if title.text]
-    assert sorted(set(actions)) == sorted(f"{kind}{stage}.{m}" for kind in "FB" for stage in (0, 1) for m in range(4))
+    assert sorted(set(actions)) == sorted(
+        f"{kind}{stage}.{m}" for kind in "FB" for stage in (0, 1) for m in range(4)
+    )
     assert len(actions) == 2 * len(set(actions))
     assert list(root.iter("style")) == []
 
 
 def test_facts_count_the_bytes_that_the_meter_counts(pipeline: Path) -> None:
     summary = json.loads((pipeline / "summary.json").read_text())
-    crossing = sum(stage["there"] + stage["back"] for rank in summary["facts"] for stage in rank["stages"])
+    crossing = sum(
+        stage["there"] + stage["back"] for rank in summary["facts"] for stage in rank["stages"]
+    )
     assert crossing * STEPS == summary["bytes_sent"]
     assert sum(rank["held"]["parameters"] for rank in summary["facts"]) == 4 * summary["parameters"]
     assert Schedule.parse(summary["facts"][0]["schedule"]).microbatches == 4
 
 
-def test_ranks_that_divide_layers_hold_a_part_and_tell_their_collectives(mesh: Path, report: Report) -> None:
+def test_ranks_that_divide_layers_hold_a_part_and_tell_their_collectives(
+    mesh: Path, report: Report
+) -> None:
     run = read_run(mesh)
     assert [rank.at for rank in run.ranks] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
     trace = json.loads((mesh / "trace.json").read_text())["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in trace if e["ph"] == "M" and e["name"] == "thread_name"}
+    lanes = {
+        e["tid"]: e["args"]["name"] for e in trace if e["ph"] == "M" and e["name"] == "thread_name"
+    }
     summary = json.loads((mesh / "summary.json").read_text())
     text = text_of(report(mesh))
     for rank, worker in zip(run.ranks, summary["per_worker"], strict=True):
-        # 64-200-200-10: half of the first two layers but for the second bias, and the last layer whole.
+        # 64-200-200-10: half of the first two layers but for the second bias, and the last layer
+        # whole.
         assert rank.held["parameters"] == 4 * ((64 * 200 + 200 + 200 * 200) // 2 + 200 + 2010)
         assert rank.held["gradients"] == rank.held["parameters"]
         inside = [e for e in trace if e["ph"] == "X" and lanes[e["tid"]] == f"{rank.name}, inside"]
         assert {event["args"]["step"] for event in inside} == set(range(1, STEPS + 1))
-        assert rank.inside == pytest.approx(sum(event["dur"] for event in inside) / 1e6 / STEPS, rel=0.01)
-        assert worker["communication_seconds"] > rank.inside * STEPS  # the sum over data groups is there as well
+        assert rank.inside == pytest.approx(
+            sum(event["dur"] for event in inside) / 1e6 / STEPS, rel=0.01
+        )
+        assert (
+            worker["communication_seconds"] > rank.inside * STEPS
+        )  # the sum over data groups is there as well
         held = f"{size(rank.held['parameters'])} {size(rank.held['gradients'])} 0 B {size(rank.peak_memory)}"
         assert f"{rank.name} {rank.at[0]} {rank.at[2]} {held} {duration(rank.inside)}" in text
     assert measured_step(run) is None
@@ -142,14 +160,21 @@ def test_ranks_that_divide_layers_hold_a_part_and_tell_their_collectives(mesh: P
 
 def test_seconds_inside_of_layers_are_no_compute(mesh: Path) -> None:
     trace = json.loads((mesh / "trace.json").read_text())["traceEvents"]
-    spans = sum(e["dur"] for e in trace if e["ph"] == "X" and e["cat"] == "compute" and e["tid"] == 0) / 1e6
+    spans = (
+        sum(e["dur"] for e in trace if e["ph"] == "X" and e["cat"] == "compute" and e["tid"] == 0)
+        / 1e6
+    )
     run = read_run(mesh)
     assert run.ranks[0].inside is not None
-    assert run.result.workers[0].compute == pytest.approx(spans - run.ranks[0].inside * STEPS, rel=0.02)
+    assert run.result.workers[0].compute == pytest.approx(
+        spans - run.ranks[0].inside * STEPS, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("lost", ["facts", "schedule", "at", "a rank", "trace"])
-def test_runs_that_told_less_still_have_a_report(pipeline: Path, tmp_path: Path, report: Report, lost: str) -> None:
+def test_runs_that_told_less_still_have_a_report(
+    pipeline: Path, tmp_path: Path, report: Report, lost: str
+) -> None:
     folder = tmp_path / "older"
     shutil.copytree(pipeline, folder)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -176,8 +201,12 @@ def test_other_runs_have_no_such_sections(tmp_path: Path, report: Report) -> Non
     assert '<h2 id="holdings">' not in page
 
 
-def test_the_terminal_says_the_stages_and_the_bubble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_says_the_stages_and_the_bubble(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ["--workers", "2", "--steps", "3", "--schedule", "zero-bubble-v", "--microbatches", "4"]
     assert main(["train", "digits", "pipeline", *asked, "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().err
-    assert re.search(r"4 stages, from layers\.0, .*; bubble \d+% \(simulated \d+%\) in step [23]\n", said)
+    assert re.search(
+        r"4 stages, from layers\.0, .*; bubble \d+% \(simulated \d+%\) in step [23]\n", said
+    )

@@ -1,4 +1,5 @@
-"""The page in a real browser: everything is drawn, nothing is asked of the network, and it fits a phone."""
+"""The page in a real browser: everything is drawn, nothing is asked of the network, and it fits a
+phone."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sample_runs import write_run
 from dure.report import write_report
 
 pytestmark = pytest.mark.skipif(
-    PROGRAM is None and not os.environ.get("CI"), reason="chromium is not installed, and CI is not set"
+    PROGRAM is None and not os.environ.get("CI"),
+    reason="chromium is not installed, and CI is not set",
 )
 
 DRAWN = (
@@ -57,10 +59,11 @@ def test_a_phone_never_scrolls_the_page_sideways(page: Page, written: Path) -> N
     assert_well(page)
 
 
-def test_the_theme_follows_the_system_and_the_button_and_the_charts_follow_it(page: Page, written: Path) -> None:
-    looks = (
-        "[getComputedStyle(document.body).backgroundColor, document.querySelector('#curves .xtick text').style.fill]"
-    )
+def test_the_theme_follows_the_system_and_the_button_and_the_charts_follow_it(
+    page: Page, written: Path
+) -> None:
+    label = "document.querySelector('#curves .xtick text')"
+    looks = f"[getComputedStyle(document.body).backgroundColor, {label}.style.fill]"
     page.open(written, dark=False)
     light = page.ask(looks)
     page.ask("document.getElementById('theme').click()")
@@ -97,10 +100,15 @@ def test_a_run_can_be_hidden_from_the_curves(page: Page, written: Path) -> None:
     assert page.ask("document.body.dataset.errors") == "[]"
 
 
-def test_runs_that_compute_the_same_are_named_since_only_one_line_is_seen(page: Page, tmp_path: Path) -> None:
+def test_runs_that_compute_the_same_are_named_since_only_one_line_is_seen(
+    page: Page, tmp_path: Path
+) -> None:
     folders = [write_run(tmp_path / name, name) for name in ("one", "two")]
     page.open(write_report(folders, tmp_path / "report.html"))
-    assert page.ask("document.getElementById('curve-note').textContent") == "On one and the same line: one, two."
+    assert (
+        page.ask("document.getElementById('curve-note').textContent")
+        == "On one and the same line: one, two."
+    )
 
 
 def test_a_heading_sorts_and_unknown_values_stay_below(page: Page, written: Path) -> None:
@@ -129,7 +137,9 @@ def test_a_heading_sorts_and_unknown_values_stay_below(page: Page, written: Path
         ("</script><img src=x onerror=alert(1)>%{x}$a$", {"federated": True, "workers": 2}),
     ],
 )
-def test_an_unusual_run_opens_too(page: Page, tmp_path: Path, name: str, options: dict[str, object]) -> None:
+def test_an_unusual_run_opens_too(
+    page: Page, tmp_path: Path, name: str, options: dict[str, object]
+) -> None:
     write_run(tmp_path / "run", name, **options)  # type: ignore[arg-type]
     page.open(write_report([tmp_path / "run"], tmp_path / "report.html"), 390, 844, phone=True)
     assert page.ask(SIDEWAYS) <= 390

@@ -17,12 +17,16 @@ def test_a_long_history_is_thinned_and_keeps_its_best_value(tmp_path: Path) -> N
     evaluations, training = curves["series"]
     assert len(evaluations["x"]["step"]) <= charts.POINTS
     assert len(training["x"]["step"]) <= charts.POINTS
-    assert max(evaluations["y"]["test_accuracy"]) == pytest.approx(run.result.best["test_accuracy"], rel=1e-5)
+    assert max(evaluations["y"]["test_accuracy"]) == pytest.approx(
+        run.result.best["test_accuracy"], rel=1e-5
+    )
     assert evaluations["x"]["step"][-1] == training["x"]["step"][-1] == 20_000
 
 
 def test_training_loss_lies_between_the_bytes_of_the_evaluations_around_it(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", "bytes", workers=2, steps=100, evaluations=4, bytes_per_step=10))
+    run = read_run(
+        write_run(tmp_path / "run", "bytes", workers=2, steps=100, evaluations=4, bytes_per_step=10)
+    )
     curves = charts.curves([run])
     assert curves is not None
     training = curves["series"][1]
@@ -61,7 +65,9 @@ def test_equal_partitions_are_drawn_once(tmp_path: Path) -> None:
 
 
 def test_a_partition_without_labels_has_counts_only(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", "no labels", federated=True, workers=4, histograms=False))
+    run = read_run(
+        write_run(tmp_path / "run", "no labels", federated=True, workers=4, histograms=False)
+    )
     (drawn,) = charts.partitions([run])
     assert drawn["cells"] is None
     assert len(drawn["counts"]) == 4

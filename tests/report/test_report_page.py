@@ -54,7 +54,9 @@ def test_without_plotly_the_error_says_what_to_install(
 
 def test_the_page_refers_to_nothing_outside_itself(comparison: Path, report: Report) -> None:
     page = report(comparison)
-    assert not re.search(r"https?://|@import|<link|<base|<iframe|\bsrc\s*=|\bhref\s*=|url\(", page, re.IGNORECASE)
+    assert not re.search(
+        r"https?://|@import|<link|<base|<iframe|\bsrc\s*=|\bhref\s*=|url\(", page, re.IGNORECASE
+    )
     assert "default-src 'none'" in page
 
 
@@ -78,14 +80,27 @@ def test_the_table_says_what_each_run_came_to(comparison: Path, report: Report) 
     assert "to 95 % accuracy" in text
     assert "not reached" in text
     assert "kill at step 306" in text
-    assert "scaffold failed: client 3 failed in round 1: ValueError: the model has <BatchNorm2d>" in text
+    assert (
+        "scaffold failed: client 3 failed in round 1: ValueError: the model has <BatchNorm2d>"
+        in text
+    )
 
 
-def test_every_metric_has_a_column_and_the_tenth_of_clients_a_section(tmp_path: Path, report: Report) -> None:
-    measured = {"test_accuracy": 0.9, "test_f1": 0.71, "personal_accuracy": 0.93, "personal_accuracy_p10": 0.8}
+def test_every_metric_has_a_column_and_the_tenth_of_clients_a_section(
+    tmp_path: Path, report: Report
+) -> None:
+    measured = {
+        "test_accuracy": 0.9,
+        "test_f1": 0.71,
+        "personal_accuracy": 0.93,
+        "personal_accuracy_p10": 0.8,
+    }
     for name, moved in (("a", 0.0), ("b", 0.01)):
         run = write_run(tmp_path / "runs" / name, name)
-        values = {key: value + moved for key, value in measured.items()} | {"test_loss": 0.3, "personal_loss": 0.2}
+        values = {key: value + moved for key, value in measured.items()} | {
+            "test_loss": 0.3,
+            "personal_loss": 0.2,
+        }
         summary = json.loads((run / "summary.json").read_text())
         (run / "summary.json").write_text(json.dumps({**summary, **values, "best": values}))
     page = report(tmp_path / "runs")
@@ -128,10 +143,14 @@ def test_hostile_text_stays_text(tmp_path: Path, report: Report) -> None:
     }
     run = write_run(tmp_path / "run", hostile, federated=True, workers=3, config=config)
     summary = json.loads((run / "summary.json").read_text())
-    summary["per_worker"][0]["name"] = summary["ended"] = summary["unit"] = summary["world"] = hostile
+    summary["per_worker"][0]["name"] = summary["ended"] = summary["unit"] = summary["world"] = (
+        hostile
+    )
     (run / "summary.json").write_text(json.dumps(summary))
     page = report(run, title=hostile)
-    assert page.count("<script") == 3  # the data, common.js, page.js; the fourth, plotly, is cut out by the fixture
+    assert (
+        page.count("<script") == 3
+    )  # the data, common.js, page.js; the fourth, plotly, is cut out by the fixture
     assert not re.search(r"<img|<!--|<script>alert", page)
     assert embedded(page)["runs"][0]["label"] == hostile
     assert hostile in text_of(page)
@@ -169,7 +188,9 @@ def test_a_thousand_clients_make_a_page_of_the_usual_size(tmp_path: Path, report
     page = report(write_run(tmp_path / "run", "many", federated=True, workers=1000, steps=100))
     assert len(page) < 400_000
     assert "1,000 clients" in text_of(page)
-    assert "12 of 1,001 lanes are drawn, the first to start; 989 more in trace.json." in json.dumps(embedded(page))
+    assert "12 of 1,001 lanes are drawn, the first to start; 989 more in trace.json." in json.dumps(
+        embedded(page)
+    )
     assert "client 9, busiest" in text_of(page)
 
 
@@ -180,8 +201,12 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
         write_report([], tmp_path / "report.html")
 
 
-def test_a_comparison_of_which_everything_failed_is_still_a_page(tmp_path: Path, report: Report) -> None:
-    (tmp_path / "comparison.json").write_text(json.dumps({"runs": [], "failed": {"fed-avg": "no data"}}))
+def test_a_comparison_of_which_everything_failed_is_still_a_page(
+    tmp_path: Path, report: Report
+) -> None:
+    (tmp_path / "comparison.json").write_text(
+        json.dumps({"runs": [], "failed": {"fed-avg": "no data"}})
+    )
     assert "fed-avg failed: no data" in text_of(report(tmp_path))
 
 
@@ -191,7 +216,12 @@ def test_a_command_repeats_a_run_whose_settings_are_plain(tmp_path: Path) -> Non
 
     strategy = {"name": "data-parallel", "batch_size": None, "all_reduce": "ring"}
     stop = {"epochs": 20.0, "rounds": None, "target": {"test_accuracy": 0.95}}
-    assert told("plain", strategy=strategy, stop=stop, task={"name": "my tasks.py:task", "options": {"lr": 0.1}}) == (
+    assert told(
+        "plain",
+        strategy=strategy,
+        stop=stop,
+        task={"name": "my tasks.py:task", "options": {"lr": 0.1}},
+    ) == (
         "dure train 'my tasks.py:task' data-parallel --batch-size None --all-reduce ring --lr 0.1 "
         "--epochs 20 --target test_accuracy=0.95 --workers 2 --seed 0"
     )

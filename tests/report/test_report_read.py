@@ -9,9 +9,21 @@ from dure.report.read import read_run, read_runs
 
 
 def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", "whole", federated=True, workers=3, steps=50, target=0.9))
-    assert (run.label, run.result.unit, run.result.ended, run.result.steps) == ("whole", "round", "epochs", 50)
-    assert [worker.name for worker in run.result.workers] == ["server", "client 0", "client 1", "client 2"]
+    run = read_run(
+        write_run(tmp_path / "run", "whole", federated=True, workers=3, steps=50, target=0.9)
+    )
+    assert (run.label, run.result.unit, run.result.ended, run.result.steps) == (
+        "whole",
+        "round",
+        "epochs",
+        50,
+    )
+    assert [worker.name for worker in run.result.workers] == [
+        "server",
+        "client 0",
+        "client 1",
+        "client 2",
+    ]
     assert run.result.targets[0].reached == 50 / 3
     assert run.partition is not None
     assert run.partition.histograms is not None
@@ -44,7 +56,9 @@ def test_a_damaged_summary_is_told_and_rebuilt_from_the_history(tmp_path: Path) 
 def test_numbers_that_are_none_count_as_missing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.json").write_text('{"partition": {"counts": "many"}, "task": 3, "classes": 4}')
+    (folder / "config.json").write_text(
+        '{"partition": {"counts": "many"}, "task": 3, "classes": 4}'
+    )
     lines = [
         '{"kind": "step", "step": 1, "loss": NaN, "seconds": "soon", "bytes_sent": true}',
         '{"kind": "step", "step": 2, "loss": Infinity}',
@@ -52,7 +66,9 @@ def test_numbers_that_are_none_count_as_missing(tmp_path: Path) -> None:
     ]
     (folder / "history.jsonl").write_text("\n".join(lines))
     run = read_run(folder)
-    assert [(line.loss, line.seconds, line.bytes_sent) for line in run.steps] == [(None, None, None)] * 2
+    assert [(line.loss, line.seconds, line.bytes_sent) for line in run.steps] == [
+        (None, None, None)
+    ] * 2
     assert (run.label, run.result.best, run.partition) == ("run", {}, None)
 
 
@@ -62,7 +78,11 @@ def test_a_step_written_again_after_a_resume_stands_once(tmp_path: Path) -> None
     losses = [(1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0), (3, 5.0)]
     lines = [json.dumps({"kind": "step", "step": step, "loss": loss}) for step, loss in losses]
     (folder / "history.jsonl").write_text("\n".join(lines))
-    assert [(line.step, line.loss) for line in read_run(folder).steps] == [(1, 9.0), (2, 6.0), (3, 5.0)]
+    assert [(line.step, line.loss) for line in read_run(folder).steps] == [
+        (1, 9.0),
+        (2, 6.0),
+        (3, 5.0),
+    ]
 
 
 def test_equal_labels_are_told_apart_by_their_folders(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A simulated federation that is ended and gone on with: the same bits, whatever its world does meanwhile."""
+"""A simulated federation that is ended and gone on with: the same bits, whatever its world does
+meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import dure
-from dure.federated.federated import Federated
+from dure.federated.strategy import Federated
 from small import same_bits, small_task
 
 K, ROUNDS = 8, 12
@@ -30,7 +31,9 @@ def facts(run: dure.Run) -> dict[str, Any]:
 
 def liars_change(run: dure.Run) -> bool:
     updates = facts(run)["updates"]
-    lied, honest = ({client for _, client, lies, *_ in updates if lies == wanted} for wanted in (True, False))
+    lied, honest = (
+        {client for _, client, lies, *_ in updates if lies == wanted} for wanted in (True, False)
+    )
     return bool(lied & honest)
 
 
@@ -63,7 +66,9 @@ CASES = {
     "attack-median": Case(dure.FedAvg(aggregate="median", **HALF), LIES, liars_change),  # type: ignore[arg-type]
     "attack-async": Case(dure.FedAsync(**FEW), LIES, liars_change),
     "attack-scaffold": Case(dure.Scaffold(**HALF), LIES, liars_change),
-    "attack-that-draws": Case(dure.FedBuff(buffer=4, **FEW), {**LIES, "attack": "gaussian"}, liars_change),
+    "attack-that-draws": Case(
+        dure.FedBuff(buffer=4, **FEW), {**LIES, "attack": "gaussian"}, liars_change
+    ),
     "arriving": Case(dure.FedAvg(**HALF), ARRIVING, data_arrive),
     "arriving-async": Case(dure.FedAsync(**FEW), ARRIVING, data_arrive),
     "arriving-buffer": Case(dure.FedBuff(buffer=3, **FEW), ARRIVING, data_arrive),
@@ -87,18 +92,28 @@ CASES = {
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_ended_again_and_again_and_gone_on_with_it_has_the_same_bits(case: Case, engine: Any, tmp_path: Path) -> None:
+def test_ended_again_and_again_and_gone_on_with_it_has_the_same_bits(
+    case: Case, engine: Any, tmp_path: Path
+) -> None:
     world = dure.Simulated(devices="lognormal:1", engine=engine, **case.world)  # type: ignore[arg-type]
-    whole = dure.train(small_task(), case.strategy, world, dure.Stop(rounds=ROUNDS), evaluate_every=1)
+    whole = dure.train(
+        small_task(), case.strategy, world, dure.Stop(rounds=ROUNDS), evaluate_every=1
+    )
     assert case.happens(whole)
-    dure.train(small_task(), case.strategy, world, dure.Stop(rounds=1), out=tmp_path, evaluate_every=1)
+    dure.train(
+        small_task(), case.strategy, world, dure.Stop(rounds=1), out=tmp_path, evaluate_every=1
+    )
     for rounds in (2, 5, ROUNDS):
         again = dure.resume(tmp_path, task=small_task(), stop=dure.Stop(rounds=rounds))
     assert same_bits(whole, again)
     assert facts(whole) == facts(again)
     for one in ("train_loss", "samples", "bytes_sent", "bytes_received"):
         assert whole.summary[one] == again.summary[one]
-    assert [step.numbers for step in whole.history.steps] == [step.numbers for step in again.history.steps]
-    assert [step.loss for step in whole.history.steps] == [step.loss for step in again.history.steps]
+    assert [step.numbers for step in whole.history.steps] == [
+        step.numbers for step in again.history.steps
+    ]
+    assert [step.loss for step in whole.history.steps] == [
+        step.loss for step in again.history.steps
+    ]
     evaluations = [[one.metrics for one in run.history.evaluations] for run in (whole, again)]
     assert evaluations[0] == evaluations[1]

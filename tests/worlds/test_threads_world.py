@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dure
-from dure.cli import main
+from dure.cli.main import main
 from dure.report.page import command, write_report
 from dure.report.read import read_run
 from small import largest_difference, small_task
@@ -40,7 +40,10 @@ def test_without_gpus_there_is_a_thread_a_core() -> None:
 @pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
 def test_gpus_are_taken_in_turn_where_there_are() -> None:
     count = torch.cuda.device_count()
-    assert dure.Threads(count + 1).devices == (*(f"cuda:{index}" for index in range(count)), "cuda:0")
+    assert dure.Threads(count + 1).devices == (
+        *(f"cuda:{index}" for index in range(count)),
+        "cuda:0",
+    )
     with pytest.raises(ValueError, match=f"there is no cuda:{count} here"):
         dure.Threads(1, (f"cuda:{count}",))
 
@@ -62,9 +65,21 @@ def test_worlds_that_cannot_be_are_refused(arguments: Any, complaint: str) -> No
 @pytest.mark.parametrize(
     ("strategy", "world", "complaint"),
     [
-        (dure.SingleWorker(8), dure.Threads(1), "SingleWorker does not live in Threads; it needs a world of ranks"),
-        (dure.FedAvg(4), dure.Threads(2), "FedAvg does not live in Threads; it needs a world of clients: Simulated"),
-        (dure.DataParallel(8), dure.Simulated(), r"a world of ranks: .*, or of threads: Threads\(n\)"),
+        (
+            dure.SingleWorker(8),
+            dure.Threads(1),
+            "SingleWorker does not live in Threads; it needs a world of ranks",
+        ),
+        (
+            dure.FedAvg(4),
+            dure.Threads(2),
+            "FedAvg does not live in Threads; it needs a world of clients: Simulated",
+        ),
+        (
+            dure.DataParallel(8),
+            dure.Simulated(),
+            r"a world of ranks: .*, or of threads: Threads\(n\)",
+        ),
     ],
 )
 def test_systems_say_in_which_worlds_they_live(strategy: Any, world: Any, complaint: str) -> None:
@@ -73,7 +88,9 @@ def test_systems_say_in_which_worlds_they_live(strategy: Any, world: Any, compla
 
 
 @pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
-@pytest.mark.parametrize("strategy", [dure.DataParallel(8), dure.LayersPerCore(8, 2), dure.Hogwild(8)])
+@pytest.mark.parametrize(
+    "strategy", [dure.DataParallel(8), dure.LayersPerCore(8, 2), dure.Hogwild(8)]
+)
 def test_threads_may_share_a_gpu(strategy: Any) -> None:
     stop = dure.Stop(epochs=2)
     run = dure.train(small_task(), strategy, dure.Threads(2, ("cuda:0",)), stop, seed=3)
@@ -129,7 +146,9 @@ def test_a_second_ctrl_c_ends_a_run_whose_worker_is_stuck() -> None:
         presser.join()
 
 
-def test_the_command_line_trains_resumes_and_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_trains_resumes_and_repeats_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train = ["train", "digits", "data-parallel", "--world", "threads", "--workers", "2", "--json"]
     assert main([*train, "--steps", "3", "--out", str(tmp_path / "a")]) == 0
     assert json.loads(capsys.readouterr().out)["world"] == "2 threads"
@@ -139,7 +158,10 @@ def test_the_command_line_trains_resumes_and_repeats_it(tmp_path: Path, capsys: 
     assert line is not None
     assert "--world threads" in line
     assert main([*line.split()[1:], "--json", "--out", str(tmp_path / "b")]) == 0
-    assert '<span class="who">master<small>↑ ' in write_report([tmp_path / "b"], tmp_path / "report.html").read_text()
+    assert (
+        '<span class="who">master<small>↑ '
+        in write_report([tmp_path / "b"], tmp_path / "report.html").read_text()
+    )
     assert (
         main(
             [
@@ -162,11 +184,16 @@ def test_the_command_line_trains_resumes_and_repeats_it(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("train digits data-parallel --devices cpu", "--devices says where threads compute: add --world threads"),
+        (
+            "train digits data-parallel --devices cpu",
+            "--devices says where threads compute: add --world threads",
+        ),
         ("train digits fed-avg --world threads", "FedAvg does not live in Threads"),
         ("compare digits data-parallel,world=moon", "the world is threads or processes"),
     ],
 )
-def test_lines_that_make_no_sense_are_answered(line: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_make_no_sense_are_answered(
+    line: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line.split()) == 2
     assert complaint in capsys.readouterr().err

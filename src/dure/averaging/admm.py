@@ -1,29 +1,33 @@
-"""Consensus ADMM: every rank minimises the loss of its own data near a common point, and duals make the points agree.
+"""Consensus ADMM: every rank minimises the loss of its own data near a common point, and duals make
+the points agree.
 
-With f_i the mean loss of rank i's n_i of n examples, weighted by N·n_i/n (1 where the parts are equal), in scaled form:
+With f_i the mean loss of rank i's n_i of n examples, weighted by N·n_i/n (1 where the parts are
+equal), in scaled form:
 
     x_i <- argmin f_i(x) + rho/2·|x - z + u_i|^2         H steps of the task's optimizer, from the rank's own x_i
     z   <- mean of x_i + u_i
     u_i <- u_i + x_i - z
 
-The sum of f_i is N times the loss of all data, so where the loss is convex z goes to the minimum of the loss of all
-data, whatever rho is. At first z and all x_i are the common initial weights, and u_i = 0. The consensus z is what is
-evaluated and returned. With `duals=False` u_i stays 0: FedProx's local loss with mu = rho, whose ranks never agree.
+The sum of f_i is N times the loss of all data, so where the loss is convex z goes to the minimum of
+the loss of all data, whatever rho is. At first z and all x_i are the common initial weights, and
+u_i = 0. The consensus z is what is evaluated and returned. With `duals=False` u_i stays 0:
+FedProx's local loss with mu = rho, whose ranks never agree.
 
 Of every round two residuals are recorded, both 0 where the ranks agree on a minimum (N ranks):
 
     primal   r = root of the sum over i of |x_i - z|^2
     dual     s = rho · root of N · |z - z before|
 
-Since the u_i add to 0, the sum of |x_i - z|^2 is that of |x_i - z before|^2 less N·|z - z before|^2: known to all from
-one number a rank, to the precision of the message (in float32 an r below 0.0003·s/rho is rounding).
-Adaptive rho: r > 10·s doubles rho and halves all u_i; s > 10·r halves rho and doubles all u_i.
+Since the u_i add to 0, the sum of |x_i - z|^2 is that of |x_i - z before|^2 less N·|z - z
+before|^2: known to all from one number a rank, to the precision of the message (in float32 an r
+below 0.0003·s/rho is rounding). Adaptive rho: r > 10·s doubles rho and halves all u_i; s > 10·r
+halves rho and doubles all u_i.
 
-What travels: x_i + u_i as one vector, through an all-reduce of choice: one message of d elements a round
-(`dure.averaging.meeting`). u_i and the optimizer's state stay with their rank.
+What travels: x_i + u_i as one vector, through an all-reduce of choice: one message of d elements a
+round (`dure.averaging.meeting`). u_i and the optimizer's state stay with their rank.
 
-Source: Boyd et al. 2011, "Distributed Optimization and Statistical Learning via the Alternating Direction Method of
-Multipliers", sections 3.3, 3.4.1 and 7.1.
+Source: Boyd et al. 2011, "Distributed Optimization and Statistical Learning via the Alternating
+Direction Method of Multipliers", sections 3.3, 3.4.1 and 7.1.
 """
 
 from __future__ import annotations
@@ -38,15 +42,15 @@ from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
-from dure.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.collectives.all_reduce import Algorithm
+from dure.contracts.strategy import Kind, Learner, Place, Progress, seeded_model
+from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
-from dure.evaluation import evaluate
-from dure.flat import FlatParameters
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, seeded_model
-from dure.task import Task
+from dure.tasks.evaluation import evaluate
+from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.flat import FlatParameters
 
 BALANCE, FACTOR = 10.0, 2.0
 """How many times larger one residual may be before rho changes, and by what."""
@@ -59,14 +63,16 @@ class ADMM:
     Args:
         batch_size: examples of a step over all workers together; None is all of a worker's data.
         rho: how strongly workers are drawn to the consensus.
-        adaptive: whether rho is doubled or halved while the residuals differ by more than ten times.
+        adaptive: whether rho is doubled or halved while the residuals differ by more than ten
+            times.
         local_epochs: passes of a worker over its data in a round.
         local_steps: steps of a worker in a round instead of epochs.
         duals: whether the duals are updated; without them it is FedProx's local loss.
-        partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5 or quantity-skew:1.
+        partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5 or
+            quantity-skew:1.
         momentum: what a synchronisation does to the optimizer's state: keep, average, or reset.
-        all_reduce: how the consensus is summed: ring, master, one_shot, tree, halving_doubling, hierarchical, native
-            or auto.
+        all_reduce: how the consensus is summed: ring, master, one_shot, tree, halving_doubling,
+            hierarchical, native or auto.
     """
 
     batch_size: int | None = 64
@@ -86,7 +92,12 @@ class ADMM:
     @property
     def label(self) -> str:
         default = ADMM()
-        shown = {"E": "local_epochs", "steps": "local_steps", "partition": "partition", "momentum": "momentum"}
+        shown = {
+            "E": "local_epochs",
+            "steps": "local_steps",
+            "partition": "partition",
+            "momentum": "momentum",
+        }
         parts = [
             f"{word}={getattr(self, name)}"
             for word, name in shown.items()
@@ -100,11 +111,17 @@ class ADMM:
         check_exchange(self.all_reduce, self.momentum)
         check_partition(self.partition, task, workers)
         if not (math.isfinite(self.rho) and self.rho > 0):
-            raise ValueError(f"rho is {self.rho}, but workers are drawn to the consensus by more than 0")
+            raise ValueError(
+                f"rho is {self.rho}, but workers are drawn to the consensus by more than 0"
+            )
         if self.local_epochs < 1:
-            raise ValueError(f"local_epochs is {self.local_epochs}, but a worker makes at least one pass")
+            raise ValueError(
+                f"local_epochs is {self.local_epochs}, but a worker makes at least one pass"
+            )
         if self.local_steps is not None and self.local_steps < 1:
-            raise ValueError(f"local_steps is {self.local_steps}, but a worker makes at least one step")
+            raise ValueError(
+                f"local_steps is {self.local_steps}, but a worker makes at least one step"
+            )
 
     def division(self, task: Task, seed: int) -> Description | None:
         return None
@@ -128,7 +145,9 @@ class ADMMLearner:
         self.z = FlatParameters(self.consensus, only_trained=True)
         copy_model(self.replica.model, self.consensus)
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]
-        self.meeting = Meeting(self.replica, place, strategy.all_reduce, strategy.momentum, numbers=1)
+        self.meeting = Meeting(
+            self.replica, place, strategy.all_reduce, strategy.momentum, numbers=1
+        )
         self.rho = strategy.rho
         self.where = f"rank {self.group.rank}"
         self.round = 0
@@ -139,8 +158,13 @@ class ADMMLearner:
     def advance(self, wish: int) -> Progress:
         """One round: the local problem, the consensus, the duals."""
         ranks, round, asked = self.group.size, self.round + 1, self.strategy
-        steps = [asked.local_steps or asked.local_epochs * shard.steps_per_pass for shard in self.shards]
-        counts = [shard.examples(self.round * own, own) for shard, own in zip(self.shards, steps, strict=True)]
+        steps = [
+            asked.local_steps or asked.local_epochs * shard.steps_per_pass for shard in self.shards
+        ]
+        counts = [
+            shard.examples(self.round * own, own)
+            for shard, own in zip(self.shards, steps, strict=True)
+        ]
         own = steps[self.group.rank]
         weight = ranks * self.shard.n / len(self.replica.train_examples)
         trained = self.replica.train(self.shard.steps(self.round * own, own), weight, self._pull())
@@ -158,7 +182,9 @@ class ADMMLearner:
     def _pull(self) -> Callable[[Sequence[Tensor]], None]:
         """Adds the gradient of rho/2·|x - z + u|^2 to those of the loss."""
         rho = self.rho
-        points = self.replica.views([z - u for z, u in zip(self.z.buffers, self.duals, strict=True)])
+        points = self.replica.views(
+            [z - u for z, u in zip(self.z.buffers, self.duals, strict=True)]
+        )
 
         def pull(parameters: Sequence[Tensor]) -> None:
             for parameter, point in zip(parameters, points, strict=True):
@@ -172,7 +198,9 @@ class ADMMLearner:
         """(x + u - z)/N into the message; returns |x - z|^2."""
         moved = 0.0
         weights = self.replica.flat.buffers
-        for body, x, z, u in zip(self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True):
+        for body, x, z, u in zip(
+            self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True
+        ):
             torch.sub(x, z, out=body)
             moved += float(body.abs().square().sum())
             body.add_(u).div_(self.group.size)
@@ -183,7 +211,9 @@ class ADMMLearner:
         """The new z, and the duals; returns |z - z before|^2."""
         went = 0.0
         weights = self.replica.flat.buffers
-        for body, x, z, u in zip(self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True):
+        for body, x, z, u in zip(
+            self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True
+        ):
             z.add_(body)
             went += float(body.abs().square().sum())
             if self.strategy.duals:
@@ -194,13 +224,17 @@ class ADMMLearner:
     def _adapt(self, primal: float, dual: float) -> None:
         if not self.strategy.adaptive:
             return
-        factor = FACTOR if primal > BALANCE * dual else 1 / FACTOR if dual > BALANCE * primal else 1.0
+        factor = (
+            FACTOR if primal > BALANCE * dual else 1 / FACTOR if dual > BALANCE * primal else 1.0
+        )
         self.rho *= factor
         for u in self.duals:
             u.div_(factor)
 
     def evaluate(self) -> dict[str, float]:
-        return evaluate(self.task, self.consensus, self.replica.test_examples, self.group, self.round)
+        return evaluate(
+            self.task, self.consensus, self.replica.test_examples, self.group, self.round
+        )
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.consensus.state_dict())

@@ -1,17 +1,19 @@
 """DiLoCo: local SGD whose mean difference is a gradient for an outer optimizer.
 
-    x_i <- H steps of the task's optimizer (AdamW in the paper) from x, on rank i's part of the joint batches
+    x_i <- H steps of the task's optimizer (AdamW in the paper) from x, on rank i's part of the
+    joint batches
     D   <- sum over i of w_i·(x - x_i)                          the outer gradient
     v   <- m·v + D
     x   <- x - lr·(D + m·v)       Nesterov;      x <- x - lr·v       without
 
-w_i is rank i's share of the round's examples: 1/N where the parts are equal. The inner optimizers' states stay with
-their ranks, as in the paper, which found no gain in exchanging them. lr = 1 and m = 0 is local SGD.
+w_i is rank i's share of the round's examples: 1/N where the parts are equal. The inner optimizers'
+states stay with their ranks, as in the paper, which found no gain in exchanging them. lr = 1 and m
+= 0 is local SGD.
 
 What travels: as in local SGD, one message a round; v is the same on every rank and never travels.
 
-Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; there lr is 0.7,
-m is 0.9, and H = 500.
+Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models";
+there lr is 0.7, m is 0.9, and H = 500.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
 from dure.averaging.meeting import Momentum
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
+from dure.contracts.strategy import Kind, Learner, Place
+from dure.contracts.task import Task
 from dure.data.partition import Description
-from dure.strategy import Kind, Learner, Place
-from dure.task import Task
 
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Ranks train apart for many steps; an outer optimizer moves the common weights along the mean of their ways.
+    """Ranks train apart for many steps; an outer optimizer moves the common weights along the mean
+    of their ways.
 
     Args:
         batch_size: examples of a step over all workers together; None is all the data.
@@ -43,9 +46,10 @@ class DiLoCo:
         outer_lr: learning rate of the outer optimizer; 1 without momentum is plain averaging.
         outer_momentum: of the outer optimizer, in [0, 1).
         nesterov: whether that momentum is Nesterov's.
-        momentum: what a synchronisation does to the inner optimizer's state: keep, average, or reset.
-        all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling, hierarchical, native
-            or auto.
+        momentum: what a synchronisation does to the inner optimizer's state: keep, average, or
+            reset.
+        all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling,
+            hierarchical, native or auto.
         compression: of the differences that are exchanged: none, cast:bfloat16, …
     """
 
@@ -65,7 +69,12 @@ class DiLoCo:
     @property
     def label(self) -> str:
         default = DiLoCo()
-        shown = {"outer lr": "outer_lr", "m": "outer_momentum", "momentum": "momentum", "compression": "compression"}
+        shown = {
+            "outer lr": "outer_lr",
+            "m": "outer_momentum",
+            "momentum": "momentum",
+            "compression": "compression",
+        }
         parts = [
             f"{word}={getattr(self, name)}"
             for word, name in shown.items()
@@ -76,13 +85,24 @@ class DiLoCo:
     def check(self, task: Task, workers: int | None) -> None:
         self.rounds().check(task, workers)
         if not (math.isfinite(self.outer_lr) and self.outer_lr >= 0):
-            raise ValueError(f"outer_lr is {self.outer_lr}, but a learning rate is a number from 0 on")
+            raise ValueError(
+                f"outer_lr is {self.outer_lr}, but a learning rate is a number from 0 on"
+            )
         if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum is {self.outer_momentum}, but a momentum lies in [0, 1)")
+            raise ValueError(
+                f"outer_momentum is {self.outer_momentum}, but a momentum lies in [0, 1)"
+            )
 
     def rounds(self) -> LocalSGD:
         """The rounds without the outer optimizer."""
-        return LocalSGD(self.batch_size, self.period, 0, self.momentum, self.all_reduce, compression=self.compression)
+        return LocalSGD(
+            self.batch_size,
+            self.period,
+            0,
+            self.momentum,
+            self.all_reduce,
+            compression=self.compression,
+        )
 
     def division(self, task: Task, seed: int) -> Description | None:
         return None
@@ -101,7 +121,9 @@ class DiLoCoLearner(LocalSGDLearner):
 
     def move(self, differences: Sequence[Tensor]) -> None:
         lr, momentum = self.outer.outer_lr, self.outer.outer_momentum
-        for common, velocity, difference in zip(self.common, self.velocity, differences, strict=True):
+        for common, velocity, difference in zip(
+            self.common, self.velocity, differences, strict=True
+        ):
             velocity.mul_(momentum).sub_(difference)  # the outer gradient is the way back
             if self.outer.nesterov:
                 common.add_(difference, alpha=lr).sub_(velocity, alpha=lr * momentum)

@@ -3,15 +3,17 @@
     x_i <- x_i - step_i(gradient over rank i's part of the joint batch)        H times
     x_i <- x + sum over j of w_j·(x_j - x)                                     x: where the round began
 
-w_j is rank j's share of the round's examples: 1/N where the parts are equal. H = 1 without momentum is data parallel.
-*Post-local* SGD begins with H = 1 and takes longer rounds only from step `local_from` on, as after the first decay of
-the learning rate. Batch norm's statistics are averaged as the weights are; dropout is drawn from (seed, step, rank).
+w_j is rank j's share of the round's examples: 1/N where the parts are equal. H = 1 without momentum
+is data parallel. *Post-local* SGD begins with H = 1 and takes longer rounds only from step
+`local_from` on, as after the first decay of the learning rate. Batch norm's statistics are averaged
+as the weights are; dropout is drawn from (seed, step, rank).
 
-What travels: one message a round (`dure.averaging.meeting`), through an all-reduce of choice: 1/H of data parallel's.
-The optimizer's state stays with its rank, is averaged as well, or starts anew: `momentum`.
+What travels: one message a round (`dure.averaging.meeting`), through an all-reduce of choice: 1/H
+of data parallel's. The optimizer's state stays with its rank, is averaged as well, or starts anew:
+`momentum`.
 
-Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2020, "Don't Use Large Mini-Batches,
-Use Local SGD".
+Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2020, "Don't Use
+Large Mini-Batches, Use Local SGD".
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from torch import Tensor
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica
-from dure.buffers import load_passing_buffers, load_weights, passing_buffers
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
+from dure.contracts.strategy import Kind, Learner, Place, Progress
+from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.partition import Description
-from dure.evaluation import evaluate
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress
-from dure.task import Task
+from dure.tasks.evaluation import evaluate
+from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,11 @@ class LocalSGD:
     Args:
         batch_size: examples of a step over all workers together; None is all the data.
         period: H, the steps of a round.
-        local_from: the step from which rounds have `period` steps; before it they have one (post-local SGD).
+        local_from: the step from which rounds have `period` steps; before it they have one
+            (post-local SGD).
         momentum: what a synchronisation does to the optimizer's state: keep, average, or reset.
-        all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling, hierarchical, native
-            or auto.
+        all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling,
+            hierarchical, native or auto.
         compression: of the differences that are exchanged: none, cast:bfloat16, …
     """
 
@@ -88,7 +91,8 @@ class LocalSGD:
 
 
 class LocalSGDLearner:
-    """Local SGD at work on one rank. What is done with the mean difference, `move`, is replaced by DiLoCo."""
+    """Local SGD at work on one rank. What is done with the mean difference, `move`, is replaced by
+    DiLoCo."""
 
     unit = "round"
     resizes = True  # a rank beyond those of the checkpoint begins with the optimizer of one of them
@@ -98,7 +102,9 @@ class LocalSGDLearner:
         self.replica = Replica(task, place, seed)
         self.model = self.replica.model
         self.batches = Batches(len(self.replica.train_examples), strategy.batch_size, seed)
-        self.meeting = Meeting(self.replica, place, strategy.all_reduce, strategy.momentum, strategy.compression)
+        self.meeting = Meeting(
+            self.replica, place, strategy.all_reduce, strategy.momentum, strategy.compression
+        )
         self.common = self.replica.flat.copy()
         self.where = f"rank {self.group.rank}"
         self.step = self.round = 0
@@ -116,7 +122,9 @@ class LocalSGDLearner:
         trained = self.replica.train(self._parts(steps))
         examples = sum(len(self.batches.at(step)) for step in steps)
         weight = trained.examples / examples
-        for body, mine, common in zip(self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True):
+        for body, mine, common in zip(
+            self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True
+        ):
             torch.sub(mine, common, out=body).mul_(weight)
         met = self.meeting.meet(weight, weight * trained.loss, wish, self.round + 1)
         self.move(self.meeting.bodies)
@@ -145,7 +153,10 @@ class LocalSGDLearner:
 
     def part(self) -> dict[str, Any]:
         """This rank's optimizer, and what its compressors remember."""
-        return {"optimizer": self.replica.optimizer.state_dict(), "compressors": self.meeting.state()}
+        return {
+            "optimizer": self.replica.optimizer.state_dict(),
+            "compressors": self.meeting.state(),
+        }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)

@@ -5,16 +5,18 @@
     x   <- sum over i of (n_i/n)·x_i                          combine="average"
     x   <- the x_i with the least loss on all training data   combine="best"
 
-For convex losses the average has about 1/N of the variance of a single x_i. The loss of a deep network is not convex:
-from common first weights the average is often better than its parts, from different ones it is worse than any.
+For convex losses the average has about 1/N of the variance of a single x_i. The loss of a deep
+network is not convex: from common first weights the average is often better than its parts, from
+different ones it is worse than any.
 
-A round is one pass of every rank over its own examples, in steps of `batch_size`/N examples, rounded up. The ranks
-combine when the run ends. If the model is evaluated or written down on the way, it is combined for that as well, which
-changes nothing in the training.
+A round is one pass of every rank over its own examples, in steps of `batch_size`/N examples,
+rounded up. The ranks combine when the run ends. If the model is evaluated or written down on the
+way, it is combined for that as well, which changes nothing in the training.
 
-What travels: d elements once: through an all-reduce for the average, for the best one loss a rank and a broadcast by
-its rank. A combination on the way belongs to the measurement, so only the first one is counted. That ranks end and
-write checkpoints together, and know one another's losses, takes a few numbers a round, which are not counted either.
+What travels: d elements once: through an all-reduce for the average, for the best one loss a rank
+and a broadcast by its rank. A combination on the way belongs to the measurement, so only the first
+one is counted. That ranks end and write checkpoints together, and know one another's losses, takes
+a few numbers a round, which are not counted either.
 
 Source: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent" (SimuParallelSGD).
 """
@@ -32,19 +34,19 @@ from torch import Tensor, nn
 
 from dure.averaging.meeting import check_exchange, difference, packed
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
-from dure.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
-from dure.counted import loss_and_count
+from dure.contracts.strategy import Kind, Learner, Place, Progress, seeded_model
+from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Description, Partition
 from dure.errors import LossNotFiniteError
-from dure.evaluation import evaluate, ratio
-from dure.flat import FlatParameters
 from dure.record.meter import Meter
-from dure.strategy import Kind, Learner, Place, Progress, seeded_model
-from dure.task import Task
+from dure.tasks.evaluation import evaluate, ratio
+from dure.tasks.loss_shares import loss_and_count
+from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
+from dure.tensors.flat import FlatParameters
 
 Combination = Literal["average", "best"]
 
@@ -55,10 +57,12 @@ class ParallelSGD:
 
     Args:
         batch_size: examples of a step over all workers together; None is all of a worker's data.
-        combine: average of the weights, or best: the model with the least loss on all training data.
-        partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5 or quantity-skew:1.
-        all_reduce: how the average is summed: ring, master, one_shot, tree, halving_doubling, hierarchical, native
-            or auto.
+        combine: average of the weights, or best: the model with the least loss on all training
+            data.
+        partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5 or
+            quantity-skew:1.
+        all_reduce: how the average is summed: ring, master, one_shot, tree, halving_doubling,
+            hierarchical, native or auto.
     """
 
     batch_size: int | None = 64
@@ -72,14 +76,22 @@ class ParallelSGD:
 
     @property
     def label(self) -> str:
-        return " ".join(["parallel SGD", self.combine, *([] if self.partition == IID() else [str(self.partition)])])
+        return " ".join(
+            [
+                "parallel SGD",
+                self.combine,
+                *([] if self.partition == IID() else [str(self.partition)]),
+            ]
+        )
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
         check_exchange(self.all_reduce, "keep")
         check_partition(self.partition, task, workers)
         if self.combine not in get_args(Combination):
-            raise ValueError(f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}")
+            raise ValueError(
+                f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}"
+            )
 
     def division(self, task: Task, seed: int) -> Description | None:
         return None
@@ -103,7 +115,11 @@ class ParallelSGDLearner:
         self.flat = FlatParameters(self.combined, only_trained=True)
         copy_model(self.replica.model, self.combined)
         self.buffers = Buffers(self.combined)
-        self.first = [buffer.clone() for buffer in self.buffers.of(self.combined) if buffer.is_floating_point()]
+        self.first = [
+            buffer.clone()
+            for buffer in self.buffers.of(self.combined)
+            if buffer.is_floating_point()
+        ]
         self.clock_offset = place.clock_offset
         self.where = f"rank {self.group.rank}"
         self.round = self.combined_at = 0
@@ -120,18 +136,25 @@ class ParallelSGDLearner:
         told = [trained.loss, float(wish), entered + self.clock_offset]
         rows = self.group.all_gather_values(told, "the end of a pass")
         arrival = max(arrived for _, _, arrived in rows) - self.clock_offset
-        self.group.meter.communication("end of a pass", entered, time.perf_counter(), self.round + 1, arrival)
+        self.group.meter.communication(
+            "end of a pass", entered, time.perf_counter(), self.round + 1, arrival
+        )
         for rank, (loss, _, _) in enumerate(rows):
             if not math.isfinite(loss):
-                raise LossNotFiniteError(loss, f"rank {rank}", f"round {self.round + 1}", intact=False)
+                raise LossNotFiniteError(
+                    loss, f"rank {rank}", f"round {self.round + 1}", intact=False
+                )
         self.round += 1
         n = len(self.replica.train_examples)
-        mean = sum(shard.n / n * loss for shard, (loss, _, _) in zip(self.shards, rows, strict=True))
+        mean = sum(
+            shard.n / n * loss for shard, (loss, _, _) in zip(self.shards, rows, strict=True)
+        )
         return Progress(mean, n, int(rows[0][1]))
 
     @torch.no_grad()
     def combine(self) -> nn.Module:
-        """The combined model as it is now. All ranks call it together; the first combination is the one that counts."""
+        """The combined model as it is now. All ranks call it together; the first combination is the
+        one that counts."""
         if self.combined_at == self.round:
             return self.combined
         group = self.group.unmetered() if self.counted else self.group
@@ -161,7 +184,9 @@ class ParallelSGDLearner:
 
     def _best(self, group: Group) -> None:
         """The model of the rank with the least loss on all training data; of several, the first."""
-        losses = all_gather(torch.tensor([self._loss()], dtype=torch.float64), group).flatten().tolist()
+        losses = (
+            all_gather(torch.tensor([self._loss()], dtype=torch.float64), group).flatten().tolist()
+        )
         best = min(range(group.size), key=lambda rank: (math.isnan(losses[rank]), losses[rank]))
         group.broadcast_values([*self.flat.buffers, *self.buffers.of(self.combined)], root=best)
 
@@ -171,13 +196,17 @@ class ParallelSGDLearner:
         self.combined.eval()
         for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
             inputs, targets = examples.batch(indices)
-            loss, count = loss_and_count(self.task.loss, self.combined(inputs), targets, len(indices))
+            loss, count = loss_and_count(
+                self.task.loss, self.combined(inputs), targets, len(indices)
+            )
             total, counted = total + loss, counted + count
         self.combined.train()
         return ratio(total, counted)
 
     def evaluate(self) -> dict[str, float]:
-        return evaluate(self.task, self.combine(), self.replica.test_examples, self.group, self.round)
+        return evaluate(
+            self.task, self.combine(), self.replica.test_examples, self.group, self.round
+        )
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.combine().state_dict())

@@ -1,8 +1,9 @@
 """A rank's own model and optimizer, and the steps that it makes alone between two synchronisations.
 
-Two ways to divide the data. *Joint batches*: step t of all ranks together has one batch, a function of (seed, t) alone,
-of which every rank takes its part, as in data parallel; so the ranks walk over the same examples as one worker.
-*Shards*: the data are divided once, and every rank makes passes over its own part, in an order of its own.
+Two ways to divide the data. *Joint batches*: step t of all ranks together has one batch, a function
+of (seed, t) alone, of which every rank takes its part, as in data parallel; so the ranks walk over
+the same examples as one worker. *Shards*: the data are divided once, and every rank makes passes
+over its own part, in an order of its own.
 """
 
 from __future__ import annotations
@@ -15,44 +16,55 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.buffers import Buffers, copy_buffers, load_weights
+from dure.contracts.lr_schedule import Rates
+from dure.contracts.strategy import Place, examples_for, seeded_model
+from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.partition import Partition
-from dure.flat import FlatParameters, by_dtype, views_of
-from dure.lr_schedule import Rates
-from dure.randomness import seed_generators
-from dure.strategy import Place, examples_for, seeded_model
-from dure.task import Task
-from dure.threads import flops_per_step
+from dure.machine.threads import flops_per_step
+from dure.randomness.seeds import seed_generators
+from dure.tensors.buffers import Buffers, copy_buffers, load_weights
+from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
 
 class Trained(NamedTuple):
-    """What a rank did alone. loss: the mean over its examples, not finite if something went wrong."""
+    """What a rank did alone. loss: the mean over its examples, not finite if something went
+    wrong."""
 
     loss: float
     examples: int
 
 
 class Replica:
-    """A rank's model, in one flat buffer a dtype, and its optimizer; at first the same on every rank."""
+    """A rank's model, in one flat buffer a dtype, and its optimizer; at first the same on every
+    rank."""
 
     def __init__(self, task: Task, place: Place, seed: int) -> None:
         self.task, self.group, self.seed = task, place.group, seed
         self.model = seeded_model(task, seed).train()
         self.flat = FlatParameters(self.model, only_trained=True)
         self.buffers = Buffers(self.model)
-        groups = by_dtype(parameter for parameter in self.model.parameters() if parameter.requires_grad).values()
+        groups = by_dtype(
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ).values()
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule)
-        # for models whose first weights do not follow from the seed alone, such as those read from a file
-        self.group.broadcast_values([*self.model.parameters(), *self.buffers.of(self.model)], counted=False)
+        # for models whose first weights do not follow from the seed alone, such as those read from
+        # a file
+        self.group.broadcast_values(
+            [*self.model.parameters(), *self.buffers.of(self.model)], counted=False
+        )
         self.train_examples, self.test_examples = examples_for(self.model, task)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Pieces of vectors like `flat.buffers`, one for each of `trained` and of its shape."""
         groups = by_dtype(self.trained).values()
-        return [view for buffer, group in zip(buffers, groups, strict=True) for view in views_of(buffer, group)]
+        return [
+            view
+            for buffer, group in zip(buffers, groups, strict=True)
+            for view in views_of(buffer, group)
+        ]
 
     def flops_per_step(self, batch: float) -> float:
         return flops_per_step(self.model, self.train_examples, batch)
@@ -63,10 +75,11 @@ class Replica:
         share: float = 1.0,
         adjust: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> Trained:
-        """One step of the optimizer on each of (number of the step, indices); empty batches make no step.
+        """One step of the optimizer on each of (number of the step, indices); empty batches make no
+        step.
 
-        share: what the loss's gradient is multiplied with. adjust: changes the gradients before the optimizer sees
-        them. Ends early at a loss that is not finite.
+        share: what the loss's gradient is multiplied with. adjust: changes the gradients before the
+        optimizer sees them. Ends early at a loss that is not finite.
         """
         total, examples = 0.0, 0
         for step, indices in batches:
@@ -82,10 +95,16 @@ class Replica:
         return Trained(total / examples if self._is_finite() else math.nan, examples)
 
     def _step(
-        self, step: int, indices: Tensor, share: float, adjust: Callable[[Sequence[Tensor]], None] | None
+        self,
+        step: int,
+        indices: Tensor,
+        share: float,
+        adjust: Callable[[Sequence[Tensor]], None] | None,
     ) -> float:
         """Forward, backward, update; returns the mean loss before the update."""
-        seed_generators(self.seed, "step", step, self.group.rank, everything=self.train_examples.draws)
+        seed_generators(
+            self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
+        )
         started = time.perf_counter()
         inputs, targets = self.train_examples.batch(indices)
         self.optimizer.zero_grad(set_to_none=True)
@@ -122,7 +141,10 @@ class Replica:
 
     def _is_finite(self) -> bool:
         """Whether the weights are: the last step's loss does not tell."""
-        return all(bool(buffer.sum().isfinite()) or bool(buffer.isfinite().all()) for buffer in self.flat.buffers)
+        return all(
+            bool(buffer.sum().isfinite()) or bool(buffer.isfinite().all())
+            for buffer in self.flat.buffers
+        )
 
 
 class Shard:
@@ -134,7 +156,8 @@ class Shard:
         self.steps_per_pass = self.batches.steps_per_epoch
 
     def steps(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """(number, examples) of `count` steps from number `first` on; after the last batch of a pass comes the next."""
+        """(number, examples) of `count` steps from number `first` on; after the last batch of a
+        pass comes the next."""
         for step in range(first, first + count):
             yield step, self.indices[self.batches.at(step)]
 
@@ -148,7 +171,8 @@ class Shard:
 
 
 def shards_of(replica: Replica, partition: Partition, batch_size: int | None) -> list[Shard]:
-    """The shards of all ranks. batch_size: of all ranks together, of which each has the N-th part, rounded up."""
+    """The shards of all ranks. batch_size: of all ranks together, of which each has the N-th part,
+    rounded up."""
     train, seed, ranks = replica.train_examples, replica.seed, replica.group.size
     own = None if batch_size is None else -(-batch_size // ranks)
     parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed)

@@ -1,10 +1,11 @@
 """One world of ranks in which every contender is checked and then timed, turn by turn.
 
-All ranks walk through the same plan. For each size every contender makes its buffers and its sum is checked; then come
-`repeats` rounds in which each contender has one batch, so that what disturbs the machine for a while disturbs all
-alike. A batch is as many calls as last `batch` seconds; it begins behind a barrier, after one call that is not timed
-where calls are short, and its time is that of the slowest rank. While Open MPI has its turn our ranks wait for rank 0
-in a receive of gloo, which sleeps; while ours have theirs, Open MPI's are blocked in a read.
+All ranks walk through the same plan. For each size every contender makes its buffers and its sum is
+checked; then come `repeats` rounds in which each contender has one batch, so that what disturbs the
+machine for a while disturbs all alike. A batch is as many calls as last `batch` seconds; it begins
+behind a barrier, after one call that is not timed where calls are short, and its time is that of
+the slowest rank. While Open MPI has its turn our ranks wait for rank 0 in a receive of gloo, which
+sleeps; while ours have theirs, Open MPI's are blocked in a read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from dure.bench.open_mpi import OpenMpi, absent
 from dure.bench.plan import CONTENDERS, MIB, Plan
 from dure.collectives import Group, all_reduce
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 PERIOD = 1024
 """Contents repeat after so many elements; open_mpi_rank.py has the same."""
@@ -42,7 +43,8 @@ class Unavailable(Exception):  # noqa: N818 - it is not an error that a peer is 
 
 
 def expected(n: int, ranks: int) -> Tensor:
-    """One period of the right sum of tensors filled by `fill`; whole numbers, so that rounding has no part in it."""
+    """One period of the right sum of tensors filled by `fill`; whole numbers, so that rounding has
+    no part in it."""
     return (ranks * torch.arange(float(PERIOD)) + ranks * (ranks - 1) // 2)[:n]
 
 
@@ -129,7 +131,9 @@ class Contest:
                 self.versions["open-mpi"] = self.mpi.version
             except RuntimeError as error:
                 why = str(error)
-        told = self.group.broadcast_bytes((why or "-").encode() if self.rank == 0 else None).decode()
+        told = self.group.broadcast_bytes(
+            (why or "-").encode() if self.rank == 0 else None
+        ).decode()
         if told != "-":
             self.absent["open-mpi"] = told
 
@@ -188,8 +192,15 @@ class Contest:
                 continue
             before = last.get(name)
             if before is not None and self._too_long(name, before, nbytes):
-                skipped.append({"contender": name, "ranks": self.size, "bytes": nbytes, "skipped": True,
-                                "guess": before.get("guess", before.get("seconds", 0.0))})  # fmt: skip
+                skipped.append(
+                    {
+                        "contender": name,
+                        "ranks": self.size,
+                        "bytes": nbytes,
+                        "skipped": True,
+                        "guess": before.get("guess", before.get("seconds", 0.0)),
+                    }
+                )
                 continue
             turn = self._prepared(name, nbytes // 4)
             if turn is not None:
@@ -202,8 +213,12 @@ class Contest:
                 seconds, cpu = turn.time(turn.calls, turn.pilot < SHORT)
                 turn.samples.append(seconds / turn.calls)
                 turn.cpu.append(cpu / turn.calls)
-                turn.calls = self._calls(min(turn.samples))  # what disturbed the pilot does not make batches short
-            rows = self.group.all_gather_values([float(self.place.interrupted())])  # only rank 0 is told
+                turn.calls = self._calls(
+                    min(turn.samples)
+                )  # what disturbed the pilot does not make batches short
+            rows = self.group.all_gather_values(
+                [float(self.place.interrupted())]
+            )  # only rank 0 is told
             self.interrupted = any(row[0] for row in rows)
             if self.interrupted:
                 break
@@ -215,14 +230,16 @@ class Contest:
         return cells + skipped
 
     def _too_long(self, name: str, before: JSON, nbytes: int) -> bool:
-        """Whether an algorithm over gloo would take too long, by what it took at the size before."""
+        """Whether an algorithm over gloo would take too long, by what it took at the size
+        before."""
         if CONTENDERS[name].kind != "algorithm":
             return False
         growth = nbytes / max(before["bytes"], MIB)  # below, time is latency
         return "skipped" in before or before["seconds"] * max(growth, 1.0) > self.plan.longest
 
     def _prepared(self, name: str, n: int) -> Turn | None:
-        """A contender that has been checked, with the number of calls that fill a batch; None if it is absent."""
+        """A contender that has been checked, with the number of calls that fill a batch; None if it
+        is absent."""
         if name == "open-mpi":
             self._ask_mpi("prepare", elements=n)
             right = all(answer["right"] for answer in self._ask_mpi("check"))
@@ -245,7 +262,9 @@ class Contest:
                 tensor.zero_()
             turn = Turn(name, lambda calls, warm, call=call: self._time(call, calls, warm))  # type: ignore[misc]
         calls = 1
-        while True:  # more calls until they last long enough to tell; the first few are slow and short
+        while (
+            True
+        ):  # more calls until they last long enough to tell; the first few are slow and short
             turn.pilot = turn.time(calls, False)[0] / calls
             if turn.pilot * calls >= self.plan.batch / 4 or calls == MOST_CALLS:
                 break
@@ -258,10 +277,14 @@ class Contest:
         return min(MOST_CALLS, max(1, math.ceil(self.plan.batch / seconds)))
 
     def _agree(self, name: str, complaint: str, fatal: bool = True) -> str:
-        """The first complaint of any rank, on every rank; a wrong sum ends the benchmark everywhere."""
+        """The first complaint of any rank, on every rank; a wrong sum ends the benchmark
+        everywhere."""
         for other in self._all(complaint):
             if other and fatal:
-                raise RuntimeError(f"{CONTENDERS[name].label} does not add up on {self.size} ranks: the sum is {other}")
+                raise RuntimeError(
+                    f"{CONTENDERS[name].label} does not add up on {self.size} ranks: the sum is "
+                    f"{other}"
+                )
             if other:
                 return other
         return ""
@@ -270,7 +293,9 @@ class Contest:
         """Every rank's text."""
         codes = list(text.encode()[:400].ljust(400, b"\0"))
         rows = self.group.all_gather_values([float(code) for code in codes])
-        return [bytes(int(code) for code in row).rstrip(b"\0").decode(errors="replace") for row in rows]
+        return [
+            bytes(int(code) for code in row).rstrip(b"\0").decode(errors="replace") for row in rows
+        ]
 
     # One batch.
 
@@ -280,7 +305,9 @@ class Contest:
             call()
         dist.barrier(group=self.gloo)
         if calls > 1:
-            call()  # gloo lets the ranks go a millisecond apart; the contender's own call brings them together
+            # gloo lets the ranks go a millisecond apart; the contender's own call brings them
+            # together
+            call()
         cpu, begin = cpu_seconds(), time.perf_counter()
         for _ in range(calls):
             call()

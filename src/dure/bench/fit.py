@@ -1,8 +1,8 @@
 """The cost model against the measurements: fitted to two algorithms, held against all.
 
-`calibrate` fits a link (`dure.collectives.cost`) for each number of ranks to what the calibrators took over gloo up to
-64 MiB: one algorithm of few messages behind each other, and one of many messages at once, which tells the four
-numbers apart. With it all algorithms are predicted. In JSON:
+`calibrate` fits a link (`dure.collectives.cost`) for each number of ranks to what the calibrators
+took over gloo up to 64 MiB: one algorithm of few messages behind each other, and one of many
+messages at once, which tells the four numbers apart. With it all algorithms are predicted. In JSON:
 
     calibrators   the algorithms that the fit has seen
     algorithms    all that were predicted
@@ -33,7 +33,8 @@ FILE = "all-reduce.json"
 
 
 def calibrate(result: Result, folder: Path) -> cost.Calibration:
-    """Fits, predicts and puts both into `result`; keeps the links in `folder`, beside those of other runs."""
+    """Fits, predicts and puts both into `result`; keeps the links in `folder`, beside those of
+    other runs."""
     kept = cost.Calibration.load(folder / FILE)
     links = []
     for ranks in sorted({cell["ranks"] for cell in result.cells}):
@@ -43,11 +44,25 @@ def calibrate(result: Result, folder: Path) -> cost.Calibration:
             continue
         link = cost.fit(seen, shared=True)
         kept.links["gloo", ranks, result.machine["cores"]] = link
-        links.append({"backend": "gloo", "cores": result.machine["cores"], **_compared(measured, ranks, link)})
+        links.append(
+            {
+                "backend": "gloo",
+                "cores": result.machine["cores"],
+                **_compared(measured, ranks, link),
+            }
+        )
     if links:
         kept.save(folder / FILE)
-    algorithms = [name for name in cost.ALGORITHMS if any(s["algorithm"] == name for k in links for s in k["series"])]
-    result.calibration = {"calibrators": list(CALIBRATORS), "algorithms": algorithms, "links": links}
+    algorithms = [
+        name
+        for name in cost.ALGORITHMS
+        if any(s["algorithm"] == name for k in links for s in k["series"])
+    ]
+    result.calibration = {
+        "calibrators": list(CALIBRATORS),
+        "algorithms": algorithms,
+        "links": links,
+    }
     return kept
 
 
@@ -96,12 +111,17 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
 
 
 def _regret(measured: list[cost.Sample], ranks: int, link: cost.Link, rivals: list[str]) -> float:
-    """What following the model's advice costs: over all sizes the median of seconds / fewest seconds - 1."""
+    """What following the model's advice costs: over all sizes the median of seconds / fewest
+    seconds - 1."""
     found = []
     for nbytes in sorted({sample.nbytes for sample in measured}):
-        times = {s.algorithm: s.seconds for s in measured if s.nbytes == nbytes and s.algorithm in rivals}
+        times = {
+            s.algorithm: s.seconds for s in measured if s.nbytes == nbytes and s.algorithm in rivals
+        }
         if times:  # at the largest sizes all of them may have been left out
-            found.append(times[cost.best(nbytes, ranks, link, list(times))] / min(times.values()) - 1)
+            found.append(
+                times[cost.best(nbytes, ranks, link, list(times))] / min(times.values()) - 1
+            )
     return median(found)
 
 

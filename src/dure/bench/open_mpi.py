@@ -1,8 +1,9 @@
-"""Open MPI as a contender: a job of mpirun that lives beside our ranks and sleeps while others have their turn.
+"""Open MPI as a contender: a job of mpirun that lives beside our ranks and sleeps while others have
+their turn.
 
-Its ranks (open_mpi_rank.py) are told what to do over a Unix socket each. While they wait for a line they are blocked
-in a read; waiting inside MPI would spin. mpirun is told that it may start more ranks than there are cores, upon which
-Open MPI yields the core when it waits.
+Its ranks (open_mpi_rank.py) are told what to do over a Unix socket each. While they wait for a line
+they are blocked in a read; waiting inside MPI would spin. mpirun is told that it may start more
+ranks than there are cores, upon which Open MPI yields the core when it waits.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ def command(ranks: int, path: Path) -> list[str]:
 
 
 class OpenMpi:
-    """A running job; use it as a context manager. Raises RuntimeError where it does not start or ends by itself."""
+    """A running job; use it as a context manager. Raises RuntimeError where it does not start or
+    ends by itself."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.version = ranks, ""
-        self._folder = tempfile.TemporaryDirectory(prefix="dure-mpi-")  # a short path: a socket's has 107 characters
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="dure-mpi-"
+        )  # a short path: a socket's has 107 characters
         self._log = Path(self._folder.name) / "log"
         self._streams: list[Any] = []
         path = Path(self._folder.name) / "socket"
@@ -56,8 +60,13 @@ class OpenMpi:
                 listener.bind(str(path))
                 listener.listen(ranks)
                 listener.settimeout(0.2)
-                # The ranks compute with one thread each, as ours do. The names of our own job are not theirs.
-                environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
+                # The ranks compute with one thread each, as ours do. The names of our own job are
+                # not theirs.
+                environment = {
+                    k: v
+                    for k, v in os.environ.items()
+                    if k not in ("RANK", "WORLD_SIZE", "PYTHONPATH")
+                }
                 self._process = subprocess.Popen(
                     command(ranks, path),
                     stdin=subprocess.DEVNULL,

@@ -1,7 +1,9 @@
-"""A rank of Open MPI in the benchmark: mpirun starts this file as a script, so that it loads neither dure nor torch.
+"""A rank of Open MPI in the benchmark: mpirun starts this file as a script, so that it loads
+neither dure nor torch.
 
-It connects to the Unix socket named on its command line, obeys one JSON line after another and answers each with one.
-Between two lines it is blocked in a read: it takes no core from the contender whose turn it is.
+It connects to the Unix socket named on its command line, obeys one JSON line after another and
+answers each with one. Between two lines it is blocked in a read: it takes no core from the
+contender whose turn it is.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Rank:
         n = self.buffer.size
         self.buffer[:] = np.resize(pattern + self.world.rank, n)
         self.reduce()
-        right = bool(np.array_equal(self.buffer, np.resize(ranks * pattern + ranks * (ranks - 1) // 2, n)))
+        right = bool(
+            np.array_equal(self.buffer, np.resize(ranks * pattern + ranks * (ranks - 1) // 2, n))
+        )
         self.buffer[:] = 0.0
         return {"right": right}
 

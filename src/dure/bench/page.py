@@ -1,8 +1,9 @@
-"""The result as files: `all-reduce.json`, and `all-reduce.html`, one page that opens without a network.
+"""The result as files: `all-reduce.json`, and `all-reduce.html`, one page that opens without a
+network.
 
-The page looks as the report of runs does and takes its style sheet. bench.js draws time and bus bandwidth over size,
-one pair of charts for each number of ranks, and predicted against measured where a cost model was fitted. Tables are
-plain HTML.
+The page looks as the report of runs does and takes its style sheet. bench.js draws time and bus
+bandwidth over size, one pair of charts for each number of ranks, and predicted against measured
+where a cost model was fitted. Tables are plain HTML.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def write(result: Result, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "all-reduce.json").write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "all-reduce.json").write_text(
+        json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8"
+    )
     path = folder / "all-reduce.html"
     path.write_text(page(result, plotly_source("the page")), encoding="utf-8")
     return path
@@ -49,17 +52,23 @@ def page(result: Result, plotly: str) -> str:
 
 
 def charts(result: Result) -> dict[str, Any]:
-    """What the page draws, as plain JSON: each contender's look, and its points for each number of ranks."""
+    """What the page draws, as plain JSON: each contender's look, and its points for each number of
+    ranks."""
     looks = [_look(contender, index) for index, contender in enumerate(_present(result))]
     panels = []
     for ranks in _ranks(result):
         series = []
         for index, contender in enumerate(_present(result)):
-            cells = [cell for nbytes in result.plan.sizes if (cell := result.cell(contender.name, ranks, nbytes))]
+            cells = [
+                cell
+                for nbytes in result.plan.sizes
+                if (cell := result.cell(contender.name, ranks, nbytes))
+            ]
             if not cells:
                 continue
             points = {
-                key: [cell[key] for cell in cells] for key in ("bytes", "seconds", "low", "high", "bus_bandwidth")
+                key: [cell[key] for cell in cells]
+                for key in ("bytes", "seconds", "low", "high", "bus_bandwidth")
             }
             series.append({"contender": index, **points})
         panels.append({"ranks": ranks, "series": series})
@@ -68,7 +77,11 @@ def charts(result: Result) -> dict[str, Any]:
 
 def _look(contender: Contender, index: int) -> dict[str, str]:
     colour = "var(--soft)" if contender.kind == "floor" else f"var(--run-{index % _COLOURS})"
-    dash = "dashdot" if index >= _COLOURS and contender.kind == "algorithm" else _DASHES[contender.kind]
+    dash = (
+        "dashdot"
+        if index >= _COLOURS and contender.kind == "algorithm"
+        else _DASHES[contender.kind]
+    )
     return {"name": contender.name, "label": contender.label, "what": contender.what, "color": colour, "dash": dash,
             "symbol": _SYMBOLS[contender.kind]}  # fmt: skip
 
@@ -91,7 +104,9 @@ def _header(result: Result) -> str:
         "repetitions": result.plan.repeats,
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
-    listed = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items())
+    listed = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items()
+    )
     return (
         '<header><div class="top"><p class="mark">dure</p>'
         '<button type="button" id="theme" aria-label="Switch between light and dark">'
@@ -117,8 +132,10 @@ def _curves(result: Result) -> str:
     return section(
         "speed",
         "Time and bandwidth",
-        "Medians over the repetitions, of the slowest rank; bars span the quartiles. Times are better "
-        "low, bandwidths high. Bus bandwidth is bytes over seconds times 2(N−1)/N, so that numbers of ranks compare.",
+        "Medians over the repetitions, of the slowest rank; bars span the quartiles. Times are "
+        "better "
+        "low, bandwidths high. Bus bandwidth is bytes over seconds times 2(N−1)/N, so that numbers "
+        "of ranks compare.",
         f'<div class="legend">{chips}</div><div class="grid pairs">{panels}</div>',
     )
 
@@ -140,8 +157,10 @@ def _calibration(result: Result) -> str:
         "fitted",
         "Predicted and measured",
         f"Lines are predictions of the cost model, fitted to {seen} only; "
-        "markers are measurements. Vertical lines mark the sizes where the predicted best algorithm changes. "
-        "What advice costs: how much slower the predicted best was than the measured best, in the median.",
+        "markers are measurements. Vertical lines mark the sizes where the predicted best "
+        "algorithm changes. "
+        "What advice costs: how much slower the predicted best was than the measured best, in the "
+        "median.",
         '<div class="scroll"><table><thead><tr><th>ranks</th><th>alpha</th><th>overhead</th><th>beta</th>'
         "<th>gamma</th><th>median error</th><th>within 20 %</th><th>advice costs</th>"
         "<th>best algorithm</th></tr></thead>"
@@ -160,15 +179,23 @@ def _table(result: Result, ranks: int) -> str:
             if cell is None:
                 cells.append("<td>–</td>")
                 continue
-            ratios = " · ".join(ratio_text(cell[key]) for key in ("to_gloo", "to_open_mpi") if key in cell)
+            ratios = " · ".join(
+                ratio_text(cell[key]) for key in ("to_gloo", "to_open_mpi") if key in cell
+            )
             below = f"<small>{ratios}</small>" if ratios and contender.kind != "floor" else ""
-            share = f"{cell['floor_share']:.0%} of the memory's speed, " if "floor_share" in cell else ""
+            share = (
+                f"{cell['floor_share']:.0%} of the memory's speed, "
+                if "floor_share" in cell
+                else ""
+            )
             title = f"{share}{cell['cpu_seconds']:.3g} CPU seconds, {cell['calls']} calls a batch"
             cells.append(f'<td title="{escape(title)}">{seconds_text(cell["seconds"])}{below}</td>')
         rows.append(f"<tr><th scope=row>{escape(contender.label)}</th>{''.join(cells)}</tr>")
     peers = [label for name, label in (("gloo", "gloo"), ("open-mpi", "Open MPI"))
              if name in {contender.name for contender in _present(result)}]  # fmt: skip
-    lead = "Median time of a call" + (f"; below it, times faster than {' and than '.join(peers)}." if peers else ".")
+    lead = "Median time of a call" + (
+        f"; below it, times faster than {' and than '.join(peers)}." if peers else "."
+    )
     head = f"<thead><tr><th></th>{head}</tr></thead>"
     body = f'<div class="scroll"><table class="numbers">{head}<tbody>{"".join(rows)}</tbody></table></div>'
     return section(f"table-{ranks}", f"{ranks} ranks", lead, body)
@@ -176,15 +203,19 @@ def _table(result: Result, ranks: int) -> str:
 
 def _footer(result: Result) -> str:
     who = "".join(
-        f"<p><b>{escape(contender.label)}</b> {escape(contender.what)}.</p>" for contender in _present(result)
+        f"<p><b>{escape(contender.label)}</b> {escape(contender.what)}.</p>"
+        for contender in _present(result)
     )
     absent = "".join(
-        f"<p><b>{escape(name)}</b> did not take part: {escape(why)}.</p>" for name, why in result.absent.items()
+        f"<p><b>{escape(name)}</b> did not take part: {escape(why)}.</p>"
+        for name, why in result.absent.items()
     )
     early = "<p>Ctrl-C ended this benchmark early.</p>" if result.interrupted else ""
     return (
         f"<footer><h2>Who took part</h2>{who}{absent}{early}"
-        "<p>Every contender has one batch in each repetition, in turn; all sums were checked before. The memory's "
-        "speed is that of scaling every rank's tensor in place, all ranks at the same time: each byte read and written "
+        "<p>Every contender has one batch in each repetition, in turn; all sums were checked "
+        "before. The memory's "
+        "speed is that of scaling every rank's tensor in place, all ranks at the same time: each "
+        "byte read and written "
         "once, which an all-reduce in place cannot do without.</p></footer>"
     )

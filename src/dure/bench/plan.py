@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from dure.catalog import suggestion
 from dure.collectives import ALGORITHMS
+from dure.settings import suggestion
 
 Kind = Literal["peer", "algorithm", "backend", "floor"]
 
@@ -31,18 +31,53 @@ class Contender:
 _FIXED = (
     Contender("gloo", "gloo", "peer", "torch.distributed.all_reduce of a gloo group"),
     Contender("open-mpi", "Open MPI", "peer", "MPI_Allreduce in place on numpy arrays, by mpi4py"),
-    Contender("dure", "dure", "backend", "torch.distributed.all_reduce of a dure group, tensors of empty_shared"),
-    Contender("dure-direct", "dure, direct", "backend", "the group's own all_reduce(tensor), tensors of empty_shared"),
-    Contender("dure-ordinary", "dure, ordinary", "backend", "torch.distributed.all_reduce, ordinary tensors"),
-    Contender("dure-torch", "dure in torch", "backend", "a dure group without the C core, tensors of empty_shared"),
-    Contender("dure-torch-ordinary", "dure in torch, ordinary", "backend", "the same with ordinary tensors"),
-    Contender("memory", "memory", "floor", "every rank scales its tensor in place: each byte read and written once"),
+    Contender(
+        "dure",
+        "dure",
+        "backend",
+        "torch.distributed.all_reduce of a dure group, tensors of empty_shared",
+    ),
+    Contender(
+        "dure-direct",
+        "dure, direct",
+        "backend",
+        "the group's own all_reduce(tensor), tensors of empty_shared",
+    ),
+    Contender(
+        "dure-ordinary",
+        "dure, ordinary",
+        "backend",
+        "torch.distributed.all_reduce, ordinary tensors",
+    ),
+    Contender(
+        "dure-torch",
+        "dure in torch",
+        "backend",
+        "a dure group without the C core, tensors of empty_shared",
+    ),
+    Contender(
+        "dure-torch-ordinary",
+        "dure in torch, ordinary",
+        "backend",
+        "the same with ordinary tensors",
+    ),
+    Contender(
+        "memory",
+        "memory",
+        "floor",
+        "every rank scales its tensor in place: each byte read and written once",
+    ),
 )
 
 
 def _catalogue() -> dict[str, Contender]:
     algorithms = [
-        Contender(name.replace("_", "-"), name.replace("_", " "), "algorithm", f"{name} over the sends of gloo")
+        Contender(
+            name.replace("_", "-"),
+            name.replace("_", " "),
+            "algorithm",
+            f"{name} over the sends of gloo",
+        )
         for name in ALGORITHMS
         if name not in ("native", "auto")
     ]
@@ -57,9 +92,10 @@ CONTENDERS = _catalogue()
 class Plan:
     """One benchmark.
 
-    sizes: bytes of the float32 tensor that each rank holds. repeats: timed batches a contender and size, of which the
-    median counts. batch: seconds that a batch lasts at least, by as many calls as that takes. longest: an algorithm
-    over gloo is left out at sizes where one call would take longer.
+    sizes: bytes of the float32 tensor that each rank holds. repeats: timed batches a contender and
+    size, of which the median counts. batch: seconds that a batch lasts at least, by as many calls
+    as that takes. longest: an algorithm over gloo is left out at sizes where one call would take
+    longer.
     """
 
     sizes: tuple[int, ...] = LADDER
@@ -73,14 +109,21 @@ class Plan:
         for name in self.contenders:
             if name not in CONTENDERS:
                 raise ValueError(f"there is no contender {name!r}{suggestion(name, CONTENDERS)}")
-        for what, values in (("size", self.sizes), ("number of ranks", self.ranks), ("contender", self.contenders)):
+        for what, values in (
+            ("size", self.sizes),
+            ("number of ranks", self.ranks),
+            ("contender", self.contenders),
+        ):
             if not values:
                 raise ValueError(f"there is nothing to measure: give at least one {what}")
             if len(set(values)) < len(values):
                 raise ValueError(f"the same {what} is given twice: {', '.join(map(str, values))}")
         for size in self.sizes:
             if size not in ALLOWED or size % 4:
-                raise ValueError(f"a tensor of {size} bytes cannot be measured: it takes float32, 4 bytes to 4 GiB")
+                raise ValueError(
+                    f"a tensor of {size} bytes cannot be measured: it takes float32, 4 bytes to 4 "
+                    f"GiB"
+                )
         for count in self.ranks:
             if count < 2:
                 raise ValueError(f"{count} ranks reduce nothing: it takes at least two")
@@ -88,7 +131,9 @@ class Plan:
             raise ValueError(f"{self.repeats} repetitions have no median: it takes at least one")
         object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
-        object.__setattr__(self, "contenders", tuple(name for name in CONTENDERS if name in self.contenders))
+        object.__setattr__(
+            self, "contenders", tuple(name for name in CONTENDERS if name in self.contenders)
+        )
 
 
 def parse_size(text: str) -> int:

@@ -27,7 +27,9 @@ class Progress:
             transient=True,
         )
         self.live = console.is_terminal and not quiet
-        self.task = self.bar.add_task("all-reduce", total=float(len(plan.ranks) * len(plan.sizes)), what="")
+        self.task = self.bar.add_task(
+            "all-reduce", total=float(len(plan.ranks) * len(plan.sizes)), what=""
+        )
         self._said: tuple[int, int] | None = None
 
     def __enter__(self) -> Progress:
@@ -48,7 +50,11 @@ class Progress:
     def _show(self, event: dict[str, Any]) -> None:
         place = f"{event['ranks']} ranks, {size_text(event['bytes'])}"
         if self.live:
-            done = self.plan.ranks.index(event["ranks"]) * len(self.plan.sizes) + event["step"] + event["share"]
+            done = (
+                self.plan.ranks.index(event["ranks"]) * len(self.plan.sizes)
+                + event["step"]
+                + event["share"]
+            )
             self.bar.update(self.task, completed=done, what=f"{place}: {event['what']}")
         elif not self.quiet and self._said != (event["ranks"], event["bytes"]):
             self._said = (event["ranks"], event["bytes"])

@@ -53,7 +53,11 @@ class Result:
         """Takes what the ranks of one world measured."""
         self.absent.update(measured["absent"])
         self.versions.update(measured["versions"])
-        found = {(cell["contender"], cell["bytes"]): cell for cell in measured["cells"] if not cell.get("skipped")}
+        found = {
+            (cell["contender"], cell["bytes"]): cell
+            for cell in measured["cells"]
+            if not cell.get("skipped")
+        }
         for cell in measured["cells"]:
             self.cells.append(cell if cell.get("skipped") else {**cell, **_derived(cell, found)})
         self.interrupted = self.interrupted or measured["interrupted"]
@@ -69,9 +73,15 @@ class Result:
         """The whole result, by the schema above."""
         contenders = []
         for contender in self.contenders:
-            absent = {"absent": self.absent[contender.name]} if contender.name in self.absent else {}
+            absent = (
+                {"absent": self.absent[contender.name]} if contender.name in self.absent else {}
+            )
             contenders.append({**dataclasses.asdict(contender), **absent})
-        settings = {key: value for key, value in dataclasses.asdict(self.plan).items() if key != "contenders"}
+        settings = {
+            key: value
+            for key, value in dataclasses.asdict(self.plan).items()
+            if key != "contenders"
+        }
         calibration = {"calibration": self.calibration} if self.calibration is not None else {}
         return {
             "benchmark": "all_reduce",

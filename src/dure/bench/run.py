@@ -12,13 +12,14 @@ from typing import Any
 from dure.bench.contest import Contest
 from dure.bench.plan import Plan
 from dure.bench.result import Result
-from dure.strategy import Place
-from dure.worlds.cores import available_cores
-from dure.worlds.fork_server import server
-from dure.worlds.processes import Processes
+from dure.contracts.strategy import Place
+from dure.machine.cores import available_cores
+from dure.worlds.processes.fork_server import server
+from dure.worlds.processes.world import Processes
 
 DEADLINE = 600.0
-"""Seconds that a rank waits for another: a large all-reduce through a master takes long on a small machine."""
+"""Seconds that a rank waits for another: a large all-reduce through a master takes long on a small
+machine."""
 
 
 def machine() -> dict[str, Any]:

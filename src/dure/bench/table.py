@@ -1,4 +1,5 @@
-"""The result on a terminal: times and ratios over size for every number of ranks, and what the largest size costs."""
+"""The result on a terminal: times and ratios over size for every number of ranks, and what the
+largest size costs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def ratio_text(ratio: float | None) -> str:
 
 def rows(result: Result) -> list[str]:
     """Names of the contenders that took part."""
-    return [contender.name for contender in result.contenders if contender.name not in result.absent]
+    return [
+        contender.name for contender in result.contenders if contender.name not in result.absent
+    ]
 
 
 def times(result: Result, ranks: int) -> Table:
@@ -50,7 +53,9 @@ def times(result: Result, ranks: int) -> Table:
             if cell is None:
                 texts.append("–")
                 continue
-            ratios = [ratio_text(cell.get(key)) for key in ("to_gloo", "to_open_mpi") if key in cell]
+            ratios = [
+                ratio_text(cell.get(key)) for key in ("to_gloo", "to_open_mpi") if key in cell
+            ]
             below = f"\n[dim]{' '.join(ratios)}[/dim]" if ratios and name != "memory" else ""
             texts.append(seconds_text(cell["seconds"]) + below)
         table.add_row(escape(labels[name]), *texts)
@@ -63,7 +68,14 @@ def details(result: Result, ranks: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", title=f"{ranks} ranks, {size_text(nbytes)}",
                   title_justify="left", title_style="bold")  # fmt: skip
     table.add_column("all-reduce", no_wrap=True)
-    for heading in ("median", "quartiles", "algorithm GB/s", "bus GB/s", "of the memory's speed", "CPU seconds"):
+    for heading in (
+        "median",
+        "quartiles",
+        "algorithm GB/s",
+        "bus GB/s",
+        "of the memory's speed",
+        "CPU seconds",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for contender in result.contenders:
         cell = result.cell(contender.name, ranks, nbytes)
@@ -83,7 +95,8 @@ def details(result: Result, ranks: int) -> Table:
 
 
 def fitted(calibration: dict[str, Any]) -> Table:
-    """The cost model: its numbers, how far its predictions are off, and which algorithm it recommends."""
+    """The cost model: its numbers, how far its predictions are off, and which algorithm it
+    recommends."""
     table = Table(box=None, pad_edge=False, header_style="dim", title="cost model of the algorithms over gloo",
                   title_justify="left", title_style="bold")  # fmt: skip
     for heading in (

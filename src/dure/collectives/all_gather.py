@@ -1,8 +1,9 @@
 """All-gather: every rank ends with the parts of all ranks.
 
-`ring`: in N-1 steps the parts go round the ring; every rank sends all parts but the next rank's. `one_shot`: everybody
-sends its own part to all others at once. `native`: the backend's own; counted as one_shot. With n elements in the
-result a rank sends about (N-1)/N·n, and receives exactly what it did not have: no algorithm moves less.
+`ring`: in N-1 steps the parts go round the ring; every rank sends all parts but the next rank's.
+`one_shot`: everybody sends its own part to all others at once. `native`: the backend's own; counted
+as one_shot. With n elements in the result a rank sends about (N-1)/N·n, and receives exactly what
+it did not have: no algorithm moves less.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -14,7 +15,7 @@ from typing import Literal, get_args, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import native, one_shot, ring
+from dure.collectives.algorithms import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm, check_tensor, lengths_of
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
@@ -56,12 +57,15 @@ def all_gather(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The tensors of all ranks: of shape (N, *shape), in order of rank; or a handle whose `wait()` returns that.
+    """The tensors of all ranks: of shape (N, *shape), in order of rank; or a handle whose `wait()`
+    returns that.
 
-    tensor: any dtype and shape, the same on every rank; it is not changed. n: instead, the ranks hold the N chunks of
-    n elements that `reduce_scatter` leaves them, which may be of unequal length, and the result has shape (n,).
+    tensor: any dtype and shape, the same on every rank; it is not changed. n: instead, the ranks
+    hold the N chunks of n elements that `reduce_scatter` leaves them, which may be of unequal
+    length, and the result has shape (n,).
 
-    Raises ValueError, before anything travels, for an algorithm that there is not, and if `tensor` is no such chunk.
+    Raises ValueError, before anything travels, for an algorithm that there is not, and if `tensor`
+    is no such chunk.
     """
     check_algorithm("all-gather", algorithm, ALGORITHMS)
     check_tensor(tensor)
@@ -69,7 +73,10 @@ def all_gather(
     total = group.size * tensor.numel() if n is None else n
     length = lengths_of(total, group.size)[group.rank]
     if tensor.numel() != length:
-        raise ValueError(f"rank {group.rank} of {group.size} holds {length} of {total} elements, not {tensor.numel()}")
+        raise ValueError(
+            f"rank {group.rank} of {group.size} holds {length} of {total} elements, not "
+            f"{tensor.numel()}"
+        )
 
     def work() -> Tensor:
         whole = tensor.new_empty(total)

@@ -1,10 +1,11 @@
 """All-to-all: rank r ends with part r of every rank's tensor; the transpose of a matrix of parts.
 
-`pairwise`: in step s = 1 … N-1 rank r sends part r+s to rank r+s while it receives from rank r-s (modulo N); nobody
-hears from two at once. `native`: the backend's own; counted the same. Every rank sends all of its n elements but its
-own part, (N-1)/N·n in N-1 messages: no algorithm sends less.
+`pairwise`: in step s = 1 … N-1 rank r sends part r+s to rank r+s while it receives from rank r-s
+(modulo N); nobody hears from two at once. `native`: the backend's own; counted the same. Every rank
+sends all of its n elements but its own part, (N-1)/N·n in N-1 messages: no algorithm sends less.
 
-Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH" (pairwise exchange).
+Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH" (pairwise
+exchange).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import native
+from dure.collectives.algorithms import native
 from dure.collectives.arguments import check_algorithm, check_tensor, flat_of
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
@@ -61,17 +62,20 @@ def all_to_all(
 ) -> Tensor | Handle[Tensor]:
     """What all ranks had for this one, in order of rank; or a handle whose `wait()` returns that.
 
-    tensor: of shape (N·k, *rest), the same shape and dtype on every rank; rows j·k to (j+1)·k-1 go to rank j. It is
-    not changed; the result has the same shape, rows j·k to (j+1)·k-1 from rank j.
+    tensor: of shape (N·k, *rest), the same shape and dtype on every rank; rows j·k to (j+1)·k-1 go
+    to rank j. It is not changed; the result has the same shape, rows j·k to (j+1)·k-1 from rank j.
 
-    Raises ValueError, before anything travels, for an algorithm that there is not, and if the rows do not divide by N.
+    Raises ValueError, before anything travels, for an algorithm that there is not, and if the rows
+    do not divide by N.
     """
     check_algorithm("all-to-all", algorithm, ALGORITHMS)
     check_tensor(tensor)
     group = Group.of(group)
     if tensor.dim() == 0 or tensor.shape[0] % group.size:
         rows = tensor.shape[0] if tensor.dim() else "no"
-        raise ValueError(f"an all-to-all of {group.size} ranks takes a multiple of {group.size} rows, not {rows}")
+        raise ValueError(
+            f"an all-to-all of {group.size} ranks takes a multiple of {group.size} rows, not {rows}"
+        )
 
     def work() -> Tensor:
         target = torch.empty_like(tensor, memory_format=torch.contiguous_format)

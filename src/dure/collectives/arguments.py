@@ -1,4 +1,5 @@
-"""What the collectives ask of their arguments, before anything travels; and tensors as what travels: flat."""
+"""What the collectives ask of their arguments, before anything travels; and tensors as what
+travels: flat."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from torch import Tensor
 def check_algorithm(collective: str, algorithm: str, choices: Iterable[str]) -> None:
     """Raises ValueError unless `algorithm` is one of `choices`."""
     if algorithm not in choices:
-        raise ValueError(f"there is no {collective} {algorithm!r}; choose one of {', '.join(choices)}")
+        raise ValueError(
+            f"there is no {collective} {algorithm!r}; choose one of {', '.join(choices)}"
+        )
 
 
 def check_root(root: int, size: int) -> None:
@@ -23,14 +26,23 @@ def check_root(root: int, size: int) -> None:
 def check_tensor(tensor: Tensor) -> None:
     """Raises ValueError for a tensor that has no elements in memory one after another."""
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"only dense tensors travel, and this one is {tensor.layout}; call to_dense() before")
+        raise ValueError(
+            f"only dense tensors travel, and this one is {tensor.layout}; call to_dense() before"
+        )
 
 
 def check_writable(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor whose elements share memory with each other, such as an expanded one."""
+    """Raises ValueError for a tensor whose elements share memory with each other, such as an
+    expanded one."""
     check_tensor(tensor)
-    if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError("an expanded tensor cannot take the result, its elements lie in one place; clone() it before")
+    if any(
+        stride == 0 and length > 1
+        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(
+            "an expanded tensor cannot take the result, its elements lie in one place; clone() it "
+            "before"
+        )
 
 
 def flat_of(tensor: Tensor) -> Tensor:

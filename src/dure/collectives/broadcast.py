@@ -1,8 +1,9 @@
 """Broadcast: every rank ends with the root's tensor.
 
-`tree`: down a binomial tree, ceil(log2 N) transfers of n elements behind each other; a rank sends n to each of its
-children. `linear`: the root sends n to each of the N-1 others, whose bytes all leave by its own link. `native`: the
-backend's own; counted as linear. All of them deliver N-1 times n elements.
+`tree`: down a binomial tree, ceil(log2 N) transfers of n elements behind each other; a rank sends n
+to each of its children. `linear`: the root sends n to each of the N-1 others, whose bytes all leave
+by its own link. `native`: the backend's own; counted as linear. All of them deliver N-1 times n
+elements.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -14,8 +15,15 @@ from typing import Literal, get_args, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import master, native, tree
-from dure.collectives.arguments import check_algorithm, check_root, check_tensor, check_writable, flat_of, give_back
+from dure.collectives.algorithms import master, native, tree
+from dure.collectives.arguments import (
+    check_algorithm,
+    check_root,
+    check_tensor,
+    check_writable,
+    flat_of,
+    give_back,
+)
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 
@@ -53,8 +61,9 @@ def broadcast(
 ) -> Tensor | Handle[Tensor]:
     """The tensor of rank `root` into that of every rank, in place; returns `tensor`, or a handle.
 
-    tensor: any dtype and shape, the same on every rank. group: None is all ranks of torch.distributed. root: a rank of
-    the group. Raises ValueError, before anything travels, for an algorithm or a root that there is not.
+    tensor: any dtype and shape, the same on every rank. group: None is all ranks of
+    torch.distributed. root: a rank of the group. Raises ValueError, before anything travels, for an
+    algorithm or a root that there is not.
     """
     check_algorithm("broadcast", algorithm, ALGORITHMS)
     group = Group.of(group)
@@ -71,7 +80,9 @@ def broadcast(
     return group.perform(f"{algorithm} broadcast", work, tensor, async_op)
 
 
-def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+def messages_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
+) -> int:
     """Messages that `rank` sends."""
     if n == 0:
         return 0
@@ -80,6 +91,8 @@ def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algori
     return size - 1 if rank == root else 0
 
 
-def elements_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+def elements_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
+) -> int:
     """Elements that `rank` sends: n for every message."""
     return n * messages_sent(n, size, rank, root, algorithm)

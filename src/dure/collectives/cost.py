@@ -1,8 +1,10 @@
-"""What an all-reduce costs: messages and bytes from the algorithms' own formulas, and the time that follows.
+"""What an all-reduce costs: messages and bytes from the algorithms' own formulas, and the time that
+follows.
 
-A link has alpha seconds for a transfer that is waited for, beta for a byte that is sent, gamma for a byte that is
-reduced, and an overhead for every message. Where each rank has a machine of its own, only what lies behind each other
-counts, the critical path (n bytes, N ranks, k = ceil(log2 N), P the power of two below N):
+A link has alpha seconds for a transfer that is waited for, beta for a byte that is sent, gamma for
+a byte that is reduced, and an overhead for every message. Where each rank has a machine of its own,
+only what lies behind each other counts, the critical path (n bytes, N ranks, k = ceil(log2 N), P
+the power of two below N):
 
     algorithm         waits    bytes                 reduced
     ring              2(N-1)   2(N-1)/N·n            (N-1)/N·n
@@ -14,16 +16,18 @@ counts, the critical path (n bytes, N ranks, k = ceil(log2 N), P the power of tw
 
     seconds = waits·alpha + messages·overhead + bytes·beta + reduced·gamma
 
-where messages are those that the busiest rank sends. On a `shared` host there is no such thing as a path: ranks take
-turns on few cores, and everything they send passes through one memory and one kernel. Waits, messages and bytes are
-then those of all ranks together, as if behind each other; alpha is the price of putting a rank to sleep and waking it.
-Only reducing is still counted on the path, for a master adds while all others sleep. Ranks that are given all their
-messages at once (one_shot) wait once for them: that is why alpha and overhead are two numbers.
+where messages are those that the busiest rank sends. On a `shared` host there is no such thing as a
+path: ranks take turns on few cores, and everything they send passes through one memory and one
+kernel. Waits, messages and bytes are then those of all ranks together, as if behind each other;
+alpha is the price of putting a rank to sleep and waking it. Only reducing is still counted on the
+path, for a master adds while all others sleep. Ranks that are given all their messages at once
+(one_shot) wait once for them: that is why alpha and overhead are two numbers.
 
-`fit` finds the four numbers from measured times. They hold for one backend, number of ranks and number of cores; a
-`Calibration` keeps them in a file of the machine.
+`fit` finds the four numbers from measured times. They hold for one backend, number of ranks and
+number of cores; a `Calibration` keeps them in a file of the machine.
 
-Source: Hockney 1994 (alpha and beta), Culler et al. 1993 (LogP: overhead), Thakur et al. 2005 (the path's formulas).
+Source: Hockney 1994 (alpha and beta), Culler et al. 1993 (LogP: overhead), Thakur et al. 2005 (the
+path's formulas).
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from dure.collectives.algorithms.halving_doubling import power_below
 from dure.collectives.all_reduce import MODULES
-from dure.collectives.halving_doubling import power_below
 from dure.record.checkpoint import write_atomically
 
 ALGORITHMS = tuple(name for name in MODULES if name != "native")
@@ -52,8 +56,8 @@ CANDIDATES = tuple(name for name in ALGORITHMS if name != "hierarchical")
 class Link:
     """What carries the bytes. All in seconds.
 
-    alpha: a transfer that is waited for. beta: a byte sent. gamma: a byte reduced. overhead: a message, waited for or
-    not. shared: whether all ranks share one host, whose work adds up.
+    alpha: a transfer that is waited for. beta: a byte sent. gamma: a byte reduced. overhead: a
+    message, waited for or not. shared: whether all ranks share one host, whose work adds up.
     """
 
     alpha: float
@@ -99,7 +103,9 @@ def messages_sent(algorithm: str, nbytes: int, ranks: int, rank: int, itemsize: 
     return int(_module(algorithm).messages_sent(nbytes // itemsize, ranks, rank))
 
 
-def counts(algorithm: str, nbytes: int, ranks: int, shared: bool = False, itemsize: int = 4) -> Counts:
+def counts(
+    algorithm: str, nbytes: int, ranks: int, shared: bool = False, itemsize: int = 4
+) -> Counts:
     """What is counted on the critical path, or on a shared host. nbytes: of each rank's tensor."""
     module, n = _module(algorithm), nbytes // itemsize
     if ranks == 1 or n == 0:
@@ -109,7 +115,9 @@ def counts(algorithm: str, nbytes: int, ranks: int, shared: bool = False, itemsi
     if not shared:
         return Counts(module.rounds(ranks), max(messages), path * itemsize, reduced * itemsize)
     sent = sum(bytes_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks))
-    return Counts(min(sum(messages), ranks * module.rounds(ranks)), sum(messages), sent, reduced * itemsize)
+    return Counts(
+        min(sum(messages), ranks * module.rounds(ranks)), sum(messages), sent, reduced * itemsize
+    )
 
 
 def _path(algorithm: str, n: int, ranks: int) -> tuple[float, float]:
@@ -128,7 +136,9 @@ def _path(algorithm: str, n: int, ranks: int) -> tuple[float, float]:
 
 def _module(algorithm: str) -> Any:
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"the cost of {algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}")
+        raise ValueError(
+            f"the cost of {algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
+        )
     return MODULES[algorithm]
 
 
@@ -146,9 +156,14 @@ def best(nbytes: int, ranks: int, link: Link, algorithms: Sequence[str] = CANDID
 
 
 def crossovers(
-    ranks: int, link: Link, algorithms: Sequence[str] = CANDIDATES, low: int = 1 << 10, high: int = 1 << 30
+    ranks: int,
+    link: Link,
+    algorithms: Sequence[str] = CANDIDATES,
+    low: int = 1 << 10,
+    high: int = 1 << 30,
 ) -> list[Crossover]:
-    """The sizes between `low` and `high` bytes from which on another algorithm is best, to one element."""
+    """The sizes between `low` and `high` bytes from which on another algorithm is best, to one
+    element."""
     found: list[Crossover] = []
     size, now = low, best(low, ranks, link, algorithms)
     while size < high:
@@ -158,8 +173,14 @@ def crossovers(
             below = size
             while above - below > 4:
                 middle = (below + above) // 2 // 4 * 4
-                below, above = (middle, above) if best(middle, ranks, link, algorithms) == now else (below, middle)
-            then = best(above, ranks, link, algorithms)  # between two sizes there may lie more than one change
+                below, above = (
+                    (middle, above)
+                    if best(middle, ranks, link, algorithms) == now
+                    else (below, middle)
+                )
+            then = best(
+                above, ranks, link, algorithms
+            )  # between two sizes there may lie more than one change
             found.append(Crossover(above, now, then))
             now = then
         size = above
@@ -167,16 +188,20 @@ def crossovers(
 
 
 def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
-    """The link that explains measured times best: least squares of the relative errors, no number below zero.
+    """The link that explains measured times best: least squares of the relative errors, no number
+    below zero.
 
-    Take samples of at least two algorithms and sizes, small and large. With a machine for each rank no sample tells
-    beta from gamma, since each of these algorithms sends twice what it reduces: gamma is in beta then, and 0 itself.
-    To reduce a byte is taken to cost no more than to send it, whatever noise says. Raises ValueError without samples.
+    Take samples of at least two algorithms and sizes, small and large. With a machine for each rank
+    no sample tells beta from gamma, since each of these algorithms sends twice what it reduces:
+    gamma is in beta then, and 0 itself. To reduce a byte is taken to cost no more than to send it,
+    whatever noise says. Raises ValueError without samples.
     """
     rows = [(counts(s.algorithm, s.nbytes, s.ranks, shared), s.seconds) for s in samples]
     if not rows:
         raise ValueError("there is nothing to fit: give measured samples")
-    matrix = np.array([[count / seconds for count in counted] for counted, seconds in rows], dtype=float)
+    matrix = np.array(
+        [[count / seconds for count in counted] for counted, seconds in rows], dtype=float
+    )
     waits, messages, sent, reduced = _nonnegative(matrix)
     if reduced > sent:
         together = np.column_stack([matrix[:, :2], matrix[:, 2] + matrix[:, 3]])
@@ -186,12 +211,15 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
 
 
 def _nonnegative(matrix: Any) -> Any:
-    """x without negative numbers, so that matrix·x is nearest to ones: the best of all ways to set some x to zero."""
+    """x without negative numbers, so that matrix·x is nearest to ones: the best of all ways to set
+    some x to zero."""
     rows, width = matrix.shape
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0  # counts and seconds differ by ten orders of magnitude
     winner, least = np.zeros(width), float("inf")
-    for kept in itertools.chain.from_iterable(itertools.combinations(range(width), k) for k in range(1, width + 1)):
+    for kept in itertools.chain.from_iterable(
+        itertools.combinations(range(width), k) for k in range(1, width + 1)
+    ):
         some = matrix[:, kept] / scale[list(kept)]
         solved = np.linalg.lstsq(some, np.ones(rows), rcond=None)[0]
         error = float(np.square(some @ solved - 1).sum())
@@ -212,7 +240,9 @@ class Calibration:
         """What was kept in `path`; empty if there is no such file, or it cannot be read."""
         try:
             entries = msgspec.json.decode(Path(path).read_bytes())["links"]
-            return cls({(e.pop("backend"), e.pop("ranks"), e.pop("cores")): Link(**e) for e in entries})
+            return cls(
+                {(e.pop("backend"), e.pop("ranks"), e.pop("cores")): Link(**e) for e in entries}
+            )
         except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
             return cls()  # it is a cache: a new fit writes it anew
 
@@ -223,18 +253,29 @@ class Calibration:
             for (backend, ranks, cores), link in sorted(self.links.items())
         ]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode({"links": entries})) + b"\n")
+        write_atomically(
+            Path(path), msgspec.json.format(msgspec.json.encode({"links": entries})) + b"\n"
+        )
 
     def link(self, backend: str, ranks: int, cores: int) -> Link:
-        """The link of this backend and number of cores, for as many ranks or the nearest number that was measured.
+        """The link of this backend and number of cores, for as many ranks or the nearest number
+        that was measured.
 
         Raises ValueError if nothing was measured.
         """
         known = [key for key in self.links if key[0] == backend and key[2] == cores]
         if not known:
-            raise ValueError(f"no cost of {backend} on {cores} cores is known: dure bench all-reduce --fit measures it")
-        return self.links[min(known, key=lambda key: (max(key[1], ranks) / min(key[1], ranks), key[1]))]
+            raise ValueError(
+                f"no cost of {backend} on {cores} cores is known: dure bench all-reduce --fit "
+                f"measures it"
+            )
+        return self.links[
+            min(known, key=lambda key: (max(key[1], ranks) / min(key[1], ranks), key[1]))
+        ]
 
     def predictor(self, backend: str, cores: int) -> Callable[[str, int, int], float]:
-        """predict(algorithm, nbytes, ranks) by these links, for `all_reduce(..., "auto", predict=...)`."""
-        return lambda algorithm, nbytes, ranks: predict(algorithm, nbytes, ranks, self.link(backend, ranks, cores))
+        """predict(algorithm, nbytes, ranks) by these links, for
+        `all_reduce(..., "auto", predict=...)`."""
+        return lambda algorithm, nbytes, ranks: predict(
+            algorithm, nbytes, ranks, self.link(backend, ranks, cores)
+        )

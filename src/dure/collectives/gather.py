@@ -1,7 +1,8 @@
 """Gather: the root ends with the tensors of all ranks.
 
-`linear`: everybody sends its own m elements to the root, which receives (N-1)·m by one link; nobody sends more than
-its own, so no other algorithm sends less. `native`: the backend's own; counted as linear.
+`linear`: everybody sends its own m elements to the root, which receives (N-1)·m by one link; nobody
+sends more than its own, so no other algorithm sends less. `native`: the backend's own; counted as
+linear.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import native
+from dure.collectives.algorithms import native
 from dure.collectives.arguments import check_algorithm, check_root, check_tensor, flat_of
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
@@ -61,10 +62,12 @@ def gather(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor | None] | None:
-    """The tensors of all ranks, on rank `root`: of shape (N, *shape), in order of rank; None elsewhere.
+    """The tensors of all ranks, on rank `root`: of shape (N, *shape), in order of rank; None
+    elsewhere.
 
-    tensor: any dtype and shape, the same on every rank; it is not changed. async_op: a handle whose `wait()` returns
-    it. Raises ValueError, before anything travels, for an algorithm or a root that there is not.
+    tensor: any dtype and shape, the same on every rank; it is not changed. async_op: a handle whose
+    `wait()` returns it. Raises ValueError, before anything travels, for an algorithm or a root that
+    there is not.
     """
     check_algorithm("gather", algorithm, ALGORITHMS)
     group = Group.of(group)
@@ -84,11 +87,15 @@ def gather(
     return group.perform(f"{algorithm} gather", work, tensor, async_op)
 
 
-def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear") -> int:
+def messages_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
+) -> int:
     """Messages that `rank` sends: one, but for the root. n: elements of all ranks together."""
     return 1 if n and rank != root else 0
 
 
-def elements_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear") -> int:
+def elements_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
+) -> int:
     """Elements that `rank` sends: its n/N, but for the root. n: elements of all ranks together."""
     return n // size * messages_sent(n, size, rank, root, algorithm)

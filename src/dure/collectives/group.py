@@ -1,7 +1,8 @@
 """A group: the ranks that take part in a collective, and the sends and receives between them.
 
-It stands on any torch.distributed process group, counts every payload byte, and turns a failed transfer into an
-error that names the lost rank, the operation and the step. A group of one needs no torch.distributed.
+It stands on any torch.distributed process group, counts every payload byte, and turns a failed
+transfer into an error that names the lost rank, the operation and the step. A group of one needs no
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _Started = tuple[int, "dist.Work | None"]
 
 
 class _Shared:
-    """What all groups over one process group have in common: the order of their operations, and what was found out."""
+    """What all groups over one process group have in common: the order of their operations, and
+    what was found out."""
 
     def __init__(self) -> None:
         self.line = Line()
@@ -61,14 +63,16 @@ def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
 
 
 def settle(process_group: dist.ProcessGroup) -> None:
-    """Waits until all operations that were issued on a process group through `Group`s have ended."""
+    """Waits until all operations that were issued on a process group through `Group`s have
+    ended."""
     known = _shared.get(process_group)
     if known is not None:
         known.line.settle()
 
 
 class _During:
-    """`Group.during`: a class, since it is entered and left in the middle of backward passes, twice a message."""
+    """`Group.during`: a class, since it is entered and left in the middle of backward passes, twice
+    a message."""
 
     __slots__ = ("_before", "_group", "_operation", "_step")
 
@@ -79,10 +83,13 @@ class _During:
         group = self._group
         self._before, group.operation, group._shared.peer = group.operation, self._operation, None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         group = self._group
         try:
-            # RuntimeError is all that c10d raises when a transfer fails; a mismatch says already all that can be known
+            # RuntimeError is all that c10d raises when a transfer fails; a mismatch says already
+            # all that can be known
             if isinstance(error, RuntimeError) and not isinstance(error, MismatchError):
                 lost = group._diagnosed(error, group.step if self._step is None else self._step)
                 if lost is not None:
@@ -94,8 +101,10 @@ class _During:
 class Group:
     """The ranks 0 … size-1 of a process group, seen from `rank`.
 
-    process_group: a torch.distributed group; None for a group of one. meter: counts what this rank sends.
-    diagnose: called when a transfer fails; by default the error of torch.distributed goes on as it is.
+    process_group: a torch.distributed group; None for a group of one. meter: counts what this rank
+        sends.
+    diagnose: called when a transfer fails; by default the error of torch.distributed goes on as it
+    is.
     """
 
     def __init__(
@@ -112,16 +121,20 @@ class Group:
         self.step = "the start"
         self._diagnose = diagnose
         self._shared = _shared_of(process_group)
-        self._global = dist.get_process_group_ranks(process_group) if process_group is not None else [0]
+        self._global = (
+            dist.get_process_group_ranks(process_group) if process_group is not None else [0]
+        )
 
     @classmethod
     def default(cls) -> Group:
-        """All ranks of the job, or this process alone where torch.distributed is not initialised."""
+        """All ranks of the job, or this process alone where torch.distributed is not
+        initialised."""
         return cls(dist.group.WORLD if dist.is_initialized() else None)
 
     @classmethod
     def of(cls, group: Group | dist.ProcessGroup | None) -> Group:
-        """The group that is meant: itself, over a group of torch.distributed, or `default` for None."""
+        """The group that is meant: itself, over a group of torch.distributed, or `default` for
+        None."""
         if isinstance(group, Group):
             return group
         if group is None:
@@ -135,7 +148,8 @@ class Group:
         return self._global[rank]
 
     def among(self, ranks: Sequence[int]) -> Group:
-        """The group of these ranks of mine, in this order; this rank is one of them. It can do transfers only."""
+        """The group of these ranks of mine, in this order; this rank is one of them. It can do
+        transfers only."""
         part = copy.copy(self)
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part._global = [self._global[rank] for rank in ranks]
@@ -144,7 +158,8 @@ class Group:
     def parted(self, parts: Sequence[Sequence[int]]) -> Group:
         """The one of these groups of my ranks that this rank is in, for transfers and collectives.
 
-        All ranks call it together, with the same parts, of which each rank is in one. It counts on the same meter.
+        All ranks call it together, with the same parts, of which each rank is in one. It counts on
+        the same meter.
         """
         mine = next(list(part) for part in parts if self.rank in part)
         if len(mine) == self.size:
@@ -169,17 +184,23 @@ class Group:
         return part
 
     def hosts(self) -> Hosts:
-        """Who shares a host. All ranks call it together; found out once a process group (`dure.collectives.hosts`)."""
+        """Who shares a host. All ranks call it together; found out once a process group
+        (`dure.collectives.hosts`)."""
         if self._shared.hosts is None:
-            numbers = self.all_gather_values([number_of(name_of_this_host())], "finding out who shares a host")
+            numbers = self.all_gather_values(
+                [number_of(name_of_this_host())], "finding out who shares a host"
+            )
             self._shared.hosts = partition_by([number for (number,) in numbers])
         return self._shared.hosts
 
     def backend(self, device: torch.device) -> str:
-        """The name of torch's backend for tensors of this device, as "gloo"; empty if there is none."""
+        """The name of torch's backend for tensors of this device, as "gloo"; empty if there is
+        none."""
         if self.process_group is None:
             return ""
-        pairs = (pair.partition(":") for pair in dist.get_backend_config(self.process_group).split(","))
+        pairs = (
+            pair.partition(":") for pair in dist.get_backend_config(self.process_group).split(",")
+        )
         return next((name for kind, _, name in pairs if kind == device.type), "")
 
     @overload
@@ -193,8 +214,8 @@ class Group:
     ) -> Value | Handle[Value]:
         """Does `work`, after all that was issued before: now, or beside the program if `async_op`.
 
-        operation: its name, for errors. tensor: one of those that travel; on a GPU the work is queued on the stream
-        that is current here.
+        operation: its name, for errors. tensor: one of those that travel; on a GPU the work is
+        queued on the stream that is current here.
         """
         step = self.step
         inference = torch.is_inference_mode_enabled()
@@ -210,7 +231,10 @@ class Group:
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
         def there() -> Value:  # modes, devices and streams are a thread's own
-            with torch.inference_mode(inference), torch.cuda.stream(stream) if stream is not None else nullcontext():
+            with (
+                torch.inference_mode(inference),
+                torch.cuda.stream(stream) if stream is not None else nullcontext(),
+            ):
                 return here()
 
         return self._shared.line.put(there)
@@ -220,7 +244,8 @@ class Group:
         self._shared.line.settle()
 
     def _connect(self, device: torch.device) -> None:
-        """torch wants all ranks in the first call on NCCL, and later some of them may transfer alone."""
+        """torch wants all ranks in the first call on NCCL, and later some of them may transfer
+        alone."""
         if not self._shared.connected and device.type == "cuda" and self.backend(device) == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
             self._shared.connected = True
@@ -233,12 +258,20 @@ class Group:
         return _During(self, operation, step)
 
     def _diagnosed(self, error: Exception, step: str) -> PeerLostError | None:
-        return self._diagnose(self.operation, step, self._shared.peer, error) if self._diagnose is not None else None
+        return (
+            self._diagnose(self.operation, step, self._shared.peer, error)
+            if self._diagnose is not None
+            else None
+        )
 
     def holds(self, messages: int, nbytes: int) -> bool:
-        """Whether so many messages, of `nbytes` together, leave at once, and lie with their receiver till it asks."""
+        """Whether so many messages, of `nbytes` together, leave at once, and lie with their
+        receiver till it asks."""
         backend = self.process_group
-        return isinstance(backend, SharedMemoryGroup) and nbytes + messages * HEADER_BYTES <= backend.held
+        return (
+            isinstance(backend, SharedMemoryGroup)
+            and nbytes + messages * HEADER_BYTES <= backend.held
+        )
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""
@@ -252,8 +285,11 @@ class Group:
         """Sends to one rank while receiving from another; empty tensors do not travel."""
         self.transfer([(tensor, to)], [(into, source)])
 
-    def transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
-        """Sends and receives all of these at once: pairs of a contiguous tensor and a rank, on one device.
+    def transfer(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """Sends and receives all of these at once: pairs of a contiguous tensor and a rank, on one
+        device.
 
         Between two ranks they arrive in the order of sending. Empty tensors do not travel.
         """
@@ -273,22 +309,39 @@ class Group:
         for into, _ in receives:
             self.meter.received(into.nbytes)
 
-    def _transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+    def _transfer(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
         backend = self.process_group
-        if isinstance(backend, SharedMemoryGroup) and not sends and len({source for _, source in receives}) == 1:
+        if (
+            isinstance(backend, SharedMemoryGroup)
+            and not sends
+            and len({source for _, source in receives}) == 1
+        ):
             for into, source in receives:
                 backend.fetch(into, self._place_of(source))
             return
         self._wait(self._start(sends, receives))
 
-    def _start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[_Started]:
+    def _start(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> list[_Started]:
         backend = self.process_group
         if isinstance(backend, SharedMemoryGroup):
-            posted: list[_Started] = [(to, backend.post(tensor, self._place_of(to))) for tensor, to in sends]
-            expected = [(source, backend.expect(into, self._place_of(source))) for into, source in receives]
+            posted: list[_Started] = [
+                (to, backend.post(tensor, self._place_of(to))) for tensor, to in sends
+            ]
+            expected = [
+                (source, backend.expect(into, self._place_of(source))) for into, source in receives
+            ]
             return expected + posted
-        leaving = [(to, dist.isend(tensor, self._at(to), group=self.process_group)) for tensor, to in sends]
-        coming = [(source, dist.irecv(into, self._at(source), group=self.process_group)) for into, source in receives]
+        leaving = [
+            (to, dist.isend(tensor, self._at(to), group=self.process_group)) for tensor, to in sends
+        ]
+        coming = [
+            (source, dist.irecv(into, self._at(source), group=self.process_group))
+            for into, source in receives
+        ]
         return coming + leaving
 
     def _wait(self, started: Sequence[_Started]) -> None:
@@ -298,16 +351,26 @@ class Group:
             work.wait()
 
     def begin_transfer(
-        self, operation: str, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        operation: str,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
     ) -> Callable[[], None]:
         """`transfer`, beside the program: what is returned waits for its end.
 
-        operation: its name, for errors. Between two ranks messages arrive in the order in which they were begun.
-        Tensors of a GPU travel by way of the CPU's memory.
+        operation: its name, for errors. Between two ranks messages arrive in the order in which
+        they were begun. Tensors of a GPU travel by way of the CPU's memory.
         """
-        sends = [(tensor if tensor.is_cpu else tensor.cpu(), to) for tensor, to in sends if tensor.numel()]
+        sends = [
+            (tensor if tensor.is_cpu else tensor.cpu(), to)
+            for tensor, to in sends
+            if tensor.numel()
+        ]
         receives = [(into, source) for into, source in receives if into.numel()]
-        arrivals = [(torch.empty_like(into, device="cpu") if into.is_cuda else into, peer) for into, peer in receives]
+        arrivals = [
+            (torch.empty_like(into, device="cpu") if into.is_cuda else into, peer)
+            for into, peer in receives
+        ]
         step = self.step
         with self.during(operation):
             started = self._start(sends, arrivals)
@@ -327,7 +390,8 @@ class Group:
         return end
 
     def _at(self, peer: int) -> int:
-        """The global rank of `peer`, which is to blame for what fails until the next one is asked for."""
+        """The global rank of `peer`, which is to blame for what fails until the next one is asked
+        for."""
         self._shared.peer = self._global[peer]
         return self._shared.peer
 
@@ -349,10 +413,18 @@ class Group:
         for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
             into.copy_(arrived)
 
-    def _transfer_in_a_batch(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+    def _transfer_in_a_batch(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
         """On NCCL a send and a receive that are not in one batch wait for each other."""
-        operations = [dist.P2POp(dist.isend, tensor, self._global[to], self.process_group) for tensor, to in sends]
-        operations += [dist.P2POp(dist.irecv, into, self._global[peer], self.process_group) for into, peer in receives]
+        operations = [
+            dist.P2POp(dist.isend, tensor, self._global[to], self.process_group)
+            for tensor, to in sends
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, into, self._global[peer], self.process_group)
+            for into, peer in receives
+        ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
@@ -361,7 +433,8 @@ class Group:
     ) -> list[list[float]]:
         """Every rank's list of numbers, in order of rank; all lists have the same length.
 
-        Bookkeeping such as metrics and counters: in float64, not counted by the meter. operation: for errors.
+        Bookkeeping such as metrics and counters: in float64, not counted by the meter. operation:
+        for errors.
         """
         if self.size == 1:
             return [values]
@@ -374,15 +447,20 @@ class Group:
         return [part.tolist() for part in gathered]
 
     @torch.no_grad()
-    def broadcast_values(self, tensors: Sequence[Tensor], counted: bool = True, root: int = 0) -> None:
-        """The root's tensors into every rank's, in place, as one message of their bytes: any dtype and stride.
+    def broadcast_values(
+        self, tensors: Sequence[Tensor], counted: bool = True, root: int = 0
+    ) -> None:
+        """The root's tensors into every rank's, in place, as one message of their bytes: any dtype
+        and stride.
 
         counted: whether the meter counts it, as N-1 messages of the root.
         """
         if self.size == 1 or not tensors:
             return
         self.settle()
-        message = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        message = torch.cat(
+            [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        )
         with self.during("broadcast of buffers"):
             dist.broadcast(message, self._global[root], group=self.process_group)
         if self.rank == root:
@@ -393,9 +471,13 @@ class Group:
             self.meter.received(message.nbytes)
         start = 0
         for tensor in tensors:
-            arrived = message[start : start + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
+            arrived = (
+                message[start : start + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
+            )
             start += tensor.nbytes
-            if not torch.equal(arrived, tensor):  # an expanded tensor cannot be written, and never changes
+            if not torch.equal(
+                arrived, tensor
+            ):  # an expanded tensor cannot be written, and never changes
                 tensor.copy_(arrived)
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
@@ -414,7 +496,8 @@ class Group:
         return buffer.numpy().tobytes()
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Every rank's `content`, on rank 0 in order of rank; elsewhere an empty list. Not counted by the meter."""
+        """Every rank's `content`, on rank 0 in order of rank; elsewhere an empty list. Not counted
+        by the meter."""
         if self.size == 1:
             return [content]
         lengths = [int(length) for (length,) in self.all_gather_values([float(len(content))])]

@@ -1,11 +1,13 @@
-"""Operations that run beside the program: a handle for each, and the thread that carries them out in order.
+"""Operations that run beside the program: a handle for each, and the thread that carries them out
+in order.
 
-The operations of one process group run one after another, in the order of issue, on one thread, because their
-messages are told apart by nothing but their order. The thread starts with the first operation and ends when it has
-had nothing to do for `IDLE` seconds, so none outlives its group for long.
+The operations of one process group run one after another, in the order of issue, on one thread,
+because their messages are told apart by nothing but their order. The thread starts with the first
+operation and ends when it has had nothing to do for `IDLE` seconds, so none outlives its group for
+long.
 
-When an operation fails, those issued behind it are not tried: each would wait a whole deadline for the same lost
-peer. Their handles raise the same error.
+When an operation fails, those issued behind it are not tried: each would wait a whole deadline for
+the same lost peer. Their handles raise the same error.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Handle(Generic[Value]):
     def wait(self) -> Value:
         """Waits for the end; returns what the operation returns.
 
-        An error of the operation is raised here, the first time. Who waits once more is told that it failed.
+        An error of the operation is raised here, the first time. Who waits once more is told that
+        it failed.
         """
         self._done.wait()
         if self._value:
@@ -87,7 +90,9 @@ class Line:
         with self._changed:
             self._waiting.append(handle)  # type: ignore[arg-type]
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="dure communication", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._serve, name="dure communication", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
         return handle
@@ -95,7 +100,9 @@ class Line:
     def settle(self) -> None:
         """Waits until all that was issued has ended; raises nothing."""
         thread = self._thread
-        if thread is None or threading.current_thread() is thread:  # nothing is under way; an operation made of others
+        if (
+            thread is None or threading.current_thread() is thread
+        ):  # nothing is under way; an operation made of others
             return
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)

@@ -1,10 +1,11 @@
 """Who shares a host: ranks between which bytes do not cross a network.
 
-Two processes share one if the same kernel runs them (its boot id), in the same network and process namespaces: two
-containers of one machine are two hosts, because what they send each other goes through a network stack of its own.
+Two processes share one if the same kernel runs them (its boot id), in the same network and process
+namespaces: two containers of one machine are two hosts, because what they send each other goes
+through a network stack of its own.
 
-A partition of the ranks 0 … N-1 is a sequence of hosts, each a sequence of ranks. Finding it takes one all-gather of
-a number a rank, which is bookkeeping and not counted; `Group.hosts` remembers it.
+A partition of the ranks 0 … N-1 is a sequence of hosts, each a sequence of ranks. Finding it takes
+one all-gather of a number a rank, which is bookkeeping and not counted; `Group.hosts` remembers it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def name_of_this_host() -> str:
 
 
 def number_of(name: str) -> float:
-    """48 bits of a name's hash: float64 holds them exactly, and a million names hardly ever collide."""
+    """48 bits of a name's hash: float64 holds them exactly, and a million names hardly ever
+    collide."""
     return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big"))
 
 
@@ -42,7 +44,11 @@ def partition_by(numbers: Sequence[float]) -> Hosts:
 
 
 def checked(hosts: Sequence[Sequence[int]], size: int) -> Hosts:
-    """The partition in its one order. Raises ValueError unless every rank is on exactly one host."""
+    """The partition in its one order. Raises ValueError unless every rank is on exactly one
+    host."""
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
-        raise ValueError(f"hosts are {[list(ranks) for ranks in hosts]}, but each of the ranks 0 to {size - 1} has one")
+        raise ValueError(
+            f"hosts are {[list(ranks) for ranks in hosts]}, but each of the ranks 0 to {size - 1} "
+            f"has one"
+        )
     return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts if ranks))

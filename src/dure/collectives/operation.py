@@ -1,16 +1,18 @@
-"""The operations of a reduction: sum, average, minimum, maximum, product; and which dtypes have them.
+"""The operations of a reduction: sum, average, minimum, maximum, product; and which dtypes have
+them.
 
-float16 and bfloat16 are added, multiplied and compared in float32. Where an algorithm sends partial results on (ring,
-tree, halving_doubling, hierarchical), each is rounded to the tensor's dtype before it travels, so that bytes are
-those of the tensor. With u = 2^-11 (float16) or 2^-8 (bfloat16) a sum is off by about d·u·Σ|x_r| at most, where d is
-the number of additions behind each other: N-1 in a ring, about log2 N in a tree or by halving. Where one rank sees all
-parts (master, one_shot) they are added in float32 and rounded once: u·|Σ x_r|, and the errors of float32 sums.
+float16 and bfloat16 are added, multiplied and compared in float32. Where an algorithm sends partial
+results on (ring, tree, halving_doubling, hierarchical), each is rounded to the tensor's dtype
+before it travels, so that bytes are those of the tensor. With u = 2^-11 (float16) or 2^-8
+(bfloat16) a sum is off by about d·u·Σ|x_r| at most, where d is the number of additions behind each
+other: N-1 in a ring, about log2 N in a tree or by halving. Where one rank sees all parts (master,
+one_shot) they are added in float32 and rounded once: u·|Σ x_r|, and the errors of float32 sums.
 
-The average is the sum divided by N. In float16 each part is divided before the sum, as NCCL does, so that no partial
-sum overflows where the average would not.
+The average is the sum divided by N. In float16 each part is divided before the sum, as NCCL does,
+so that no partial sum overflows where the average would not.
 
-Integers wrap around as in torch. For bool sum and max are `or`, product and min are `and`. Minimum and maximum give NaN
-where any rank has NaN, as torch.minimum.
+Integers wrap around as in torch. For bool sum and max are `or`, product and min are `and`. Minimum
+and maximum give NaN where any rank has NaN, as torch.minimum.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Reduction:
         if self.op in ("sum", "product"):
             function(one, other, out=out)
             return
-        lowest = torch.iinfo(signed).min  # flips the highest bit, which turns unsigned order into signed order
+        lowest = torch.iinfo(
+            signed
+        ).min  # flips the highest bit, which turns unsigned order into signed order
         function(one ^ lowest, other ^ lowest, out=out)
         out.bitwise_xor_(lowest)
 
@@ -84,7 +88,8 @@ class Reduction:
         return tensor.float() if tensor.dtype in _HALVES else tensor
 
     def fold(self, parts: Sequence[Tensor], mine: int, out: Tensor) -> None:
-        """out = the finished result of all parts, in their order; `parts[mine]` is left as it is, unless it is `out`.
+        """out = the finished result of all parts, in their order; `parts[mine]` is left as it is,
+        unless it is `out`.
 
         All other parts are scratch. Halves are rounded once.
         """
@@ -94,7 +99,11 @@ class Reduction:
             self.finish(out)
             return
         exact = out.dtype not in _HALVES
-        scratch = (parts[1] if mine == 0 else parts[0]) if exact else torch.empty_like(out, dtype=torch.float32)
+        scratch = (
+            (parts[1] if mine == 0 else parts[0])
+            if exact
+            else torch.empty_like(out, dtype=torch.float32)
+        )
         target = out if exact else scratch
         so_far = parts[0]
         for position, part in enumerate(parts[1:], 2):
@@ -125,20 +134,28 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
 
     Raises ValueError for an unknown operation, and for one that the dtype does not have.
     """
-    name = op if isinstance(op, str) else next((name for name, its in _TORCH.items() if op == its), None)
+    name = (
+        op
+        if isinstance(op, str)
+        else next((name for name, its in _TORCH.items() if op == its), None)
+    )
     if name not in OPS:
         raise ValueError(f"there is no operation {op!r}; choose one of {', '.join(OPS)}")
     if dtype not in _REDUCIBLE:
         raise ValueError(f"tensors of {dtype} cannot be reduced; convert them before")
     if name == "avg" and dtype in _INTEGERS:
-        raise ValueError(f"the average of {dtype} is not of that dtype; take the sum, or convert to a float before")
+        raise ValueError(
+            f"the average of {dtype} is not of that dtype; take the sum, or convert to a float "
+            f"before"
+        )
     if name in ("min", "max") and dtype in _COMPLEX:
         raise ValueError(f"numbers of {dtype} have no order, so there is no {name}")
     return Reduction(name, size)  # type: ignore[arg-type]
 
 
 def in_torch(reduction: Reduction, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    """The operation of torch.distributed whose result `Reduction.finish` completes; for bool, on its bytes."""
+    """The operation of torch.distributed whose result `Reduction.finish` completes; for bool, on
+    its bytes."""
     op = reduction.partial().op
     if dtype == torch.bool:
         op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]

@@ -1,8 +1,9 @@
 """Reduce: the root ends with the reduction over all ranks; the others keep what they have.
 
-`tree`: up a binomial tree, ceil(log2 N) transfers of n elements behind each other. `linear`: everybody sends to the
-root, which adds in order of rank (its own part first) and whose link carries (N-1)·n. `native`: the backend's own;
-counted as linear. Every rank but the root sends n elements in one message, whatever the algorithm.
+`tree`: up a binomial tree, ceil(log2 N) transfers of n elements behind each other. `linear`:
+everybody sends to the root, which adds in order of rank (its own part first) and whose link carries
+(N-1)·n. `native`: the backend's own; counted as linear. Every rank but the root sends n elements in
+one message, whatever the algorithm.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -14,8 +15,15 @@ from typing import Any, Literal, get_args, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import master, native, tree
-from dure.collectives.arguments import check_algorithm, check_root, check_tensor, check_writable, flat_of, give_back
+from dure.collectives.algorithms import master, native, tree
+from dure.collectives.arguments import (
+    check_algorithm,
+    check_root,
+    check_tensor,
+    check_writable,
+    flat_of,
+    give_back,
+)
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 from dure.collectives.operation import reduction as reduction_of
@@ -55,10 +63,12 @@ def reduce(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The reduction over all ranks into the tensor of rank `root`, in place; returns `tensor`, or a handle.
+    """The reduction over all ranks into the tensor of rank `root`, in place; returns `tensor`, or a
+    handle.
 
-    tensor: any shape, the same shape and dtype on every rank; those of the other ranks are not changed. op: as in
-    `all_reduce`. Raises ValueError, before anything travels, for an algorithm, root or operation that there is not.
+    tensor: any shape, the same shape and dtype on every rank; those of the other ranks are not
+    changed. op: as in `all_reduce`. Raises ValueError, before anything travels, for an algorithm,
+    root or operation that there is not.
     """
     check_algorithm("reduce", algorithm, ALGORITHMS)
     group = Group.of(group)
@@ -67,9 +77,12 @@ def reduce(
     reduction = reduction_of(op, tensor.dtype, group.size)
     if group.size == 1 or tensor.numel() == 0:
         return Handle.of(tensor) if async_op else tensor
-    # all that others write on the way: sums of the tree's inner ranks, what a backend likes, parts of an average
+    # all that others write on the way: sums of the tree's inner ranks, what a backend likes, parts
+    # of an average
     spoils = algorithm == "native" or reduction.divides_first(tensor.dtype)
-    spoils = spoils or (algorithm == "tree" and len(tree.children(group.size, group.rank, root)) > 0)
+    spoils = spoils or (
+        algorithm == "tree" and len(tree.children(group.size, group.rank, root)) > 0
+    )
 
     def work() -> Tensor:
         flat = flat_of(tensor)
@@ -81,11 +94,15 @@ def reduce(
     return group.perform(f"{algorithm} reduce", work, tensor, async_op)
 
 
-def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+def messages_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
+) -> int:
     """Messages that `rank` sends: one, but for the root."""
     return 1 if n and rank != root else 0
 
 
-def elements_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree") -> int:
+def elements_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
+) -> int:
     """Elements that `rank` sends: n, but for the root."""
     return n * messages_sent(n, size, rank, root, algorithm)

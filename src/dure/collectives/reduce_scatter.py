@@ -1,10 +1,12 @@
 """Reduce-scatter: every rank ends with its chunk of the reduction over all ranks.
 
-`ring`: in N-1 steps the partial sums go round the ring. `one_shot`: everybody sends chunk j to rank j at once, which
-adds in order of rank. `native`: the backend's own; counted as one_shot. Of n elements a rank sends all chunks but its
-own, about (N-1)/N·n, whatever the algorithm; no algorithm moves less.
+`ring`: in N-1 steps the partial sums go round the ring. `one_shot`: everybody sends chunk j to rank
+j at once, which adds in order of rank. `native`: the backend's own; counted as one_shot. Of n
+elements a rank sends all chunks but its own, about (N-1)/N·n, whatever the algorithm; no algorithm
+moves less.
 
-Source: Patarasuk and Yuan 2009 (ring); Thakur et al. 2005 (pairwise exchange, here called one_shot).
+Source: Patarasuk and Yuan 2009 (ring); Thakur et al. 2005 (pairwise exchange, here called
+one_shot).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, Literal, get_args, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import native, one_shot, ring
+from dure.collectives.algorithms import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm, check_tensor, flat_of, lengths_of
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
@@ -25,8 +27,12 @@ Algorithm = Literal["ring", "one_shot", "native"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
-def _ring(chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None) -> None:
-    ring.reduce_scatter(chunks[-1:] + chunks[:-1], group, reduction, into)  # its ranks get chunk r+1
+def _ring(
+    chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
+) -> None:
+    ring.reduce_scatter(
+        chunks[-1:] + chunks[:-1], group, reduction, into
+    )  # its ranks get chunk r+1
 
 
 _RULES = {"ring": _ring, "one_shot": one_shot.reduce_scatter, "native": native.reduce_scatter}
@@ -60,9 +66,9 @@ def reduce_scatter(
 ) -> Tensor | Handle[Tensor]:
     """Chunk r of the reduction over all ranks, on rank r; or a handle whose `wait()` returns that.
 
-    tensor: any shape, the same shape and dtype on every rank; it is not changed. Its n elements, in one row, are cut
-    into N chunks of which the first n mod N hold one element more; the result has one dimension. `all_gather` with
-    `n` is the way back. op: as in `all_reduce`.
+    tensor: any shape, the same shape and dtype on every rank; it is not changed. Its n elements, in
+    one row, are cut into N chunks of which the first n mod N hold one element more; the result has
+    one dimension. `all_gather` with `n` is the way back. op: as in `all_reduce`.
 
     Raises ValueError, before anything travels, for an algorithm or an operation that there is not.
     """
@@ -79,7 +85,9 @@ def reduce_scatter(
         if group.size == 1:
             result.copy_(flat)
         elif flat.numel():
-            _RULES[algorithm](ring.chunks_of(flat, group.size), group, reduction.begin(flat), result)
+            _RULES[algorithm](
+                ring.chunks_of(flat, group.size), group, reduction.begin(flat), result
+            )
         return result
 
     return group.perform(f"{algorithm} reduce-scatter", work, tensor, async_op)

@@ -1,10 +1,10 @@
 """Who is still there? When a transfer fails, the ranks find out together which of them was lost.
 
-A lost rank makes its neighbours fail, and those make theirs fail: the rank whose transfer failed last would blame a
-healthy one. So every rank whose transfer failed answers the roll call in the job's store, and says on whom it
-waited. After a moment the lost are those that were waited for and did not answer; a rank that answered with an
-error of its own is the culprit, whatever the transport said. The first to know writes the verdict into the store,
-and everybody raises the same.
+A lost rank makes its neighbours fail, and those make theirs fail: the rank whose transfer failed
+last would blame a healthy one. So every rank whose transfer failed answers the roll call in the
+job's store, and says on whom it waited. After a moment the lost are those that were waited for and
+did not answer; a rank that answered with an error of its own is the culprit, whatever the transport
+said. The first to know writes the verdict into the store, and everybody raises the same.
 
 Cost: nothing until something fails; then a few short keys.
 """
@@ -24,7 +24,8 @@ from dure.errors import PeerLostError
 
 
 def transfer_seconds(deadline: float) -> float:
-    """How long a transfer may take so that, the roll call included, everybody has raised within `deadline` seconds."""
+    """How long a transfer may take so that, the roll call included, everybody has raised within
+    `deadline` seconds."""
     return deadline - min(2.0, deadline / 4)
 
 
@@ -37,7 +38,8 @@ def deadline_of(seconds: float) -> float:
 
 
 class Answer(msgspec.Struct):
-    """What a rank says. failed: its own error, if it had one. waited_for: the peer of the transfer that failed."""
+    """What a rank says. failed: its own error, if it had one. waited_for: the peer of the transfer
+    that failed."""
 
     failed: str | None = None
     waited_for: int | None = None
@@ -54,7 +56,11 @@ class Verdict(msgspec.Struct):
 
     def error(self) -> PeerLostError | None:
         """None if nobody was lost: then the transfer failed for a reason of its own."""
-        return PeerLostError(self.ranks, self.operation, self.step, self.reason) if self.ranks else None
+        return (
+            PeerLostError(self.ranks, self.operation, self.step, self.reason)
+            if self.ranks
+            else None
+        )
 
 
 @dataclass
@@ -65,24 +71,35 @@ class Known:
     deaths: dict[int, str]
 
     def verdict(self, size: int, operation: str, step: str, waited: str) -> Verdict:
-        """The lost ranks, as far as can be known. waited: how long a transfer was waited for, in words."""
-        failed = {rank: f"failed: {answer.failed}" for rank, answer in self.answers.items() if answer.failed}
+        """The lost ranks, as far as can be known. waited: how long a transfer was waited for, in
+        words."""
+        failed = {
+            rank: f"failed: {answer.failed}"
+            for rank, answer in self.answers.items()
+            if answer.failed
+        }
         guilty = failed | self.deaths
         if guilty:
-            return Verdict(tuple(sorted(guilty)), operation, step, "; ".join(dict.fromkeys(guilty.values())))
+            return Verdict(
+                tuple(sorted(guilty)), operation, step, "; ".join(dict.fromkeys(guilty.values()))
+            )
         absent = set(range(size)) - self.answers.keys()
         suspects = {answer.waited_for for answer in self.answers.values()} & absent
         lost = suspects or absent
-        timed_out = all(answer.timed_out for answer in self.answers.values() if answer.waited_for in lost)
+        timed_out = all(
+            answer.timed_out for answer in self.answers.values() if answer.waited_for in lost
+        )
         reason = f"fell silent (nothing for {waited})" if timed_out else "died or hung up"
-        return Verdict(tuple(sorted(rank for rank in lost if rank is not None)), operation, step, reason)
+        return Verdict(
+            tuple(sorted(rank for rank in lost if rank is not None)), operation, step, reason
+        )
 
 
 class RollCall:
     """The roll call of one job. store: a torch.distributed key-value store that all ranks reach.
 
-    deadline: seconds until every rank has raised; `transfer_seconds` of them are a transfer's, the rest is for the
-    answers.
+    deadline: seconds until every rank has raised; `transfer_seconds` of them are a transfer's, the
+    rest is for the answers.
     """
 
     def __init__(self, store: Store, rank: int, size: int, deadline: float) -> None:
@@ -101,7 +118,9 @@ class RollCall:
         """A supervisor saw `rank` end: "was killed by SIGKILL"."""
         self._set(f"death/{rank}", how)
 
-    def diagnose(self, operation: str, step: str, peer: int | None, error: Exception) -> PeerLostError | None:
+    def diagnose(
+        self, operation: str, step: str, peer: int | None, error: Exception
+    ) -> PeerLostError | None:
         """The error to raise on this rank after a transfer with `peer` (None: with all) failed.
 
         None if every rank is there: the error of the transfer tells more.
@@ -133,7 +152,9 @@ class RollCall:
         """The first verdict written stands for all."""
         try:
             standing = self.store.compare_set("verdict", "", msgspec.json.encode(verdict).decode())
-        except RuntimeError:  # the store is gone together with its holder: each rank tells what it knows
+        except (
+            RuntimeError
+        ):  # the store is gone together with its holder: each rank tells what it knows
             return verdict
         return msgspec.json.decode(standing, type=Verdict)
 
@@ -153,18 +174,26 @@ class RollCall:
 def watched(process_group: Group | dist.ProcessGroup | None) -> Group:
     """The group (None: all ranks), with errors that name lost ranks; all ranks call it together.
 
-    A group of all ranks of a job, over a backend that does not know whom it lost, such as gloo, gets a roll call in the
-    job's store. Other groups stay as they are.
+    A group of all ranks of a job, over a backend that does not know whom it lost, such as gloo,
+    gets a roll call in the job's store. Other groups stay as they are.
     """
     group = Group.of(process_group)
-    if isinstance(process_group, Group) or group.process_group is None or group.size != dist.get_world_size():
+    if (
+        isinstance(process_group, Group)
+        or group.process_group is None
+        or group.size != dist.get_world_size()
+    ):
         return group
     backends = {group.backend(torch.device(kind)) for kind in ("cpu", "cuda")} - {""}
     if backends == {"dure"}:
         return group
-    number = group.all_gather_values([float(time.time_ns() % 2**52)])[0][0]  # rank 0's: a place that is new to all
+    number = group.all_gather_values([float(time.time_ns() % 2**52)])[0][
+        0
+    ]  # rank 0's: a place that is new to all
     store = PrefixStore(f"roll call {number:.0f}", _get_default_store())
     device = next(kind for kind in ("cpu", "cuda") if group.backend(torch.device(kind)))
     options = group.process_group._get_backend(torch.device(device)).options
-    roll_call = RollCall(store, group.rank, group.size, deadline_of(options._timeout.total_seconds()))
+    roll_call = RollCall(
+        store, group.rank, group.size, deadline_of(options._timeout.total_seconds())
+    )
     return Group(group.process_group, diagnose=roll_call.diagnose)

@@ -1,6 +1,7 @@
 """Scatter: every rank ends with its part of the root's tensor.
 
-`linear`: the root sends each of the N-1 others its m elements: (N-1)·m by one link, and nothing travels twice.
+`linear`: the root sends each of the N-1 others its m elements: (N-1)·m by one link, and nothing
+    travels twice.
 `native`: the backend's own; counted as linear.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
@@ -13,8 +14,15 @@ from typing import Literal, get_args, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import native
-from dure.collectives.arguments import check_algorithm, check_root, check_tensor, check_writable, flat_of, give_back
+from dure.collectives.algorithms import native
+from dure.collectives.arguments import (
+    check_algorithm,
+    check_root,
+    check_tensor,
+    check_writable,
+    flat_of,
+    give_back,
+)
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 
@@ -63,11 +71,12 @@ def scatter(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """Row r of the root's `source` into the `tensor` of rank r, in place; returns `tensor`, or a handle.
+    """Row r of the root's `source` into the `tensor` of rank r, in place; returns `tensor`, or a
+    handle.
 
-    source: on rank `root`, of shape (N, *tensor.shape) and the same dtype; elsewhere it is not looked at. Raises
-    ValueError, before this rank sends anything, for an algorithm or a root that there is not, and if `source` does not
-    fit.
+    source: on rank `root`, of shape (N, *tensor.shape) and the same dtype; elsewhere it is not
+    looked at. Raises ValueError, before this rank sends anything, for an algorithm or a root that
+    there is not, and if `source` does not fit.
     """
     check_algorithm("scatter", algorithm, ALGORITHMS)
     group = Group.of(group)
@@ -102,11 +111,15 @@ def _checked(source: Tensor | None, tensor: Tensor, size: int) -> Tensor:
     return source
 
 
-def messages_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear") -> int:
+def messages_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
+) -> int:
     """Messages that `rank` sends: N-1 on the root. n: elements of the whole source."""
     return size - 1 if n and rank == root else 0
 
 
-def elements_sent(n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear") -> int:
+def elements_sent(
+    n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
+) -> int:
     """Elements that `rank` sends: n/N a message. n: elements of the whole source."""
     return n // size * messages_sent(n, size, rank, root, algorithm)

@@ -1,8 +1,9 @@
 """Which examples a step trains on: the joint batch of all workers, or a client's batch, as indices.
 
-An epoch visits every example exactly once, in the order `dure.randomness.shuffled`; its last batch is smaller where
-the batch size does not divide. A full batch keeps the data's own order. A batch depends on (seed, step, client) alone,
-never on the number of workers: that is what makes one worker and many comparable.
+An epoch visits every example exactly once, in the order `dure.randomness.seeds.shuffled`; its last
+batch is smaller where the batch size does not divide. A full batch keeps the data's own order. A
+batch depends on (seed, step, client) alone, never on the number of workers: that is what makes one
+worker and many comparable.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dure.randomness import shuffled
+from dure.randomness.seeds import shuffled
 
 
 class Batches:
-    """The batches of n examples. batch_size: None is all the data in every step. client: whose examples they are."""
+    """The batches of n examples. batch_size: None is all the data in every step. client: whose
+    examples they are."""
 
     def __init__(self, n: int, batch_size: int | None, seed: int, client: int = 0) -> None:
         self.n = n
@@ -26,7 +28,8 @@ class Batches:
         self._batches: tuple[Tensor, ...] = torch.split(torch.arange(n), self.batch_size)
 
     def at(self, step: int) -> Tensor:
-        """The indices of `step`'s batch (steps count from 0), int64 of shape (b,), b <= batch_size."""
+        """The indices of `step`'s batch (steps count from 0), int64 of shape (b,), b <=
+        batch_size."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if self.shuffles and epoch != self._epoch:
             order = shuffled(self.n, self.seed, epoch, self.client)
@@ -37,11 +40,14 @@ class Batches:
 def check_batch_size(batch_size: int | None) -> None:
     """Raises ValueError unless `batch_size` is None or at least 1."""
     if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, but a batch has at least one example (None: all the data)")
+        raise ValueError(
+            f"batch_size is {batch_size}, but a batch has at least one example (None: all the data)"
+        )
 
 
 def check_joint_batch(batch_size: int | None, examples: int, workers: int | None) -> None:
-    """Raises ValueError if a joint batch, or the training data, cannot be divided over the workers."""
+    """Raises ValueError if a joint batch, or the training data, cannot be divided over the
+    workers."""
     check_batch_size(batch_size)
     if workers is not None and workers > examples:
         raise ValueError(f"{workers} workers are more than the {examples} training examples")

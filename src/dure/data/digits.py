@@ -1,13 +1,13 @@
 """The 1,797 handwritten digits that come with scikit-learn: real images that need no download.
 
-8x8 pixels with values 0..16, each the number of ink pixels in a 4x4 block of a 32x32 bitmap; 43 people's
-writing. Here the pixels are scaled to [0, 1] and nothing else; 360 images (20 %, stratified by digit) are
-held out for testing, the same ones always.
+8x8 pixels with values 0..16, each the number of ink pixels in a 4x4 block of a 32x32 bitmap; 43
+people's writing. Here the pixels are scaled to [0, 1] and nothing else; 360 images (20 %,
+stratified by digit) are held out for testing, the same ones always.
 
 The file is read directly: importing scikit-learn takes longer than a first training run.
 
-Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
-1998, https://doi.org/10.24432/C50P49 (its test set).
+Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998, https://doi.org/10.24432/C50P49 (its test set).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CLASSES = [str(digit) for digit in range(10)]
 
 
 def read_digits(split_seed: int = 0) -> tuple[Examples, Examples]:
-    """(training, test) examples: inputs float32 of shape (n, 1, 8, 8) in [0, 1], targets int64; n = 1437 and
-    360.
+    """(training, test) examples: inputs float32 of shape (n, 1, 8, 8) in [0, 1], targets int64; n =
+    1437 and 360.
 
     Raises DataError if scikit-learn is not installed.
     """
@@ -46,7 +46,9 @@ def _table() -> np.ndarray:
     # find_spec does not import a top-level package, it only finds its folder.
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise DataError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
+        raise DataError(
+            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
+        )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():
         return np.loadtxt(file, delimiter=",", dtype=np.int64)

@@ -1,8 +1,8 @@
 """A set of examples, and batches of it by index.
 
-Strategies ask for batches as lists of indices, because who trains on which example is what they decide. Tensors
-are indexed directly, which costs one gather a batch; any map-style `torch.utils.data.Dataset` works too, example
-by example, as a DataLoader would do it.
+Strategies ask for batches as lists of indices, because who trains on which example is what they
+decide. Tensors are indexed directly, which costs one gather a batch; any map-style
+`torch.utils.data.Dataset` works too, example by example, as a DataLoader would do it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from dure.errors import DataError
 class Examples:
     """Examples held in tensors.
 
-    inputs: a tensor of shape (n, ...), or a tuple, list or dict of such tensors: what the model is called with.
-    targets: a tensor of shape (n, ...), or a structure of such: what the loss compares the outputs with.
-    keys: the natural owner of each example (a hospital, a speaking role), n names; None if there is none.
+    inputs: a tensor of shape (n, ...), or a tuple, list or dict of such tensors: what the model is
+        called with.
+    targets: a tensor of shape (n, ...), or a structure of such: what the loss compares the outputs
+        with.
+    keys: the natural owner of each example (a hospital, a speaking role), n names; None if there is
+        none.
     classes: names of the labels, if the targets are labels.
 
     `draws` tells whether reading an example may draw random numbers, as transforms do.
@@ -34,7 +37,11 @@ class Examples:
     """
 
     def __init__(
-        self, inputs: Any, targets: Any, keys: Sequence[str] | None = None, classes: Sequence[str] | None = None
+        self,
+        inputs: Any,
+        targets: Any,
+        keys: Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
     ) -> None:
         leaves = tree_leaves((inputs, targets))
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -61,18 +68,21 @@ class Examples:
         if self._plain:
             return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
         return cast(
-            "tuple[Any, Any]", tree_map(lambda leaf: leaf.index_select(0, indices), (self.inputs, self.targets))
+            "tuple[Any, Any]",
+            tree_map(lambda leaf: leaf.index_select(0, indices), (self.inputs, self.targets)),
         )
 
     def labels(self) -> Tensor | None:
-        """One class label an example, int64 of shape (n,), or None if the targets are something else."""
+        """One class label an example, int64 of shape (n,), or None if the targets are something
+        else."""
         targets = self.targets
         if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
             return targets.long()
         return None
 
     def to(self, dtype: torch.dtype) -> Examples:
-        """The same examples with every floating-point tensor in `dtype`; self if nothing changes."""
+        """The same examples with every floating-point tensor in `dtype`; self if nothing
+        changes."""
 
         def convert(leaf: Tensor) -> Tensor:
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
@@ -80,19 +90,27 @@ class Examples:
         inputs, targets = tree_map(convert, (self.inputs, self.targets))
         unchanged = all(
             a is b
-            for a, b in zip(tree_leaves((inputs, targets)), tree_leaves((self.inputs, self.targets)), strict=True)
+            for a, b in zip(
+                tree_leaves((inputs, targets)),
+                tree_leaves((self.inputs, self.targets)),
+                strict=True,
+            )
         )
         return self if unchanged else Examples(inputs, targets, self.keys, self.classes)
 
 
 class DatasetExamples(Examples):
-    """Examples read one by one from a map-style dataset of (input, target) pairs, transforms and all."""
+    """Examples read one by one from a map-style dataset of (input, target) pairs, transforms and
+    all."""
 
     def __init__(self, dataset: Dataset[Any], keys: Sequence[str] | None = None) -> None:
         items: Any = dataset
         self.dataset = items
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ValueError("a dataset needs __len__ and __getitem__; iterable datasets cannot be divided by index")
+            raise ValueError(
+                "a dataset needs __len__ and __getitem__; iterable datasets cannot be divided by "
+                "index"
+            )
         if len(items) == 0:
             raise ValueError("there are no examples: the dataset has length 0")
         if keys is not None and len(keys) != len(items):
@@ -110,13 +128,19 @@ class DatasetExamples(Examples):
         items = [self.dataset[i] for i in indices.tolist()]
         for index, item in zip(indices.tolist(), items, strict=True):
             if not isinstance(item, (tuple, list)) or len(item) != 2:
-                what = f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
+                what = (
+                    f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
+                )
                 raise ValueError(
-                    f"item {index} of the dataset is a {what}: give (input, target), of which either may be a tuple "
+                    f"item {index} of the dataset is a {what}: give (input, target), of which "
+                    f"either may be a tuple "
                     "or a dict"
                 )
             if isinstance(item[1], str):
-                raise ValueError(f"the target of item {index} is the text {item[1]!r}: give the index of its class")
+                raise ValueError(
+                    f"the target of item {index} is the text {item[1]!r}: give the index of its "
+                    f"class"
+                )
         inputs, targets = default_collate(items)
         return cast("tuple[Any, Any]", tree_map(self._convert, (inputs, targets)))
 
@@ -140,20 +164,27 @@ class DatasetExamples(Examples):
         try:
             return self.dataset[index][1]
         except Exception as error:
-            raise DataError(f"the dataset cannot give example {index}: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"the dataset cannot give example {index}: {type(error).__name__}: {error}"
+            ) from error
 
     @staticmethod
     def _is_number(target: Any) -> bool:
-        return isinstance(target, (int, numpy.integer)) or (isinstance(target, Tensor) and target.ndim == 0)
+        return isinstance(target, (int, numpy.integer)) or (
+            isinstance(target, Tensor) and target.ndim == 0
+        )
 
     def to(self, dtype: torch.dtype) -> Examples:
         copy = DatasetExamples(self.dataset, self.keys)
-        copy._convert = lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        copy._convert = lambda leaf: (
+            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        )
         return copy
 
 
 def as_examples(data: Any) -> Examples:
-    """Examples from what users have: Examples, (inputs, targets), a TensorDataset, or a map-style Dataset.
+    """Examples from what users have: Examples, (inputs, targets), a TensorDataset, or a map-style
+    Dataset.
 
     Raises ValueError if `data` is none of these.
     """
@@ -166,5 +197,6 @@ def as_examples(data: Any) -> Examples:
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return DatasetExamples(data)
     raise ValueError(
-        f"a {type(data).__name__} cannot be trained on: give (inputs, targets), dure.Examples or a map-style Dataset"
+        f"a {type(data).__name__} cannot be trained on: give (inputs, targets), dure.Examples or a "
+        f"map-style Dataset"
     )

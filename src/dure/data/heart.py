@@ -1,29 +1,33 @@
-"""The UCI heart disease data: 920 patients of four hospitals, who may not show each other their patients.
+"""The UCI heart disease data: 920 patients of four hospitals, who may not show each other their
+patients.
 
-13 features and the diagnosis `num` (0: no vessel narrowed by half; 1-4: some). The label is num > 0. The
-hospital is the key: cleveland 303 patients, hungarian 294, switzerland 123, va 200.
+13 features and the diagnosis `num` (0: no vessel narrowed by half; 1-4: some). The label is num >
+0. The hospital is the key: cleveland 303 patients, hungarian 294, switzerland 123, va 200.
 
-What becomes of the features, 29 columns in this order; every number that is estimated (median, mean,
-deviation) is estimated on the training patients only, of all hospitals together:
+What becomes of the features, 29 columns in this order; every number that is estimated (median,
+mean, deviation) is estimated on the training patients only, of all hospitals together:
 
-- age, trestbps, chol, thalach, oldpeak, ca: missing values become the median, then (x - mean) / deviation.
-- sex, fbs, exang are 0 or 1: missing values become the median, which for 0 and 1 is the more frequent value.
-- cp, restecg, slope, thal are categories: one column each category; a missing value is zero in all of them.
-  With a bias in the model that says the same as a category "missing" of its own.
-- one column for each of trestbps, chol, fbs, thalach, exang, oldpeak, ca that is 1 where the value was
-  missing. What is missing is decided by the hospital (`ca` is known in Cleveland), so it is not missing
-  at random and must not hide behind the median.
+- age, trestbps, chol, thalach, oldpeak, ca: missing values become the median, then (x - mean) /
+  deviation.
+- sex, fbs, exang are 0 or 1: missing values become the median, which for 0 and 1 is the more
+  frequent value.
+- cp, restecg, slope, thal are categories: one column each category; a missing value is zero in all
+  of them. With a bias in the model that says the same as a category "missing" of its own.
+- one column for each of trestbps, chol, fbs, thalach, exang, oldpeak, ca that is 1 where the value
+  was missing. What is missing is decided by the hospital (`ca` is known in Cleveland), so it is not
+  missing at random and must not hide behind the median.
 
-A blood pressure or a cholesterol of 0 is a missing value too: no living patient has it, and in Switzerland
-and at the VA it was written for unknown.
+A blood pressure or a cholesterol of 0 is a missing value too: no living patient has it, and in
+Switzerland and at the VA it was written for unknown.
 
-A fifth of the patients is held out for testing, stratified by hospital and label, the same ones always. Means
-over all hospitals are what a federation would compute with secure aggregation before it trains.
+A fifth of the patients is held out for testing, stratified by hospital and label, the same ones
+always. Means over all hospitals are what a federation would compute with secure aggregation before
+it trains.
 
-Sources: A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, "Heart Disease", UCI Machine Learning Repository,
-1989, https://doi.org/10.24432/C52P4X; R. Detrano et al., American Journal of Cardiology 64, 1989, 304-310. As
-federated data: J. Ogier du Terrail et al., "FLamby", NeurIPS 2022, which drops what is
-incomplete.
+Sources: A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, "Heart Disease", UCI Machine Learning
+Repository, 1989, https://doi.org/10.24432/C52P4X; R. Detrano et al., American Journal of Cardiology
+64, 1989, 304-310. As federated data: J. Ogier du Terrail et al., "FLamby", NeurIPS 2022, which
+drops what is incomplete.
 """
 
 from __future__ import annotations
@@ -73,7 +77,8 @@ def read_heart(folder: Path | str, split_seed: int = 0) -> tuple[Examples, Examp
     train, test = hold_out(list(zip(keys, labels.tolist(), strict=True)), 0.2, split_seed)
     inputs = torch.from_numpy(_features(patients, train.numpy())).float()
     train_examples, test_examples = (
-        Examples(inputs[part], labels[part], [keys[i] for i in part.tolist()], CLASSES) for part in (train, test)
+        Examples(inputs[part], labels[part], [keys[i] for i in part.tolist()], CLASSES)
+        for part in (train, test)
     )
     return train_examples, test_examples
 
@@ -96,7 +101,9 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
     try:
         numbers = [float("nan") if value.strip() == "?" else _number(value) for value in values]
     except ValueError as error:
-        raise DataError(f"{file}, line {number}: a value is neither a number nor '?': {line!r}") from error
+        raise DataError(
+            f"{file}, line {number}: a value is neither a number nor '?': {line!r}"
+        ) from error
     if len(numbers) != len(_COLUMNS) or not numbers[-1] >= 0:
         raise DataError(
             f"{file}, line {number}: {len(numbers)} values, expected {len(_COLUMNS)} "
@@ -132,5 +139,7 @@ def _imputed(values: np.ndarray, train: np.ndarray) -> np.ndarray:
 
 def _standardised(values: np.ndarray, train: np.ndarray) -> np.ndarray:
     deviation = values[train].std()
-    standardised: np.ndarray = (values - values[train].mean()) / (deviation if deviation > 0 else 1.0)
+    standardised: np.ndarray = (values - values[train].mean()) / (
+        deviation if deviation > 0 else 1.0
+    )
     return standardised

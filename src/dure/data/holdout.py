@@ -1,11 +1,12 @@
 """Holding out test examples, stratum by stratum.
 
-Of n examples exactly ceil(fraction * n) are held out. Each stratum (a class, or a class within a hospital)
-gives its share: first the whole part of fraction * size, then, until the number is reached, one more from the
-strata with the largest remainders (Hamilton's method). So the held-out examples have the composition of all,
-to within one example a stratum.
+Of n examples exactly ceil(fraction * n) are held out. Each stratum (a class, or a class within a
+hospital) gives its share: first the whole part of fraction * size, then, until the number is
+reached, one more from the strata with the largest remainders (Hamilton's method). So the held-out
+examples have the composition of all, to within one example a stratum.
 
-Source: W. G. Cochran, "Sampling Techniques", chapter 5: stratified sampling with proportional allocation.
+Source: W. G. Cochran, "Sampling Techniques", chapter 5: stratified sampling with proportional
+allocation.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from dure.randomness import generator
+from dure.randomness.seeds import generator
 
 
 def hold_out(strata: Sequence[Hashable], fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """(training, test) indices, sorted int64, of the examples whose strata are given; a pure function.
+    """(training, test) indices, sorted int64, of the examples whose strata are given; a pure
+    function.
 
     Raises ValueError if fraction is not between 0 and 1.
     """

@@ -8,8 +8,9 @@ An IDX file is one array. All numbers in it are big-endian:
     then        d lengths, uint32 each
     then        the elements, row-major, nothing after them
 
-So the magic number of a file of images is 0x00000803 and of a file of labels 0x00000801. The publishers
-compress the files with gzip; whether a file is compressed is read from its first bytes, not from its name.
+So the magic number of a file of images is 0x00000803 and of a file of labels 0x00000801. The
+publishers compress the files with gzip; whether a file is compressed is read from its first bytes,
+not from its name.
 
 Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits",
 http://yann.lecun.com/exdb/mnist/, section "File formats".
@@ -36,10 +37,11 @@ _TRY_AGAIN = "download the file again"
 def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
     """The array in the IDX file at `path`, with the file's own element type and shape.
 
-    dimensions: how many dimensions it must have; 3 for images (n, rows, columns), 1 for labels (n,).
+    dimensions: how many dimensions it must have; 3 for images (n, rows, columns), 1 for labels
+    (n,).
 
-    Raises DataError if the file cannot be read, is not IDX, has another number of dimensions, or is shorter
-    or longer than its header says.
+    Raises DataError if the file cannot be read, is not IDX, has another number of dimensions, or is
+    shorter or longer than its header says.
     """
     path = Path(path)
     content = _content(path)
@@ -51,7 +53,9 @@ def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
     code, rank = content[2], content[3]
     if code not in _TYPES:
         known = ", ".join(f"{known:02x}" for known in _TYPES)
-        raise DataError(f"{path}: element type {code:02x} is not one of IDX ({known}); {_TRY_AGAIN}")
+        raise DataError(
+            f"{path}: element type {code:02x} is not one of IDX ({known}); {_TRY_AGAIN}"
+        )
     if dimensions is not None and rank != dimensions:
         raise DataError(
             f"{path} holds an array of {rank} dimensions, expected {dimensions}: "
@@ -78,7 +82,9 @@ def _elements(path: Path, content: bytes, dtype: np.dtype[np.generic], rank: int
     """The array after the four bytes of magic number, in the machine's byte order."""
     start = 4 + 4 * rank
     if len(content) < start:
-        raise DataError(f"{path} ends inside its header: {len(content)} bytes, expected {start}; {_TRY_AGAIN}")
+        raise DataError(
+            f"{path} ends inside its header: {len(content)} bytes, expected {start}; {_TRY_AGAIN}"
+        )
     shape = [int(length) for length in np.frombuffer(content, ">u4", count=rank, offset=4)]
     # Python's integers: a header of nonsense must not overflow, nor have memory allocated for it.
     expected = math.prod(shape) * dtype.itemsize
@@ -90,5 +96,7 @@ def _elements(path: Path, content: bytes, dtype: np.dtype[np.generic], rank: int
     try:
         elements = np.frombuffer(content, dtype, offset=start).reshape(shape)
     except ValueError as error:
-        raise DataError(f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}") from error
+        raise DataError(
+            f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}"
+        ) from error
     return elements.astype(dtype.newbyteorder("="))

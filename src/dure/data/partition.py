@@ -1,8 +1,9 @@
 """Partitions: which example belongs to which client.
 
-A partition is data: a sequence of index tensors, one a client. It is a pure function of (clients, n, labels or
-keys, seed), so that every rank, the simulation and the deployed server compute the same one. Every example
-belongs to exactly one client, and every client has at least one. For one client every partition is 0..n-1.
+A partition is data: a sequence of index tensors, one a client. It is a pure function of (clients,
+n, labels or keys, seed), so that every rank, the simulation and the deployed server compute the
+same one. Every example belongs to exactly one client, and every client has at least one. For one
+client every partition is 0..n-1.
 
     IID            a random permutation, cut into parts equal to within one                        McMahan
     LabelShards    sorted by label, cut into s * clients shards equal to within one, s a client    McMahan
@@ -10,15 +11,16 @@ belongs to exactly one client, and every client has at least one. For one client
     QuantitySkew   IID in its labels, but the sizes ~ Dirichlet(alpha, ..., alpha)                 Li
     NaturalKey     a client is a hospital, a speaking role, ..., in the order of their sorted names
 
-Where a draw leaves a client with fewer than `minimum` examples, it is given some of the client's that then
-has most. (The papers draw again until nobody is short, which for many clients and a small alpha never ends.)
+Where a draw leaves a client with fewer than `minimum` examples, it is given some of the client's
+that then has most. (The papers draw again until nobody is short, which for many clients and a small
+alpha never ends.)
 
-Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum), `quantity-skew:0.5`,
-`natural-key`; `parse` reads what `str` writes.
+Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum),
+`quantity-skew:0.5`, `natural-key`; `parse` reads what `str` writes.
 
-Sources: H. B. McMahan et al., AISTATS 2017, section 3 (MNIST: 200 shards of 300, two a client); M. Yurochkin et
-al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019; Q. Li et al., "Federated Learning
-on Non-IID Data Silos: An Experimental Study", ICDE 2022.
+Sources: H. B. McMahan et al., AISTATS 2017, section 3 (MNIST: 200 shards of 300, two a client); M.
+Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019; Q. Li
+et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dure.randomness import derive, generator
-from dure.written import read, write
+from dure.randomness.seeds import derive, generator
+from dure.settings import read, write
 
 EVEN = 1e100
-"""An alpha from which on all shares of a Dirichlet distribution are equal in float64; sums of much larger overflow."""
+"""An alpha from which on all shares of a Dirichlet distribution are equal in float64; sums of much
+larger overflow."""
 
 MOST_HISTOGRAMS = 10_000
 """Clients up to which descriptions have a label histogram of each."""
@@ -46,9 +49,11 @@ MOST_NUMBERS = 10_000_000
 
 
 class Parts(Sequence[Tensor]):
-    """The examples of each client, as one tensor and where each client's begin: a million clients are two tensors.
+    """The examples of each client, as one tensor and where each client's begin: a million clients
+    are two tensors.
 
-    owners: the client of each example, int64 of shape (n,). The examples of a client are in ascending order.
+    owners: the client of each example, int64 of shape (n,). The examples of a client are in
+    ascending order.
     """
 
     def __init__(self, owners: Tensor, clients: int) -> None:
@@ -102,9 +107,11 @@ class Partition:
         """One sorted int64 tensor of indices into 0..n-1 for each client.
 
         clients: how many; None only where the data say it (`NaturalKey`).
-        labels: class indices of shape (n,), for the partitions by label; keys: n names, for `NaturalKey`.
+        labels: class indices of shape (n,), for the partitions by label; keys: n names, for
+            `NaturalKey`.
 
-        Raises ValueError if the examples are too few, or have not the labels or keys that are needed.
+        Raises ValueError if the examples are too few, or have not the labels or keys that are
+        needed.
         """
         if clients is None:
             raise ValueError(f"how many clients? the partition {self} does not say it")
@@ -116,7 +123,9 @@ class Partition:
             return Parts(torch.zeros(n, dtype=torch.int64), 1)
         return self._divide(clients, n, labels, keys, seed)
 
-    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
         """`divide` for at least two clients and as many examples."""
         raise NotImplementedError
 
@@ -126,7 +135,8 @@ class Partition:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the fields, without those at the end that are default."""
+        """The text that `parse` reads: the name and the fields, without those at the end that are
+        default."""
         return write(self)
 
 
@@ -136,8 +146,15 @@ class IID(Partition):
 
     name: ClassVar[str] = "iid"
 
-    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
-        return Parts(_dealt(torch.randperm(n, generator=generator(seed, "partition")), torch.arange(clients)), clients)
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
+        return Parts(
+            _dealt(
+                torch.randperm(n, generator=generator(seed, "partition")), torch.arange(clients)
+            ),
+            clients,
+        )
 
     @property
     def description(self) -> str:
@@ -156,9 +173,13 @@ class LabelShards(Partition):
 
     def __post_init__(self) -> None:
         if self.per_client < 1:
-            raise ValueError(f"label shards: a client needs at least 1 shard, not {self.per_client}")
+            raise ValueError(
+                f"label shards: a client needs at least 1 shard, not {self.per_client}"
+            )
 
-    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
         count = self.per_client * clients
         if count > n:
             raise ValueError(
@@ -191,7 +212,9 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         _check_skew(self)
 
-    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
         labels = _needed(labels, n, self)
         random = np.random.default_rng(derive(seed, "partition"))
         rounding = np.random.default_rng(derive(seed, "rounding of shares"))
@@ -211,9 +234,11 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """The clients' sizes are drawn from a symmetric Dirichlet distribution; their labels are a random sample.
+    """The clients' sizes are drawn from a symmetric Dirichlet distribution; their labels are a
+    random sample.
 
-    alpha: small is skewed (one client has most), large is even. minimum: the fewest examples a client has.
+    alpha: small is skewed (one client has most), large is even. minimum: the fewest examples a
+    client has.
     """
 
     name: ClassVar[str] = "quantity-skew"
@@ -223,10 +248,14 @@ class QuantitySkew(Partition):
     def __post_init__(self) -> None:
         _check_skew(self)
 
-    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
         random = np.random.default_rng(derive(seed, "partition"))
         shuffled = torch.from_numpy(random.permutation(n))
-        return Parts.of(_filled(_cut(shuffled, _shares(random, self.alpha, clients)), self.minimum, random))
+        return Parts.of(
+            _filled(_cut(shuffled, _shares(random, self.alpha, clients)), self.minimum, random)
+        )
 
     @property
     def description(self) -> str:
@@ -235,7 +264,8 @@ class QuantitySkew(Partition):
 
 @dataclass(frozen=True)
 class NaturalKey(Partition):
-    """One client for each key, client k that of `sorted(set(keys))[k]`. A single client has all the data."""
+    """One client for each key, client k that of `sorted(set(keys))[k]`. A single client has all the
+    data."""
 
     name: ClassVar[str] = "natural-key"
 
@@ -252,7 +282,9 @@ class NaturalKey(Partition):
             clients = len(set(_keys(keys, n)))
         return super().divide(clients, n, labels, keys, seed)
 
-    def _divide(self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int) -> Parts:
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
         keys = _keys(keys, n)
         names = sorted(set(keys))
         if clients != len(names):
@@ -270,7 +302,8 @@ class NaturalKey(Partition):
 
 
 PARTITIONS: dict[str, type[Partition]] = {
-    partition.name: partition for partition in (IID, LabelShards, Dirichlet, QuantitySkew, NaturalKey)
+    partition.name: partition
+    for partition in (IID, LabelShards, Dirichlet, QuantitySkew, NaturalKey)
 }
 """Every partition by the name its text form begins with."""
 
@@ -278,19 +311,20 @@ PARTITIONS: dict[str, type[Partition]] = {
 def parse(text: str) -> Partition:
     """The partition that `text` names: "iid", "label-shards:2", "dirichlet:0.3", ...
 
-    Raises ValueError for an unknown name, for too many values, and for values that are not what they should
-    be.
+    Raises ValueError for an unknown name, for too many values, and for values that are not what
+    they should be.
     """
     return read(text, PARTITIONS, "partition")
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a partition gave each client; as a dict it is the `partition` entry of a run's config.json.
+    """What a partition gave each client; as a dict it is the `partition` entry of a run's
+    config.json.
 
-    description: the partition in words. counts: examples of each client. label_histograms: for each client
-        how often it has each class, None without labels or for more than 10,000 clients. classes: their names, for
-        printing only.
+    description: the partition in words. counts: examples of each client. label_histograms: for each
+        client how often it has each class, None without labels or for more than 10,000 clients.
+        classes: their names, for printing only.
     """
 
     description: str
@@ -322,7 +356,10 @@ class Description:
 
 
 def describe(
-    partition: Partition, parts: Sequence[Tensor], labels: Tensor | None, classes: Sequence[str] | None = None
+    partition: Partition,
+    parts: Sequence[Tensor],
+    labels: Tensor | None,
+    classes: Sequence[str] | None = None,
 ) -> Description:
     """Counts and, where there are labels of shape (n,), label histograms of the clients' `parts`.
 
@@ -337,12 +374,17 @@ def describe(
         return Description(partition.description, counts, None)
     together = torch.bincount(divided.owners * number + labels, minlength=number * len(counts))
     histograms: list[list[int]] = together.view(-1, number).tolist()
-    names = list(classes) if classes is not None and len(classes) == number else list(map(str, range(number)))
+    names = (
+        list(classes)
+        if classes is not None and len(classes) == number
+        else list(map(str, range(number)))
+    )
     return Description(partition.description, counts, histograms, names)
 
 
 def _dealt(order: Tensor, owners: Tensor) -> Tensor:
-    """The owner of each example, where `order` is cut into parts equal to within one, the k-th of `owners[k]`."""
+    """The owner of each example, where `order` is cut into parts equal to within one, the k-th of
+    `owners[k]`."""
     n, count = len(order), len(owners)
     sizes = torch.full((count,), n // count)
     sizes[: n % count] += 1
@@ -354,7 +396,8 @@ def _dealt(order: Tensor, owners: Tensor) -> Tensor:
 def _needed(labels: Tensor | None, n: int, partition: Partition) -> Tensor:
     if labels is None:
         raise ValueError(
-            f"the partition {partition} needs one class label an example, which these data have not: "
+            f"the partition {partition} needs one class label an example, which these data have "
+            f"not: "
             "take iid, quantity-skew or natural-key"
         )
     if labels.shape != (n,):
@@ -364,7 +407,9 @@ def _needed(labels: Tensor | None, n: int, partition: Partition) -> Tensor:
 
 def _keys(keys: Sequence[str] | None, n: int) -> Sequence[str]:
     if keys is None:
-        raise ValueError("the partition natural-key needs a key for each example, which these data have not")
+        raise ValueError(
+            "the partition natural-key needs a key for each example, which these data have not"
+        )
     if len(keys) != n:
         raise ValueError(f"there are {len(keys)} keys for {n} examples")
     return keys
@@ -372,9 +417,13 @@ def _keys(keys: Sequence[str] | None, n: int) -> Sequence[str]:
 
 def _check_skew(partition: Dirichlet | QuantitySkew) -> None:
     if not (partition.alpha > 0 and math.isfinite(partition.alpha)):
-        raise ValueError(f"{partition.name}: alpha has to be a positive number, not {partition.alpha}")
+        raise ValueError(
+            f"{partition.name}: alpha has to be a positive number, not {partition.alpha}"
+        )
     if partition.minimum < 1:
-        raise ValueError(f"{partition.name}: a client needs at least 1 example, not {partition.minimum}")
+        raise ValueError(
+            f"{partition.name}: a client needs at least 1 example, not {partition.minimum}"
+        )
 
 
 def _shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarray:
@@ -388,9 +437,11 @@ def _cut(indices: Tensor, shares: np.ndarray) -> list[Tensor]:
 
 
 def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int]:
-    """n whole things by these shares, each rounded up or down so that on average it is exact (systematic sampling).
+    """n whole things by these shares, each rounded up or down so that on average it is exact
+    (systematic sampling).
 
-    Which are rounded up is drawn anew in each call: else the same clients would have what is left of every class.
+    Which are rounded up is drawn anew in each call: else the same clients would have what is left
+    of every class.
     """
     order = random.permutation(len(shares))
     ends = np.floor(shares[order].cumsum() / shares.sum() * n + random.random())
@@ -402,14 +453,16 @@ def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int
 
 
 def _filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
-    """The parts with at least `minimum` examples each, the missing ones taken at random from the largest."""
+    """The parts with at least `minimum` examples each, the missing ones taken at random from the
+    largest."""
     total, sizes = sum(map(len, parts)), [len(part) for part in parts]
     if minimum * len(parts) > total:
         raise ValueError(f"{len(parts)} clients cannot have {minimum} of {total} examples each")
     for poor in range(len(parts)):
         while sizes[poor] < minimum:
             rich = max(range(len(parts)), key=sizes.__getitem__)
-            # The giver keeps its minimum. The largest has more than that, or the total would not be enough.
+            # The giver keeps its minimum. The largest has more than that, or the total would not be
+            # enough.
             count = min(minimum - sizes[poor], sizes[rich] - minimum)
             shuffled = parts[rich][torch.from_numpy(random.permutation(sizes[rich]))]
             parts[poor], parts[rich] = torch.cat([parts[poor], shuffled[:count]]), shuffled[count:]

@@ -1,10 +1,11 @@
 """Batches that are read ahead: while a model computes on one, others read the next ones.
 
-Who reads depends on what reading is. Tensors are indexed by threads, for indexing lets go of Python's lock. A dataset
-whose transforms are Python code is read by processes, which are torch's `DataLoader`'s: they compute beside each other,
-and transforms that draw random numbers draw from generators of their own. These are seeded for every batch as they
-would be here, and their states come back with the batch, so that the model draws on where the transforms ended: reading
-ahead changes no bit.
+Who reads depends on what reading is. Tensors are indexed by threads, for indexing lets go of
+Python's lock. A dataset whose transforms are Python code is read by processes, which are torch's
+`DataLoader`'s: they compute beside each other, and transforms that draw random numbers draw from
+generators of their own. These are seeded for every batch as they would be here, and their states
+come back with the batch, so that the model draws on where the transforms ended: reading ahead
+changes no bit.
 
 On the way to a GPU a batch is copied into pinned memory, and from there beside the computation.
 """
@@ -26,10 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dure.data.examples import Examples
-from dure.devices import to_device
 from dure.errors import WorkerFailedError
-from dure.randomness import generators_state, restore_generators
-from dure.threads import set_own_threads
+from dure.machine.devices import to_device
+from dure.machine.threads import set_own_threads
+from dure.randomness.seeds import generators_state, restore_generators
 
 AHEAD = 2
 """Batches that each loader has ready or at work."""
@@ -39,7 +40,8 @@ Indices = Callable[[int], Tensor]
 
 
 class Loaded(NamedTuple):
-    """A batch; which loader read it, and when (seconds of `time.perf_counter`, which processes share)."""
+    """A batch; which loader read it, and when (seconds of `time.perf_counter`, which processes
+    share)."""
 
     batch: tuple[Any, Any]
     loader: int
@@ -58,7 +60,11 @@ class Prefetch(Protocol):
 
 
 def prefetch(
-    examples: Examples, indices: Indices, loaders: int, device: torch.device, seed: Callable[[int], None]
+    examples: Examples,
+    indices: Indices,
+    loaders: int,
+    device: torch.device,
+    seed: Callable[[int], None],
 ) -> Prefetch:
     """Loaders of `examples`: processes if reading may draw random numbers, otherwise threads.
 
@@ -72,7 +78,9 @@ def prefetch(
 class ThreadLoaders:
     """Threads that read."""
 
-    def __init__(self, examples: Examples, indices: Indices, loaders: int, device: torch.device) -> None:
+    def __init__(
+        self, examples: Examples, indices: Indices, loaders: int, device: torch.device
+    ) -> None:
         self.examples, self.indices, self.device = examples, indices, device
         self.ahead = AHEAD * loaders
         self._pool = ThreadPoolExecutor(loaders, "dure loader", set_own_threads, (1,))
@@ -83,14 +91,18 @@ class ThreadLoaders:
             torch.set_num_threads(mine)
             together.abort()
             self._pool.shutdown(cancel_futures=True)
-            raise WorkerFailedError("a loader", "the start", f"{loaders} loaders are too many ({error})") from error
+            raise WorkerFailedError(
+                "a loader", "the start", f"{loaders} loaders are too many ({error})"
+            ) from error
         torch.set_num_threads(mine)  # and for threads that are yet to come
         self._free = list(range(loaders))
         self._coming: dict[int, Future[tuple[Loaded, torch.cuda.Event | None]]] = {}
 
     def at(self, step: int) -> Loaded:
         for coming in range(step, step + self.ahead + 1):
-            if coming not in self._coming:  # `indices` remembers its epoch, so it is asked here and not in a thread
+            if (
+                coming not in self._coming
+            ):  # `indices` remembers its epoch, so it is asked here and not in a thread
                 self._coming[coming] = self._pool.submit(self._read, self.indices(coming))
         for past in [known for known in self._coming if known < step]:
             self._coming.pop(past).cancel()
@@ -154,8 +166,8 @@ class ProcessLoaders:
         return Loaded(to_device(batch, self.device), loader, start, end)
 
     def _begin(self, step: int) -> Iterator[Any]:
-        # Forked, so that datasets of a script need not be pickled; torch gives such a process a single thread, for
-        # OpenMP's do not survive a fork.
+        # Forked, so that datasets of a script need not be pickled; torch gives such a process a
+        # single thread, for OpenMP's do not survive a fork.
         return iter(
             DataLoader(
                 self.steps,
@@ -185,7 +197,8 @@ class _From:
 
 
 class _Steps(Dataset[Any]):
-    """The batch of each step, with the generators' states behind it, as a loader's process reads it."""
+    """The batch of each step, with the generators' states behind it, as a loader's process reads
+    it."""
 
     def __init__(self, examples: Examples, indices: Indices, seed: Callable[[int], None]) -> None:
         self.examples, self.indices, self.seed = examples, indices, seed
@@ -199,7 +212,9 @@ class _Steps(Dataset[Any]):
             batch = self.examples.batch(self.indices(step))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            return WorkerFailedError(f"loader {loader}", f"step {step + 1}", reason, traceback.format_exc())
+            return WorkerFailedError(
+                f"loader {loader}", f"step {step + 1}", reason, traceback.format_exc()
+            )
         return batch, generators_state(), loader, start, time.perf_counter()
 
 

@@ -1,7 +1,7 @@
 r"""Next-character data: Shakespeare's plays, each speaking role a client, or any one plain text.
 
-The plays are read in the Moby format: one file a play, a preface with the list of roles, and from the first
-ACT, INDUCTION or PROLOGUE on
+The plays are read in the Moby format: one file a play, a preface with the list of roles, and from
+the first ACT, INDUCTION or PROLOGUE on
 
     NAME<TAB>line of verse or prose             a speech begins
     <TAB>line                                   and goes on
@@ -9,25 +9,28 @@ ACT, INDUCTION or PROLOGUE on
     ANTIPHOLUS                                  a name too long for its column
     OF EPHESUS<TAB>line                         goes on in the next line
 
-Headings, running titles and stage directions are left out. A prologue or epilogue that nobody is named for is
-spoken by the role PROLOGUE or EPILOGUE. A client is a pair (play, role), its key "hamlet/HORATIO".
+Headings, running titles and stage directions are left out. A prologue or epilogue that nobody is
+named for is spoken by the role PROLOGUE or EPILOGUE. A client is a pair (play, role), its key
+"hamlet/HORATIO".
 
-A role takes part that has at least two lines, where a line is what actors call so: a speech, from one name to
-the next. Of a role's n lines the last max(1, floor(n / 5)) are test data, those before are training data, so
-the split is in time. In a plain text, without roles, the last 10 % of the characters are test data.
+A role takes part that has at least two lines, where a line is what actors call so: a speech, from
+one name to the next. Of a role's n lines the last max(1, floor(n / 5)) are test data, those before
+are training data, so the split is in time. In a plain text, without roles, the last 10 % of the
+characters are test data.
 
-Windows: the text of a role is cut into pieces of T = `sequence_length` characters, not overlapping; input is
-x_1..x_T and target x_2..x_{T+1}, so that m characters make ceil((m - 1) / T) windows and no character is
-predicted twice. The last window of a text is filled up with input 0 and target -100, which cross entropy and
-`dure.task.accuracy` do not count. No window reaches over the end of a text.
+Windows: the text of a role is cut into pieces of T = `sequence_length` characters, not overlapping;
+input is x_1..x_T and target x_2..x_{T+1}, so that m characters make ceil((m - 1) / T) windows and
+no character is predicted twice. The last window of a text is filled up with input 0 and target
+-100, which cross entropy and `dure.contracts.task.accuracy` do not count. No window reaches over
+the end of a text.
 
-Indices: 0 is padding, 1 a character that the training text does not have, 2.. its characters in the order of
-their code points.
+Indices: 0 is padding, 1 a character that the training text does not have, 2.. its characters in the
+order of their code points.
 
-Sources: H. B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-AISTATS 2017, section 3, which has 1,146 roles from another edition (these files have 1,129); S. Caldas et
-al., "LEAF: A Benchmark for Federated Settings", 2018, whose script drops the roles with two lines as well.
-The plays: the Complete Moby(tm) Shakespeare, public domain.
+Sources: H. B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017, section 3, which has 1,146 roles from another edition (these files have 1,129);
+S. Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, whose script drops the roles
+with two lines as well. The plays: the Complete Moby(tm) Shakespeare, public domain.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ _DIRECTION = re.compile(r"\[[^\]]*\]?|[\]|]")
 
 @dataclass(frozen=True)
 class Text:
-    """Next-character examples: inputs and targets int64 of shape (n, sequence_length), keys the roles if any.
+    """Next-character examples: inputs and targets int64 of shape (n, sequence_length), keys the
+    roles if any.
 
     characters: the vocabulary, where `characters[i]` has the index i + 2.
     """
@@ -79,7 +83,8 @@ class Text:
 def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
     """The examples at `data`: a folder of plays, one plain text file, or a folder that holds one.
 
-    Raises ValueError if sequence_length is not positive, DataError if there is no such data at `data`.
+    Raises ValueError if sequence_length is not positive, DataError if there is no such data at
+    `data`.
     """
     if sequence_length < 1:
         raise ValueError(f"sequence_length has to be at least 1, not {sequence_length}")
@@ -93,7 +98,8 @@ def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
 
 
 def speeches(play: str) -> dict[str, list[str]]:
-    """Role to its speeches in order, of one play in the Moby format; empty if the text is not a play.
+    """Role to its speeches in order, of one play in the Moby format; empty if the text is not a
+    play.
 
     The lines of a speech are joined by newlines, without indentation.
     """
@@ -108,11 +114,14 @@ def speeches(play: str) -> dict[str, list[str]]:
 def _body(play: str) -> list[str]:
     """The lines after the preface, without running titles; none if no act begins.
 
-    The running title above an act looks like a line of the last speech. It has stood above the first act too.
+    The running title above an act looks like a line of the last speech. It has stood above the
+    first act too.
     """
     lines = play.splitlines()
     start = next((i for i, line in enumerate(lines) if _BODY.fullmatch(line.strip())), len(lines))
-    titles = {line.strip() for line in lines[:start] if line.startswith("\t") and line.strip().isupper()}
+    titles = {
+        line.strip() for line in lines[:start] if line.startswith("\t") and line.strip().isupper()
+    }
     return [line for line in lines[start:] if line.strip() not in titles]
 
 
@@ -131,7 +140,8 @@ def _turns(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
-    """(who begins to speak, text) line by line: None where the speech goes on, "" where a heading ends it."""
+    """(who begins to speak, text) line by line: None where the speech goes on, "" where a heading
+    ends it."""
     name_begun, in_direction = "", False
     for line in lines:
         name, tab, text = (part.strip(" ") for part in line.partition("\t"))
@@ -173,7 +183,8 @@ def _texts(data: Path) -> tuple[dict[str, str], dict[str, str]]:
         return _split_in_time(_read(data))
     if not data.is_dir():
         raise DataError(
-            f"there is no {data}: expected a folder of plays or one text file (see 'dure.data.shakespeare')"
+            f"there is no {data}: expected a folder of plays or one text file (see "
+            f"'dure.data.shakespeare')"
         )
     files = {file: _read(file) for file in sorted(data.glob("*.txt"))}
     roles = _roles(files)
@@ -182,7 +193,8 @@ def _texts(data: Path) -> tuple[dict[str, str], dict[str, str]]:
     if len(files) == 1:
         return _split_in_time(next(iter(files.values())))
     raise DataError(
-        f"{data} holds {len(files)} .txt files and no play among them: expected plays in the Moby format "
+        f"{data} holds {len(files)} .txt files and no play among them: expected plays in the Moby "
+        f"format "
         "(NAME<TAB>line, after a line ACT I), or exactly one plain text file"
     )
 
@@ -221,7 +233,9 @@ def _split_in_time(text: str) -> tuple[dict[str, str], dict[str, str]]:
     """The last tenth of a plain text for testing."""
     end = len(text) - len(text) // 10
     if len(text) - end < 2:
-        raise DataError(f"the text has {len(text)} characters: at least 20 are needed to train and to test")
+        raise DataError(
+            f"the text has {len(text)} characters: at least 20 are needed to train and to test"
+        )
     return {"": text[:end]}, {"": text[end:]}
 
 
@@ -230,13 +244,17 @@ def _windows(texts: Mapping[str, str], characters: str, length: int) -> Examples
     pairs = [_cut(_encode(text, characters), length) for text in texts.values()]
     inputs = torch.from_numpy(np.concatenate([inputs for inputs, _ in pairs]))
     targets = torch.from_numpy(np.concatenate([targets for _, targets in pairs]))
-    keys = [key for key, (windows, _) in zip(texts, pairs, strict=True) for _ in range(len(windows))]
+    keys = [
+        key for key, (windows, _) in zip(texts, pairs, strict=True) for _ in range(len(windows))
+    ]
     return Examples(inputs, targets, keys if any(texts) else None)
 
 
 def _encode(text: str, characters: str) -> np.ndarray:
     """The indices of the text's characters, int64."""
-    codes, known = (np.frombuffer(string.encode("utf-32-le"), "<u4") for string in (text, characters))
+    codes, known = (
+        np.frombuffer(string.encode("utf-32-le"), "<u4") for string in (text, characters)
+    )
     position = np.minimum(np.searchsorted(known, codes), len(known) - 1)
     return np.where(known[position] == codes, position + _FIRST_CHARACTER, UNKNOWN).astype(np.int64)
 

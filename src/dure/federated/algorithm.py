@@ -1,8 +1,10 @@
-"""What makes one federated algorithm differ from another: what clients are asked to do, and what their answers mean.
+"""What makes one federated algorithm differ from another: what clients are asked to do, and what
+their answers mean.
 
-The default of every hook is FedAvg's. An algorithm is a file with a strategy (its hyperparameters) and, where it needs
-one, a class with the hooks that it changes. The two sides live in one class so that a file tells the whole story; a
-deployed client uses the client's hooks and the server the server's.
+The default of every hook is FedAvg's. An algorithm is a file with a strategy (its hyperparameters)
+and, where it needs one, a class with the hooks that it changes. The two sides live in one class so
+that a file tells the whole story; a deployed client uses the client's hooks and the server the
+server's.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dure.federated.cohort.job import Job, Trained
-from dure.federated.messages import Assignment, Update
+from dure.federated.engines.job import Job, Trained
+from dure.protocol.messages import Assignment, Update
 
 Memory = list[Tensor]
 """What a client keeps between its rounds; it never travels."""
@@ -27,8 +29,8 @@ class Own(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What an algorithm begins with. weights: the model's, one flat tensor a dtype. lr: of the clients' optimizer, NaN
-    where it has none."""
+    """What an algorithm begins with. weights: the model's, one flat tensor a dtype. lr: of the
+    clients' optimizer, NaN where it has none."""
 
     model: nn.Module
     weights: Sequence[Tensor]
@@ -40,7 +42,8 @@ class Algorithm:
     """FedAvg, and the hooks in which others differ from it."""
 
     mixes_models = False
-    """Whether the server mixes in the clients' models, x_start + Δ, rather than add their changes."""
+    """Whether the server mixes in the clients' models, x_start + Δ, rather than add their
+    changes."""
 
     passes = 1
     """Gradients that a client computes of each example of a step, for its virtual time."""
@@ -52,7 +55,8 @@ class Algorithm:
         return list(weights)
 
     def whole(self, shared: Sequence[Tensor], memories: Mapping[int, Memory]) -> list[Tensor]:
-        """The model that is measured: the shared weights, and where there is more, what clients have there."""
+        """The model that is measured: the shared weights, and where there is more, what clients
+        have there."""
         return list(shared)
 
     def down(self) -> Sequence[Tensor]:
@@ -60,7 +64,8 @@ class Algorithm:
         return ()
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
-        """(scale, weight): the update is scaled, and has this weight in the mean. staleness: models made meanwhile."""
+        """(scale, weight): the update is scaled, and has this weight in the mean. staleness: models
+        made meanwhile."""
         return 1.0, float(update.examples)
 
     def absorb(self, extra: list[Tensor], updates: int) -> None:
@@ -76,15 +81,18 @@ class Algorithm:
     # The client's side
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
-        """What the client computes. job: FedAvg's; memory: what it kept, None if it has not taken part yet."""
+        """What the client computes. job: FedAvg's; memory: what it kept, None if it has not taken
+        part yet."""
         return [job]
 
     def answer(
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
-        """(delta, extra, memory): what the client sends of what it computed, and keeps once that is accepted."""
+        """(delta, extra, memory): what the client sends of what it computed, and keeps once that is
+        accepted."""
         return trained[0].delta, (), memory
 
     def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
-        """The client's own model, given the shared weights; None where it has none but the global one."""
+        """The client's own model, given the shared weights; None where it has none but the global
+        one."""
         return None

@@ -1,1 +1,2 @@
-"""What simulated clients are like: fast or slow, there or away, honest or not, with data that come and go."""
+"""What simulated clients are like: fast or slow, there or away, honest or not, with data that come
+and go."""

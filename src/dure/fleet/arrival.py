@@ -1,18 +1,20 @@
 """Data that come and go: which of its examples a client has at a virtual time.
 
-A client's examples are taken to be in the order in which they came into being; k of its n are there at time t:
+A client's examples are taken to be in the order in which they came into being; k of its n are there
+at time t:
 
     still                    all of them, always                                           k = n
     arriving:SHARE:SECONDS   the first k; more and more, all after SECONDS                 k from SHARE·n to n
     leaving:SHARE:SECONDS    the last k: the oldest are forgotten, down to SHARE           k from n to SHARE·n
     window:SHARE:SECONDS     k in a row, beginning at n·t/SECONDS, around and around       k = SHARE·n
 
-k is rounded to the nearest whole number, and never 0: a client without an example is one that is not there, which is
-what `dure.fleet.availability` is for. Cost O(k) when asked, for the client asked about.
+k is rounded to the nearest whole number, and never 0: a client without an example is one that is
+not there, which is what `dure.fleet.availability` is for. Cost O(k) when asked, for the client
+asked about.
 
-Sources: arriving data as in Y. Chen et al., "Asynchronous Online Federated Learning for Edge Devices with Non-IID
-Data", IEEE Big Data 2020; a window as in O. Marfoq et al., "Federated Learning for Data Streams", AISTATS 2023 (clients
-whose memory is small).
+Sources: arriving data as in Y. Chen et al., "Asynchronous Online Federated Learning for Edge
+Devices with Non-IID Data", IEEE Big Data 2020; a window as in O. Marfoq et al., "Federated Learning
+for Data Streams", AISTATS 2023 (clients whose memory is small).
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.fleet.chance import check_share
-from dure.written import read, write
+from dure.randomness.chance import check_share
+from dure.settings import read, write
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Arrival:
     def present(self, n: int, now: float) -> Tensor:
         """Which of its n examples a client has at time `now` (seconds, >= 0).
 
-        Positions in 0..n-1, ascending, int64 of shape (k,) with 1 <= k <= n: `indices[arrival.present(n, now)]`.
+        Positions in 0..n-1, ascending, int64 of shape (k,) with 1 <= k <= n:
+        `indices[arrival.present(n, now)]`.
         """
         raise NotImplementedError
 
@@ -73,7 +76,8 @@ class Arriving(Arrival):
 
 @dataclass(frozen=True)
 class Leaving(Arrival):
-    """Data are forgotten evenly, the oldest first. share: what stays. seconds: when only that is left."""
+    """Data are forgotten evenly, the oldest first. share: what stays. seconds: when only that is
+    left."""
 
     name: ClassVar[str] = "leaving"
     share: float = 0.1
@@ -88,7 +92,8 @@ class Leaving(Arrival):
 
 @dataclass(frozen=True)
 class Window(Arrival):
-    """A window moves over the data and begins again. share: of the data in it. seconds: for one way around."""
+    """A window moves over the data and begins again. share: of the data in it. seconds: for one way
+    around."""
 
     name: ClassVar[str] = "window"
     share: float = 0.1
@@ -104,12 +109,15 @@ class Window(Arrival):
         return torch.cat([torch.arange(wrapped), torch.arange(start, start + count - wrapped)])
 
 
-ARRIVALS: dict[str, type[Arrival]] = {kind.name: kind for kind in (Still, Arriving, Leaving, Window)}
+ARRIVALS: dict[str, type[Arrival]] = {
+    kind.name: kind for kind in (Still, Arriving, Leaving, Window)
+}
 """Every setting by the name its text form begins with."""
 
 
 def parse_arrival(text: str) -> Arrival:
-    """The arrival that `text` names: "still", "arriving:0.1:3600", ... Raises ValueError for what is none."""
+    """The arrival that `text` names: "still", "arriving:0.1:3600", ... Raises ValueError for what
+    is none."""
     return read(text, ARRIVALS, "arrival")
 
 
@@ -120,4 +128,6 @@ def _count(n: int, share: float) -> int:
 def _check(arrival: Arriving | Leaving | Window) -> None:
     check_share(arrival.share, f"{arrival.name}: the share")
     if not (arrival.seconds > 0 and math.isfinite(arrival.seconds)):
-        raise ValueError(f"{arrival.name}: the time is a positive number of seconds, not {arrival.seconds}")
+        raise ValueError(
+            f"{arrival.name}: the time is a positive number of seconds, not {arrival.seconds}"
+        )

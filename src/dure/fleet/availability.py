@@ -1,7 +1,7 @@
 """When clients are there: a phone that charges at night, a hospital that is always on.
 
-A client is there in windows [start, end) of the virtual time, which begins at 0. Two questions are answered for any
-time, in any order, and for clients who are never asked about nothing is computed:
+A client is there in windows [start, end) of the virtual time, which begins at 0. Two questions are
+answered for any time, in any order, and for clients who are never asked about nothing is computed:
 
     next(client, now)    the first time t >= now at which it is there         next(next(now)) = next(now)
     until(client, now)   when it, there from next(now) on, leaves again       until(now) > next(now)
@@ -11,11 +11,13 @@ time, in any order, and for clients who are never asked about nothing is compute
     daily:SHARE:DAY        one window a day, of this share of it; each client at its own phase
     file:PATH:EVERY        CSV with client,start,end in seconds; EVERY > 0: and again after so many seconds
 
-Cost: `probability` takes about three hashes for `next` and six for `until`, whatever P is; `daily` takes one.
+Cost: `probability` takes about three hashes for `next` and six for `until`, whatever P is; `daily`
+takes one.
 
-Sources: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019 (phones are there by
-night: four times as many as by day); that it is a question with a time as answer, and not a boolean, saves a simulation
-from asking again and again.
+Sources: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019
+    (phones are there by
+night: four times as many as by day); that it is a question with a time as answer, and not a
+boolean, saves a simulation from asking again and again.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dure.errors import DataError
-from dure.fleet.chance import uniform
 from dure.fleet.table import in_order, read_table
-from dure.written import read, write
+from dure.randomness.chance import uniform
+from dure.settings import read, write
 
 _DAY = 86_400.0
 
 LEAST = 1e-12
-"""How far a probability is from 0, and from 1 if it is not 1: beyond that, floats do not tell the periods apart."""
+"""How far a probability is from 0, and from 1 if it is not 1: beyond that, floats do not tell the
+periods apart."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class Availability:
     name: ClassVar[str]
 
     def next(self, client: int, now: float, seed: int) -> float:
-        """The first time at or after `now` (seconds, >= 0) at which `client` is there; inf if never."""
+        """The first time at or after `now` (seconds, >= 0) at which `client` is there; inf if
+        never."""
         raise NotImplementedError
 
     def until(self, client: int, now: float, seed: int) -> float:
-        """When `client`, which is there at `next(client, now, seed)`, leaves after that; inf if never."""
+        """When `client`, which is there at `next(client, now, seed)`, leaves after that; inf if
+        never."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -73,8 +78,8 @@ class Always(Availability):
 class Probability(Availability):
     """In each period the client is there or is not, by a throw of its own.
 
-    p: the probability, above 0. period: in seconds. A client that is there in periods that follow one another does not
-    leave between them.
+    p: the probability, above 0. period: in seconds. A client that is there in periods that follow
+    one another does not leave between them.
     """
 
     name: ClassVar[str] = "probability"
@@ -85,11 +90,15 @@ class Probability(Availability):
         if not 0 < self.p <= 1:
             raise ValueError(f"probability: it is above 0 and at most 1, not {self.p}")
         if not LEAST <= self.p <= 1 - LEAST and self.p != 1:
-            raise ValueError(f"probability: {self.p} cannot be told from {round(self.p)}, {LEAST} is the least")
+            raise ValueError(
+                f"probability: {self.p} cannot be told from {round(self.p)}, {LEAST} is the least"
+            )
         _check_length(self.period, "probability: the period")
 
     def next(self, client: int, now: float, seed: int) -> float:
-        return max(now, self._begin(self._first(True, client, _cycle(now, self._begin, self.period), seed)))
+        return max(
+            now, self._begin(self._first(True, client, _cycle(now, self._begin, self.period), seed))
+        )
 
     def until(self, client: int, now: float, seed: int) -> float:
         if self.p == 1:
@@ -113,17 +122,20 @@ class Probability(Availability):
         return period
 
     def _rare(self, client: int, period: int, rare: float, seed: int) -> Iterator[int]:
-        """The periods, in order, in which the rarer of being there and being away happens; some before `period`.
+        """The periods, in order, in which the rarer of being there and being away happens; some
+        before `period`.
 
-        Their gaps are geometric. They are drawn block by block, each block with about one, so that the throws of a
-        distant time, or of a small P, need not be made one by one.
+        Their gaps are geometric. They are drawn block by block, each block with about one, so that
+        the throws of a distant time, or of a small P, need not be made one by one.
         """
         length = math.ceil(1 / rare)
         block = period // length
         while True:
             at, drawn = -1, 0
             while True:
-                gap = math.log(uniform(seed, "availability", client, block, drawn)) / math.log1p(-rare)
+                gap = math.log(uniform(seed, "availability", client, block, drawn)) / math.log1p(
+                    -rare
+                )
                 at, drawn = at + 1 + int(gap), drawn + 1
                 if at >= length:
                     break
@@ -144,7 +156,9 @@ class Daily(Availability):
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ValueError(f"daily: the share of the day is above 0 and at most 1, not {self.share}")
+            raise ValueError(
+                f"daily: the share of the day is above 0 and at most 1, not {self.share}"
+            )
         _check_length(self.day, "daily: the day")
 
     def next(self, client: int, now: float, seed: int) -> float:
@@ -154,7 +168,9 @@ class Daily(Availability):
         if self.share == 1:
             return math.inf
         start, end = self._window(client, now, seed)
-        return max(end, math.nextafter(max(start, now), math.inf))  # a gap may be shorter than numbers can tell
+        return max(
+            end, math.nextafter(max(start, now), math.inf)
+        )  # a gap may be shorter than numbers can tell
 
     def _window(self, client: int, now: float, seed: int) -> tuple[float, float]:
         """(start, end) of the first window that ends after `now`."""
@@ -171,13 +187,16 @@ class Daily(Availability):
 
 @dataclass(frozen=True)
 class AvailabilityFile(Availability):
-    """Windows that were measured: a CSV file with the columns client,start,end, in seconds; a client may have many.
+    """Windows that were measured: a CSV file with the columns client,start,end, in seconds; a
+    client may have many.
 
-    every: after so many seconds all begins again, as 604800 for the trace of a week; 0: it does not, and who has left
-    for the last time stays away. end may be inf where nothing begins again. Client k has the windows of the file's
-    client k, modulo their number: in order of first appearance, or, where all names are whole numbers, of these.
+    every: after so many seconds all begins again, as 604800 for the trace of a week; 0: it does
+    not, and who has left for the last time stays away. end may be inf where nothing begins again.
+    Client k has the windows of the file's client k, modulo their number: in order of first
+    appearance, or, where all names are whole numbers, of these.
 
-    Raises DataError if the file cannot be read, or a line is not a client's name and 0 <= start < end (<= every).
+    Raises DataError if the file cannot be read, or a line is not a client's name and 0 <= start <
+    end (<= every).
     """
 
     name: ClassVar[str] = "file"
@@ -186,29 +205,41 @@ class AvailabilityFile(Availability):
 
     def __post_init__(self) -> None:
         if not (self.every >= 0 and math.isfinite(self.every)):
-            raise ValueError(f"file: the seconds after which it begins again are 0 (never) or more, not {self.every}")
+            raise ValueError(
+                f"file: the seconds after which it begins again are 0 (never) or more, not "
+                f"{self.every}"
+            )
         found: dict[str, list[tuple[float, float]]] = {}
         for line, client, (start, end) in read_table(self.path, ("client", "start", "end")):
             if not 0 <= start < end:
-                raise DataError(f"{self.path}, line {line}: start has to be at least 0 and less than end")
+                raise DataError(
+                    f"{self.path}, line {line}: start has to be at least 0 and less than end"
+                )
             if self.every and end > self.every:
                 raise DataError(
-                    f"{self.path}, line {line}: it ends at {end:g}, after all begins again ({self.every:g})"
+                    f"{self.path}, line {line}: it ends at {end:g}, after all begins again "
+                    f"({self.every:g})"
                 )
             found.setdefault(client, []).append((start, end))
-        object.__setattr__(self, "_windows", [_joined(found[client]) for client in in_order(list(found))])
+        object.__setattr__(
+            self, "_windows", [_joined(found[client]) for client in in_order(list(found))]
+        )
 
     def next(self, client: int, now: float, seed: int) -> float:
         cycle, window = self._place(client, now)
         windows = self._of(client)
-        return max(now, self._begin(cycle) + windows[window][0]) if window < len(windows) else math.inf
+        return (
+            max(now, self._begin(cycle) + windows[window][0]) if window < len(windows) else math.inf
+        )
 
     def until(self, client: int, now: float, seed: int) -> float:
         cycle, window = self._place(client, now)
         windows = self._of(client)
         if window == len(windows):
             return math.inf
-        if windows[window][1] == self.every and windows[0][0] == 0:  # the next cycle's first window goes on with it
+        if (
+            windows[window][1] == self.every and windows[0][0] == 0
+        ):  # the next cycle's first window goes on with it
             if len(windows) == 1:
                 return math.inf
             cycle, window = cycle + 1, 0
@@ -222,7 +253,8 @@ class AvailabilityFile(Availability):
         return windows[client % len(windows)]
 
     def _place(self, client: int, now: float) -> tuple[int, int]:
-        """(cycle, window) of the first window that ends after `now`; past the last window if there is none."""
+        """(cycle, window) of the first window that ends after `now`; past the last window if there
+        is none."""
         windows = self._of(client)
         cycle = _cycle(now, self._begin, self.every) if self.every else 0
         begin = self._begin(cycle)
@@ -237,14 +269,16 @@ AVAILABILITIES: dict[str, type[Availability]] = {
 
 
 def parse_availability(text: str) -> Availability:
-    """The availability that `text` names: "always", "daily:0.25", ... Raises ValueError for what is none."""
+    """The availability that `text` names: "always", "daily:0.25", ... Raises ValueError for what is
+    none."""
     return read(text, AVAILABILITIES, "availability")
 
 
 def _cycle(now: float, start: Callable[[int], float], length: float) -> int:
     """The k with start(k) <= now < start(k+1), for starts `length` apart.
 
-    Division alone may round to the neighbour of the right one, and a client would then leave before it has come.
+    Division alone may round to the neighbour of the right one, and a client would then leave before
+    it has come.
     """
     k = math.floor((now - start(0)) / length)
     if now < start(k):

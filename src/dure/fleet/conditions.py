@@ -9,7 +9,7 @@ from dure.fleet.arrival import Arrival, Still, parse_arrival
 from dure.fleet.attacks import Attack, NoAttack, parse_attack
 from dure.fleet.availability import Always, Availability, parse_availability
 from dure.fleet.devices import Devices, Equal, parse_devices
-from dure.written import parse_fields
+from dure.settings import parse_fields
 
 EngineName = Literal[
     "auto",
@@ -32,13 +32,16 @@ class Conditions:
     Args:
         devices: how fast they compute and send: equal, stragglers:0.1:10, lognormal:0.5, file:PATH.
         availability: when they are there: always, probability:0.8, daily:0.3, file:PATH.
-        arrival: which of their examples they have when: still, arriving:0.1:3600, leaving:0.5:3600, window:0.2:3600.
+        arrival: which of their examples they have when: still, arriving:0.1:3600, leaving:0.5:3600,
+            window:0.2:3600.
         drop_out: the probability that a client is gone before it has finished what it was asked.
-        attack: what liars send or learn from: none, sign-flip, gaussian, label-flip, alie, inner-product, backdoor, ...
+        attack: what liars send or learn from: none, sign-flip, gaussian, label-flip, alie,
+            inner-product, backdoor, ...
         attackers: how many clients lie: a number, or a share below 1.
         attackers_change: others lie in every round, and not the same all along.
         engine: how local training is computed; auto measures which way is the fastest here.
-        processes: that compute, of this machine or of a Ray cluster, or threads; one a core by default.
+        processes: that compute, of this machine or of a Ray cluster, or threads; one a core by
+            default.
     """
 
     devices: Devices = field(default_factory=Equal)
@@ -64,16 +67,26 @@ class Conditions:
         if not 0 <= self.drop_out < 1:
             raise ValueError(f"drop_out is {self.drop_out}, but it is a probability below 1")
         if not self.attackers >= 0 or (self.attackers > 1 and self.attackers % 1):
-            raise ValueError(f"attackers is {self.attackers}, but it is a whole number of clients, or a share below 1")
+            raise ValueError(
+                f"attackers is {self.attackers}, but it is a whole number of clients, or a share "
+                f"below 1"
+            )
         if isinstance(self.attack, NoAttack) != (self.attackers == 0):
-            raise ValueError("an attack needs attackers, and attackers an attack: give both, as sign-flip and 4")
+            raise ValueError(
+                "an attack needs attackers, and attackers an attack: give both, as sign-flip and 4"
+            )
         if self.attackers_change and self.attack.poisons:
-            raise ValueError(f"{self.attack} spoils examples once and for all: its attackers cannot change")
+            raise ValueError(
+                f"{self.attack} spoils examples once and for all: its attackers cannot change"
+            )
         if self.processes is not None and self.processes < 1:
-            raise ValueError(f"processes is {self.processes}, but somebody has to compute: at least 1")
+            raise ValueError(
+                f"processes is {self.processes}, but somebody has to compute: at least 1"
+            )
 
     def told(self) -> list[str]:
-        """In words, what is not as it is in an ideal world: "devices stragglers:0.1:10", "drop out 0.3"."""
+        """In words, what is not as it is in an ideal world: "devices stragglers:0.1:10", "drop out
+        0.3"."""
         ideal = Conditions()
         names = ("devices", "availability", "arrival", "drop_out", "attack", "attackers")
         return [

@@ -1,21 +1,23 @@
 """How fast clients compute, and how fast their links are.
 
-A client that receives D bytes, processes n examples and sends U bytes takes D / down + n / speed + U / up seconds.
-A device is a pure function of (setting, client, seed): nothing is kept for clients who do not take part.
+A client that receives D bytes, processes n examples and sends U bytes takes D / down + n / speed +
+U / up seconds. A device is a pure function of (setting, client, seed): nothing is kept for clients
+who do not take part.
 
     equal:EXAMPLES_PER_SECOND:DOWN_MBIT:UP_MBIT   all alike
     stragglers:SHARE:FACTOR                       each client, with this probability, computes FACTOR times slower
     lognormal:SIGMA                               speed · exp(SIGMA·z), both links · exp(SIGMA·z'); z, z' ~ N(0, 1)
     file:PATH                                     CSV with client,examples_per_second,down_mbit,up_mbit
 
-Stragglers and lognormal take the values of equal as well, behind their own, as `stragglers:0.1:10:50:6:2`: of those who
-are no stragglers, and the medians.
+Stragglers and lognormal take the values of equal as well, behind their own, as
+`stragglers:0.1:10:50:6:2`: of those who are no stragglers, and the medians.
 
-Defaults: links of 6 Mbit/s down and 2 Mbit/s up, the 0.75 and 0.25 megabytes a second that J. Wang et al., "A Field
-Guide to Federated Optimization", 2021, estimate for phones of a deployed system. 100 examples a second are of the order
-of a small convolutional network on a phone; that depends on the model more than on the phone, so measure yours.
-Stragglers: a tenth of the clients, ten times slower. Lognormal: F. Lai et al., "FedScale", ICML 2022, show speeds of
-phones that differ by more than an order of magnitude; with sigma 1 the middle 90 % differ by a factor of 27.
+Defaults: links of 6 Mbit/s down and 2 Mbit/s up, the 0.75 and 0.25 megabytes a second that J. Wang
+et al., "A Field Guide to Federated Optimization", 2021, estimate for phones of a deployed system.
+100 examples a second are of the order of a small convolutional network on a phone; that depends on
+the model more than on the phone, so measure yours. Stragglers: a tenth of the clients, ten times
+slower. Lognormal: F. Lai et al., "FedScale", ICML 2022, show speeds of phones that differ by more
+than an order of magnitude; with sigma 1 the middle 90 % differ by a factor of 27.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from dure.errors import DataError
-from dure.fleet.chance import check_share, normal, uniform
 from dure.fleet.table import in_order, read_table
-from dure.written import read, write
+from dure.randomness.chance import check_share, normal, uniform
+from dure.settings import read, write
 
 _SPEED, _DOWN, _UP = 100.0, 6.0, 2.0
 _BYTES_PER_MBIT = 1e6 / 8
 
 
 class Device(NamedTuple):
-    """examples_per_second: of training. down, up: what its link receives and sends, in bytes per second."""
+    """examples_per_second: of training. down, up: what its link receives and sends, in bytes per
+    second."""
 
     examples_per_second: float
     down: float
@@ -93,7 +96,9 @@ class Stragglers(Devices):
     def __post_init__(self) -> None:
         check_share(self.share, "stragglers: their share")
         if not (self.factor >= 1 and math.isfinite(self.factor)):
-            raise ValueError(f"stragglers: they are slower by a factor of at least 1, not {self.factor}")
+            raise ValueError(
+                f"stragglers: they are slower by a factor of at least 1, not {self.factor}"
+            )
         _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
 
     def of(self, client: int, seed: int) -> Device:
@@ -104,7 +109,8 @@ class Stragglers(Devices):
 
 @dataclass(frozen=True)
 class Lognormal(Devices):
-    """Speeds spread around their medians; a client's two links are fast or slow together, computing apart from them.
+    """Speeds spread around their medians; a client's two links are fast or slow together, computing
+    apart from them.
 
     sigma: the deviation of the logarithm; 0 is all alike.
     """
@@ -128,11 +134,14 @@ class Lognormal(Devices):
 
 @dataclass(frozen=True)
 class DevicesFile(Devices):
-    """Devices that were measured: a CSV file with the columns client,examples_per_second,down_mbit,up_mbit.
+    """Devices that were measured: a CSV file with the columns
+    client,examples_per_second,down_mbit,up_mbit.
 
-    Client k has the device in row k, modulo the rows; where all names are whole numbers, in the order of these.
+    Client k has the device in row k, modulo the rows; where all names are whole numbers, in the
+    order of these.
 
-    Raises DataError if the file cannot be read, or a line is not a client's name and three positive numbers.
+    Raises DataError if the file cannot be read, or a line is not a client's name and three positive
+    numbers.
     """
 
     name: ClassVar[str] = "file"
@@ -144,7 +153,9 @@ class DevicesFile(Devices):
             if client in found:
                 raise DataError(f"{self.path}, line {line}: the client {client!r} is there twice")
             if not all(value > 0 for value in values):
-                raise DataError(f"{self.path}, line {line}: speeds are positive numbers, not {values}")
+                raise DataError(
+                    f"{self.path}, line {line}: speeds are positive numbers, not {values}"
+                )
             found[client] = _device(*values)
         object.__setattr__(self, "_devices", [found[client] for client in in_order(list(found))])
 
@@ -155,12 +166,15 @@ class DevicesFile(Devices):
 
 _COLUMNS = ("client", "examples_per_second", "down_mbit", "up_mbit")
 
-DEVICES: dict[str, type[Devices]] = {kind.name: kind for kind in (Equal, Stragglers, Lognormal, DevicesFile)}
+DEVICES: dict[str, type[Devices]] = {
+    kind.name: kind for kind in (Equal, Stragglers, Lognormal, DevicesFile)
+}
 """Every setting by the name its text form begins with."""
 
 
 def parse_devices(text: str) -> Devices:
-    """The devices that `text` names: "equal", "stragglers:0.1:10", ... Raises ValueError for what is none."""
+    """The devices that `text` names: "equal", "stragglers:0.1:10", ... Raises ValueError for what
+    is none."""
     return read(text, DEVICES, "device setting")
 
 
@@ -170,4 +184,6 @@ def _device(examples_per_second: float, down_mbit: float, up_mbit: float) -> Dev
 
 def _check_speeds(name: str, *speeds: float) -> None:
     if not all(speed > 0 for speed in speeds):
-        raise ValueError(f"{name}: examples a second and megabits a second are positive, not {speeds}")
+        raise ValueError(
+            f"{name}: examples a second and megabits a second are positive, not {speeds}"
+        )

@@ -1,4 +1,5 @@
-"""Files that say what clients are like: CSV with a header, the first column a client's name, the others numbers."""
+"""Files that say what clients are like: CSV with a header, the first column a client's name, the
+others numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ class Row(NamedTuple):
 def read_table(path: str, columns: Sequence[str]) -> list[Row]:
     """The rows of a file whose header is `columns`, at least one; empty lines are skipped.
 
-    Raises ValueError for a path that no text form can hold, DataError if the file cannot be read, is empty, or has a
-    line that is not a name and numbers; the message says which.
+    Raises ValueError for a path that no text form can hold, DataError if the file cannot be read,
+    is empty, or has a line that is not a name and numbers; the message says which.
     """
     if not path or ":" in path:
-        raise ValueError(f"the path {path!r} cannot be written in file:PATH: it needs a name, without ':'")
+        raise ValueError(
+            f"the path {path!r} cannot be written in file:PATH: it needs a name, without ':'"
+        )
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
@@ -42,7 +45,8 @@ def read_table(path: str, columns: Sequence[str]) -> list[Row]:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Each name once: by number where all are whole numbers, otherwise in order of first appearance.
+    """Each name once: by number where all are whole numbers, otherwise in order of first
+    appearance.
 
     Client k of a federation is number k of these, modulo their count.
     """
@@ -53,8 +57,12 @@ def in_order(names: Sequence[str]) -> list[str]:
 def _row(path: str, line: int, row: Sequence[str], columns: Sequence[str]) -> Row:
     expected = ",".join(columns)
     if len(row) != len(columns):
-        raise DataError(f"{path}, line {line}: {len(row)} values, expected {len(columns)} ({expected})")
+        raise DataError(
+            f"{path}, line {line}: {len(row)} values, expected {len(columns)} ({expected})"
+        )
     try:
         return Row(line, row[0].strip(), [float(value) for value in row[1:]])
     except ValueError as error:
-        raise DataError(f"{path}, line {line}: {','.join(row)!r} is not a name and numbers ({expected})") from error
+        raise DataError(
+            f"{path}, line {line}: {','.join(row)!r} is not a name and numbers ({expected})"
+        ) from error

@@ -1,12 +1,14 @@
 """Gradients of long weights, computed where they leave from.
 
-Autograd makes each gradient in memory of its own, and to copy it into its bucket takes as long as to sum it. The
-gradient of a linear layer's weight is one matrix product, gᵀx, and a product can be written anywhere: into the weight's
-place in its bucket, so that nothing is copied. Megatron-LM calls this gradient accumulation fusion.
+Autograd makes each gradient in memory of its own, and to copy it into its bucket takes as long as
+to sum it. The gradient of a linear layer's weight is one matrix product, gᵀx, and a product can be
+written anywhere: into the weight's place in its bucket, so that nothing is copied. Megatron-LM
+calls this gradient accumulation fusion.
 
-Nothing is changed in the graph. In the node that makes the product (found in the graph, once a forward pass) the matrix
-product is told where to write; all else goes its way: hooks, other contributions, which autograd adds, and the
-parameter, which takes the tensor as its gradient. Where any of it ends up elsewhere, it is copied as ever.
+Nothing is changed in the graph. In the node that makes the product (found in the graph, once a
+forward pass) the matrix product is told where to write; all else goes its way: hooks, other
+contributions, which autograd adds, and the parameter, which takes the tensor as its gradient. Where
+any of it ends up elsewhere, it is copied as ever.
 """
 
 from __future__ import annotations
@@ -31,20 +33,27 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.place: Tensor | None = place
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         place = self.place
         if function is torch.ops.aten.mm.default and place is not None:
             one, other = args
             if (one.shape[0], other.shape[1]) == place.shape and one.dtype == place.dtype:
                 self.place = None
-                return torch.ops.aten.mm.out(one, other, out=place.detach())  # a tensor of its own, which can be taken
+                return torch.ops.aten.mm.out(
+                    one, other, out=place.detach()
+                )  # a tensor of its own, which can be taken
         return function(*args, **(kwargs or {}))
 
 
 class Direct:
-    """The long weights among `parameters`. place_of: where a parameter's gradient leaves from, if that is known."""
+    """The long weights among `parameters`. place_of: where a parameter's gradient leaves from, if
+    that is known."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], place_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], place_of: Callable[[nn.Parameter], Tensor | None]
+    ) -> None:
         self._place_of = place_of
         self._weights = {
             id(parameter): parameter
@@ -81,7 +90,8 @@ class Direct:
 
         def before(gradients: Any) -> None:
             if gradients[0] is None or gradients[0].shape[0] == weight.shape[0]:
-                return  # the gradient of the layer's input may have the weight's shape, and comes first
+                # the gradient of the layer's input may have the weight's shape, and comes first
+                return
             place = self._place_for(leaf, weight)
             if place is not None:
                 entered.append(Into(place).__enter__())  # type: ignore[no-untyped-call]
@@ -94,9 +104,14 @@ class Direct:
         node.register_hook(after)
 
     def _place_for(self, leaf: Any, weight: nn.Parameter) -> Tensor | None:
-        """Where this pass may write: it is the weight's first product in it, and the gradient is for the weight."""
+        """Where this pass may write: it is the weight's first product in it, and the gradient is
+        for the weight."""
         current = torch._C._current_graph_task_id()
-        if weight.grad is not None or torch.is_grad_enabled() or self._passes.get(id(weight)) == current:
+        if (
+            weight.grad is not None
+            or torch.is_grad_enabled()
+            or self._passes.get(id(weight)) == current
+        ):
             return None
         try:
             if not torch._C._will_engine_execute_node(leaf):

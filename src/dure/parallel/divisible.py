@@ -1,12 +1,13 @@
-"""Whether an optimizer can be divided over ranks: by parameters, as over stages of a pipeline, or inside of them.
+"""Whether an optimizer can be divided over ranks: by parameters, as over stages of a pipeline, or
+inside of them.
 
     parameter-wise   each parameter is updated by its own gradient and state: not by LBFGS, nor by what scales all
                      updates by a norm over all gradients
     element-wise     and so is each of its elements: not by what looks at a whole tensor, as a norm, a factored moment
                      or an orthogonal update does
 
-Which of torch's optimizers are is known; others are tried out on a small matrix, whole and in halves, or on two. One
-that cannot be tried out is not divided inside of parameters.
+Which of torch's optimizers are is known; others are tried out on a small matrix, whole and in
+halves, or on two. One that cannot be tried out is not divided inside of parameters.
 """
 
 from __future__ import annotations
@@ -35,14 +36,19 @@ _PARAMETER_WISE = _ELEMENT_WISE | {"Adafactor", "Muon", "SparseAdam"}
 
 
 def check_element_wise(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that does not treat every element of a tensor for itself."""
+    """Raises ValueError for an optimizer that does not treat every element of a tensor for
+    itself."""
     if _of_torch(optimizer, _ELEMENT_WISE):
         return
-    problem = _problem(optimizer, lambda matrix: torch.split(matrix.reshape(-1), [7, 17]), "pieces of a matrix")
+    problem = _problem(
+        optimizer, lambda matrix: torch.split(matrix.reshape(-1), [7, 17]), "pieces of a matrix"
+    )
     if problem is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot be divided element by element: {problem}; use an optimizer that treats "
-            "every element for itself, as SGD or AdamW, or data parallel, where every rank has whole tensors"
+            f"{type(optimizer).__name__} cannot be divided element by element: {problem}; use an "
+            f"optimizer that treats "
+            "every element for itself, as SGD or AdamW, or data parallel, where every rank has "
+            "whole tensors"
         )
 
 
@@ -50,11 +56,15 @@ def check_parameter_wise(optimizer: Optimizer) -> None:
     """Raises ValueError for an optimizer that does not treat every parameter for itself."""
     if _of_torch(optimizer, _PARAMETER_WISE):
         return
-    problem = _problem(optimizer, lambda matrix: [matrix[:2], matrix[2:]], "parameters apart", together=True)
+    problem = _problem(
+        optimizer, lambda matrix: [matrix[:2], matrix[2:]], "parameters apart", together=True
+    )
     if problem is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot be divided over stages: {problem}; use an optimizer that treats every "
-            "parameter for itself, as SGD or AdamW, or data parallel, where every rank has all of them"
+            f"{type(optimizer).__name__} cannot be divided over stages: {problem}; use an "
+            f"optimizer that treats every "
+            "parameter for itself, as SGD or AdamW, or data parallel, where every rank has all of "
+            "them"
         )
 
 
@@ -64,9 +74,13 @@ def _of_torch(optimizer: Optimizer, names: set[str]) -> bool:
 
 
 def _problem(
-    optimizer: Optimizer, cut: Callable[[Tensor], Sequence[Tensor]], what: str, together: bool = False
+    optimizer: Optimizer,
+    cut: Callable[[Tensor], Sequence[Tensor]],
+    what: str,
+    together: bool = False,
 ) -> str | None:
-    """What is wrong with the optimizer, if pieces with an optimizer each are updated otherwise than by one.
+    """What is wrong with the optimizer, if pieces with an optimizer each are updated otherwise than
+    by one.
 
     together: that one has the pieces too; else the matrix that they make up.
     """
@@ -75,23 +89,36 @@ def _problem(
     whole = [nn.Parameter(piece.clone()) for piece in (cut(start) if together else [start])]
     pieces = [nn.Parameter(piece.clone()) for piece in cut(start)]
     try:
-        _steps(optimizer, [whole], [cut(gradient) if together else [gradient] for gradient in gradients])
+        _steps(
+            optimizer,
+            [whole],
+            [cut(gradient) if together else [gradient] for gradient in gradients],
+        )
         _steps(optimizer, [[piece] for piece in pieces], [cut(gradient) for gradient in gradients])
     except Exception as error:
         needs_closure = isinstance(error, TypeError) and "closure" in str(error)
         if together and not needs_closure:
             return None  # that of a user, who knows better: most treat each parameter for itself
         return f"trying it out failed ({type(error).__name__}: {error})"
-    one, many = (torch.cat([part.detach().reshape(-1) for part in parts]) for parts in (whole, pieces))
+    one, many = (
+        torch.cat([part.detach().reshape(-1) for part in parts]) for parts in (whole, pieces)
+    )
     return None if torch.equal(one, many) else f"it updates {what} otherwise than together"
 
 
-def _steps(optimizer: Optimizer, owned: Sequence[list[nn.Parameter]], gradients: Sequence[Sequence[Tensor]]) -> None:
-    """Steps of optimizers of this kind, each with the parameters that it owns. gradients: of all of these, by step."""
-    settings = {key: value for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)}
+def _steps(
+    optimizer: Optimizer, owned: Sequence[list[nn.Parameter]], gradients: Sequence[Sequence[Tensor]]
+) -> None:
+    """Steps of optimizers of this kind, each with the parameters that it owns. gradients: of all of
+    these, by step."""
+    settings = {
+        key: value for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)
+    }
     probes: list[Any] = [type(optimizer)(parameters, **settings) for parameters in owned]
     for given in gradients:
-        for parameter, gradient in zip([p for parameters in owned for p in parameters], given, strict=True):
+        for parameter, gradient in zip(
+            [p for parameters in owned for p in parameters], given, strict=True
+        ):
             parameter.grad = gradient.clone()
         for probe in probes:
             probe.step()

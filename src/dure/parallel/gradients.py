@@ -1,4 +1,5 @@
-"""Gradients and the memory they travel in: flat buffers with a view for each, in shared memory where that is used."""
+"""Gradients and the memory they travel in: flat buffers with a view for each, in shared memory
+where that is used."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from dure.collectives.shared_memory.pool import empty_shared
 
 @dataclass(frozen=True)
 class Flat:
-    """A buffer, and the places of gradients in it: views of the shapes and strides of their parameters."""
+    """A buffer, and the places of gradients in it: views of the shapes and strides of their
+    parameters."""
 
     whole: Tensor
     views: list[Tensor]
@@ -28,7 +30,8 @@ class Flat:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Flat:
-        """Zeros for the gradients of `parameters`, of one dtype and device, and `tail` numbers behind them.
+        """Zeros for the gradients of `parameters`, of one dtype and device, and `tail` numbers
+        behind them.
 
         dtype, device: where there are no parameters.
         """
@@ -41,7 +44,9 @@ class Flat:
         views, start = [], 0
         for parameter in parameters:
             strides = (
-                parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+                parameter.stride()
+                if is_dense(parameter)
+                else torch.empty(parameter.shape, device="meta").stride()
             )
             views.append(whole.as_strided(parameter.shape, strides, start))
             start += parameter.numel()
@@ -68,7 +73,8 @@ def as_dense(gradient: Tensor) -> Tensor:
     """
     if gradient.requires_grad:
         raise RuntimeError(
-            "backward(create_graph=True) asks for gradients of gradients, which an all-reduce does not have; take the "
+            "backward(create_graph=True) asks for gradients of gradients, which an all-reduce does "
+            "not have; take the "
             "inner derivative by torch.autograd.grad, and call backward once, without create_graph"
         )
     return (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()

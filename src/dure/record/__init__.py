@@ -1,1 +1,2 @@
-"""What happened: counters, the timeline, the history, checkpoints, and the run folder that holds them."""
+"""What happened: counters, the timeline, the history, checkpoints, and the run folder that holds
+them."""

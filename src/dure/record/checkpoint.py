@@ -6,8 +6,9 @@ A checkpoint is a folder named by its step, zero-padded so that names sort:
     checkpoint/00000230/state.safetensors    the tensors of the rest: optimizer, generators
     checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands
 
-It is written beside its place and renamed into it, so a kill at any moment leaves the old checkpoint or the new
-one, never half of one. Trees are made of dict, list, tuple, Tensor, str, int, float, bool and None.
+It is written beside its place and renamed into it, so a kill at any moment leaves the old
+checkpoint or the new one, never half of one. Trees are made of dict, list, tuple, Tensor, str, int,
+float, bool and None.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def pack_checkpoint(weights: Mapping[str, Tensor], state: Any) -> tuple[bytes, b
 
 def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tensor], Any]:
     """(weights, state): the inverse of `pack_checkpoint`."""
-    return weights_from_bytes(parts[0]), unpack_tree(json.loads(parts[2]), weights_from_bytes(parts[1]))
+    return weights_from_bytes(parts[0]), unpack_tree(
+        json.loads(parts[2]), weights_from_bytes(parts[1])
+    )
 
 
 def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) -> Path:
@@ -121,7 +124,8 @@ def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) 
 
 
 def read_checkpoint(folder: Path) -> tuple[bytes, bytes, bytes] | None:
-    """The files of the newest checkpoint in `folder`, or None. Raises RunFolderError if they cannot be read."""
+    """The files of the newest checkpoint in `folder`, or None. Raises RunFolderError if they cannot
+    be read."""
     names = sorted(p.name for p in folder.glob("[0-9]*")) if folder.is_dir() else []
     if not names:
         return None
@@ -129,5 +133,7 @@ def read_checkpoint(folder: Path) -> tuple[bytes, bytes, bytes] | None:
     try:
         first, second, third = ((newest / name).read_bytes() for name in _PARTS)
     except OSError as error:
-        raise RunFolderError(f"{newest} is not a whole checkpoint: {error.strerror} ({error.filename})") from error
+        raise RunFolderError(
+            f"{newest} is not a whole checkpoint: {error.strerror} ({error.filename})"
+        ) from error
     return first, second, third

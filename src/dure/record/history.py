@@ -1,7 +1,8 @@
 """The history: a line a step, a line an evaluation; and when a target was reached.
 
-Steps to a target are counted as McMahan et al. 2017 count rounds: the curve is made monotone (the best value so
-far), and the crossing is interpolated linearly between evaluations. All systems are counted the same way.
+Steps to a target are counted as McMahan et al. 2017 count rounds: the curve is made monotone (the
+best value so far), and the crossing is interpolated linearly between evaluations. All systems are
+counted the same way.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import msgspec
 class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults=True):
     """After a step or round: cumulative counters of rank 0 (a federation's server).
 
-    loss: None where nothing was learned, as in a round in which no update counted. numbers: what else the strategy says
-    about the round, by name; None where it says nothing.
+    loss: None where nothing was learned, as in a round in which no update counted. numbers: what
+    else the strategy says about the round, by name; None where it says nothing.
     """
 
     step: int
@@ -65,14 +66,28 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 FALL = (
-    *("loss", "error", "error_rate", "rmse", "mse", "mae", "mape", "perplexity", "nll", "wer", "cer", "distance"),
+    *(
+        "loss",
+        "error",
+        "error_rate",
+        "rmse",
+        "mse",
+        "mae",
+        "mape",
+        "perplexity",
+        "nll",
+        "wer",
+        "cer",
+        "distance",
+    ),
     "residual",
 )
 """How the names of metrics end that are better where they are lower."""
 
 
 def lower_is_better(metric: str) -> bool:
-    """Losses, errors and the like (`FALL`) fall, also those of the worst tenth of clients; every other metric rises."""
+    """Losses, errors and the like (`FALL`) fall, also those of the worst tenth of clients; every
+    other metric rises."""
     return metric.removesuffix("_p10").endswith(FALL)
 
 
@@ -120,13 +135,14 @@ class History:
         return [record for record in self.records if isinstance(record, Evaluation)]
 
     def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """(x, y) of a metric over the evaluations where it was finite; `against` is any field of `Evaluation`, as
-        "bytes_sent"."""
+        """(x, y) of a metric over the evaluations where it was finite; `against` is any field of
+        `Evaluation`, as "bytes_sent"."""
         pairs = [(float(getattr(e, against)), e.metrics.get(metric)) for e in self.evaluations]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps or rounds, values) of a number that the strategy reports with each of them, as "primal_residual"."""
+        """(steps or rounds, values) of a number that the strategy reports with each of them, as
+        "primal_residual"."""
         pairs = [(step.step, (step.numbers or {}).get(name)) for step in self.steps]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
@@ -136,8 +152,12 @@ class History:
 
     def best(self) -> dict[str, float]:
         """The best value of every metric."""
-        names = dict.fromkeys(name for e in self.evaluations for name, v in e.metrics.items() if v is not None)
-        return {name: (min if lower_is_better(name) else max)(self.curve(name)[1]) for name in names}
+        names = dict.fromkeys(
+            name for e in self.evaluations for name, v in e.metrics.items() if v is not None
+        )
+        return {
+            name: (min if lower_is_better(name) else max)(self.curve(name)[1]) for name in names
+        }
 
     @classmethod
     def encode(cls, record: Record) -> bytes:
@@ -151,7 +171,8 @@ class History:
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
 
     def until(self, step: int) -> History:
-        """The records up to `step`: what a run resumed from the checkpoint of that step has behind it."""
+        """The records up to `step`: what a run resumed from the checkpoint of that step has behind
+        it."""
         return History(record for record in self.records if record.step <= step)
 
     def encoded(self) -> bytes:

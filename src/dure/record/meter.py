@@ -1,10 +1,12 @@
 """The meter: what one worker sent, received, and spent its time on.
 
-Bytes are payload: what a tensor or a message holds, without the framing of the transport. Seconds are wall time
-in three kinds: compute (forward, backward, update), communication (transfers that the worker waited for), idle (waiting
-for the slowest peer to arrive; see `dure.parallel.data`). Transfers that ran while the worker computed are counted
-beside them, as hidden: the share hidden / (hidden + communication) says how well a system overlaps the two. Transfers
-inside a computation, as those in the layers of tensor parallelism, are taken out of it: no second counts twice.
+Bytes are payload: what a tensor or a message holds, without the framing of the transport. Seconds
+are wall time in three kinds: compute (forward, backward, update), communication (transfers that the
+worker waited for), idle (waiting for the slowest peer to arrive; see
+`dure.parallel.data.strategy`). Transfers that ran while the worker computed are counted beside
+them, as hidden: the share hidden / (hidden + communication) says how well a system overlaps the
+two. Transfers inside a computation, as those in the layers of tensor parallelism, are taken out of
+it: no second counts twice.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import msgspec
 from dure.record.trace import Trace
 
 MOST_INSIDE = 100_000
-"""Transfers inside computations that wait for the end of theirs; evaluations have some that nobody asks for."""
+"""Transfers inside computations that wait for the end of theirs; evaluations have some that nobody
+asks for."""
 
 
 class Counters(msgspec.Struct):
@@ -53,7 +56,9 @@ def sum_of_counters(rows: Iterable[list[float]]) -> Counters:
     total = Counters()
     for counters in map(Counters.from_list, rows):
         peak = max(total.peak_memory, counters.peak_memory)
-        total = Counters.from_list([a + b for a, b in zip(total.as_list(), counters.as_list(), strict=True)])
+        total = Counters.from_list(
+            [a + b for a, b in zip(total.as_list(), counters.as_list(), strict=True)]
+        )
         total.peak_memory = peak
     return total
 
@@ -90,12 +95,14 @@ class Meter:
         self.mark(name, "compute", start, end, step)
 
     def inside(self, name: str, start: float, end: float) -> None:
-        """The worker was in a transfer, inside of what `compute` will be told of: it is communication, not compute."""
+        """The worker was in a transfer, inside of what `compute` will be told of: it is
+        communication, not compute."""
         if self.trace is not None:  # else nobody may ever ask
             self._inside.append((name, start, end))
 
     def _taken_out(self, start: float, step: int) -> float:
-        """Seconds of the transfers since `start`; earlier ones were inside of what is not counted."""
+        """Seconds of the transfers since `start`; earlier ones were inside of what is not
+        counted."""
         seconds = 0.0
         while self._inside:
             name, began, ended = self._inside.popleft()
@@ -118,7 +125,8 @@ class Meter:
     ) -> None:
         """A transfer from `start` to `end`, for which the last peer came at `arrival`.
 
-        computed: until then the worker computed meanwhile, so that what was transferred is hidden, and nobody waited.
+        computed: until then the worker computed meanwhile, so that what was transferred is hidden,
+        and nobody waited.
         """
         ready = start if arrival is None else min(max(arrival, start), end)
         free = start if computed is None else min(max(computed, start), end)
@@ -135,14 +143,18 @@ class Meter:
         self.counters.idle_seconds += end - start
         self.mark(name, "idle", start, end, step)
 
-    def mark(self, name: str, category: str, start: float, end: float, step: int, lane: str | None = None) -> None:
-        """A span on the timeline that no counter adds up: an evaluation, a checkpoint. lane: None is the worker's."""
+    def mark(
+        self, name: str, category: str, start: float, end: float, step: int, lane: str | None = None
+    ) -> None:
+        """A span on the timeline that no counter adds up: an evaluation, a checkpoint. lane: None
+        is the worker's."""
         if self.trace is not None:
             self.trace.add(lane or self.name, name, category, start, end, step)
 
 
 def reset_peak_memory() -> None:
-    """Starts the measurement of peak memory anew, so that runs in one process are told apart (Linux only)."""
+    """Starts the measurement of peak memory anew, so that runs in one process are told apart (Linux
+    only)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -150,7 +162,8 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Bytes of this process resident at the peak since `reset_peak_memory`; 0 where the system does not tell."""
+    """Bytes of this process resident at the peak since `reset_peak_memory`; 0 where the system does
+    not tell."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -14,7 +14,6 @@ from typing import IO, Any
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dure.buffers import load_weights
 from dure.errors import RunFolderError
 from dure.record.checkpoint import (
     read_checkpoint,
@@ -25,9 +24,11 @@ from dure.record.checkpoint import (
 from dure.record.history import History, Record
 from dure.record.trace import Lane, write_trace
 from dure.record.weights import weights_from_bytes, weights_to_bytes
+from dure.tensors.buffers import load_weights
 
 _MAY_CHANGE = ("world", "label", "versions")
-"""What config.json may say otherwise when a run goes on: how many ranks there are follows from who is left."""
+"""What config.json may say otherwise when a run goes on: how many ranks there are follows from who
+is left."""
 
 
 MOMENT = 2.0
@@ -47,10 +48,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """A new folder with its config.json. Raises RunFolderError if there is something in it already."""
+        """A new folder with its config.json. Raises RunFolderError if there is something in it
+        already."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunFolderError(
-                f"the run folder {path} is not empty: choose another with --out, or go on with --resume {path}"
+                f"the run folder {path} is not empty: choose another with --out, or go on with "
+                f"--resume {path}"
             )
         folder = cls(path)
         try:
@@ -69,7 +72,8 @@ class RunFolder:
 
     @classmethod
     def enter(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """The folder of this very run: a new one, or one in which it was begun, perhaps by another number of ranks.
+        """The folder of this very run: a new one, or one in which it was begun, perhaps by another
+        number of ranks.
 
         Raises RunFolderError if something else is in it.
         """
@@ -80,17 +84,19 @@ class RunFolder:
         other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
         if other:
             raise RunFolderError(
-                f"{path} holds another run, which differs in {', '.join(other)}: choose another folder with --out"
+                f"{path} holds another run, which differs in {', '.join(other)}: choose another "
+                f"folder with --out"
             )
         folder.write_json("config.json", config)
         (path / "summary.json").unlink(missing_ok=True)
         return folder
 
     def hold(self) -> None:
-        """Keeps other processes of this machine from going on with this run, until `close` or the end of this one.
+        """Keeps other processes of this machine from going on with this run, until `close` or the
+        end of this one.
 
-        Raises RunFolderError if somebody else holds it, who may have been killed a moment ago and is waited for as long
-        as that takes. Where the file system has no locks nobody is kept off.
+        Raises RunFolderError if somebody else holds it, who may have been killed a moment ago and
+        is waited for as long as that takes. Where the file system has no locks nobody is kept off.
         """
         descriptor = os.open(self.path, os.O_RDONLY)
         until = time.monotonic() + MOMENT
@@ -98,7 +104,8 @@ class RunFolder:
             while not _locked(descriptor):
                 if time.monotonic() > until:
                     raise RunFolderError(
-                        f"another process is training in {self.path}: wait until it has ended, or end it"
+                        f"another process is training in {self.path}: wait until it has ended, or "
+                        f"end it"
                     )
                 time.sleep(0.01)
         except BaseException:
@@ -110,7 +117,8 @@ class RunFolder:
     def begin_again(self, config: Mapping[str, Any]) -> None:
         """Before a run that was interrupted, or has ended, goes on.
 
-        Raises RunFolderError, and changes nothing, while somebody holds it or if its checkpoint or history is damaged.
+        Raises RunFolderError, and changes nothing, while somebody holds it or if its checkpoint or
+        history is damaged.
         """
         self.hold()
         try:
@@ -149,7 +157,8 @@ class RunFolder:
         self._flushed = time.monotonic()
 
     def history(self) -> History:
-        """What history.jsonl holds; nothing if there is no such file. Raises RunFolderError if it is damaged."""
+        """What history.jsonl holds; nothing if there is no such file. Raises RunFolderError if it
+        is damaged."""
         path = self.path / "history.jsonl"
         try:
             return History.decode(path.read_bytes()) if path.exists() else History()
@@ -174,11 +183,14 @@ class RunFolder:
                 unpack_checkpoint(parts)
         except (SafetensorError, ValueError, LookupError, TypeError) as error:
             raise RunFolderError(
-                f"the newest checkpoint in {self.path / 'checkpoint'} is damaged ({type(error).__name__}: {error}): "
+                f"the newest checkpoint in {self.path / 'checkpoint'} is damaged "
+                f"({type(error).__name__}: {error}): "
                 "put back a copy of it, or remove it to train from the start"
             ) from error
 
-    def finish(self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]) -> None:
+    def finish(
+        self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]
+    ) -> None:
         """Writes what an ended run leaves: weights, summary, timeline."""
         self.flush()
         write_atomically(self.path / "model.safetensors", weights_to_bytes(weights))
@@ -202,7 +214,8 @@ class RunFolder:
 
 
 _HELD: set[int] = set()
-"""Descriptors of the folders that this process holds. A child that is forked closes them: it may live longer."""
+"""Descriptors of the folders that this process holds. A child that is forked closes them: it may
+live longer."""
 
 
 def _locked(descriptor: int) -> bool:
@@ -228,8 +241,8 @@ os.register_at_fork(after_in_child=_let_go)
 class Run:
     """A Task under a Strategy in a World, done.
 
-    model: the trained model. history: every step and evaluation. summary: the result in one mapping. folder: where
-    it all lies, None if the run was not given `out`.
+    model: the trained model. history: every step and evaluation. summary: the result in one
+    mapping. folder: where it all lies, None if the run was not given `out`.
     """
 
     model: nn.Module
@@ -243,7 +256,8 @@ class Run:
 
 
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
-    """The ended run in a folder. model: the task's factory, whose weights are then replaced by the trained ones.
+    """The ended run in a folder. model: the task's factory, whose weights are then replaced by the
+    trained ones.
 
     Raises RunFolderError if there is no ended run, or its weights are not those of this model.
     """

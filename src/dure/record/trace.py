@@ -1,9 +1,10 @@
 """The timeline: spans of time per rank or client, written as Chrome trace events.
 
-A span is (name, category, start, end, step). Categories: compute, communication, idle, evaluation, checkpoint.
-A lane (a rank, a server, a client) keeps its first `limit` spans and counts the rest, so that a run of a million
-steps neither fills the memory nor writes a file that no browser opens. The file is the JSON object form of the
-Trace Event Format (Google, 2016), which Perfetto and chrome://tracing open.
+A span is (name, category, start, end, step). Categories: compute, communication, idle, evaluation,
+checkpoint. A lane (a rank, a server, a client) keeps its first `limit` spans and counts the rest,
+so that a run of a million steps neither fills the memory nor writes a file that no browser opens.
+The file is the JSON object form of the Trace Event Format (Google, 2016), which Perfetto and
+chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -52,11 +53,15 @@ class Trace:
             found.dropped += 1
 
     def packed(self, offset: float = 0.0) -> bytes:
-        """All lanes as bytes, their times moved by `offset` seconds onto another machine's clock."""
+        """All lanes as bytes, their times moved by `offset` seconds onto another machine's
+        clock."""
         lanes = [
             Lane(
                 lane.name,
-                [span._replace(start=span.start + offset, end=span.end + offset) for span in lane.spans],
+                [
+                    span._replace(start=span.start + offset, end=span.end + offset)
+                    for span in lane.spans
+                ],
                 lane.dropped,
             )
             for lane in self.lanes.values()
@@ -69,14 +74,19 @@ class Trace:
 
 
 def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
-    """Trace events of `lanes`, one thread a lane; `ts` and `dur` in microseconds since the first span of all."""
+    """Trace events of `lanes`, one thread a lane; `ts` and `dur` in microseconds since the first
+    span of all."""
     origin = min((span.start for lane in lanes for span in lane.spans), default=0.0)
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}
+    ]
     for tid, lane in enumerate(lanes):
         thread = {"pid": 1, "tid": tid}
         events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": lane.name}})
         if lane.dropped:
-            events.append({"ph": "M", "name": "spans_dropped", **thread, "args": {"count": lane.dropped}})
+            events.append(
+                {"ph": "M", "name": "spans_dropped", **thread, "args": {"count": lane.dropped}}
+            )
         events.extend(
             {
                 "ph": "X",

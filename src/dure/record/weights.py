@@ -1,7 +1,7 @@
 """Tensors by name as the bytes of a safetensors file, and back.
 
-The format knows no complex numbers of double precision. They are written as pairs of real ones, in one more dimension
-at the end, and the file's metadata says which names these are.
+The format knows no complex numbers of double precision. They are written as pairs of real ones, in
+one more dimension at the end, and the file's metadata says which names these are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _PAIRS = "complex128"
 """The metadata's key for the names of what is written as pairs."""
 
 
-def weights_to_bytes(weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+def weights_to_bytes(
+    weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """A state_dict, say, in safetensors. Tied tensors are written once for each of their names."""
     seen: set[int] = set()
     plain: dict[str, Tensor] = {}
@@ -37,7 +39,8 @@ def weights_to_bytes(weights: Mapping[str, Tensor], metadata: Mapping[str, str] 
 
 
 def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
-    """The inverse of `weights_to_bytes`. Raises SafetensorError or ValueError if the bytes are something else."""
+    """The inverse of `weights_to_bytes`. Raises SafetensorError or ValueError if the bytes are
+    something else."""
     tensors = load_tensors(content)
     length = int.from_bytes(content[:8], "little")
     for name in pairs_in(json.loads(content[8 : 8 + length]).get("__metadata__")):

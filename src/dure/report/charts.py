@@ -1,12 +1,13 @@
 """What the page draws, as plain JSON: curves, timelines and partitions, each bounded in size.
 
-A colour is written `var(--name)`; the page resolves it against style.css, once for light and once for dark. Text
-that plotly will draw is escaped here, since plotly reads a little HTML in it.
+A colour is written `var(--name)`; the page resolves it against style.css, once for light and once
+for dark. Text that plotly will draw is escaped here, since plotly reads a little HTML in it.
 
-Histories are thinned for drawing: the evaluations to the lowest and highest of every stretch (so that the best
-value stays on the curve), the training losses to the mean of every stretch. The bytes of all workers together are
-known at evaluations only; between them a training loss is placed by linear interpolation, after the last not at all.
-A federation says its clock at every round, so what was measured has a place in virtual time as well.
+Histories are thinned for drawing: the evaluations to the lowest and highest of every stretch (so
+that the best value stays on the curve), the training losses to the mean of every stretch. The bytes
+of all workers together are known at evaluations only; between them a training loss is placed by
+linear interpolation, after the last not at all. A federation says its clock at every round, so what
+was measured has a place in virtual time as well.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ CLOCK = "virtual_seconds"
 
 
 def style(index: int) -> JSON:
-    """How run `index` looks in every chart: colour, then dash when the colours repeat, and a marker."""
+    """How run `index` looks in every chart: colour, then dash when the colours repeat, and a
+    marker."""
     return {
         "color": f"var(--run-{index % COLOURS})",
         "dash": DASHES[index // COLOURS % len(DASHES)],
@@ -47,22 +49,28 @@ def style(index: int) -> JSON:
 
 
 def metrics(runs: Sequence[Run]) -> list[str]:
-    """All metrics of the runs; the one to judge by first: what is not a loss, else the test loss."""
+    """All metrics of the runs; the one to judge by first: what is not a loss, else the test
+    loss."""
     keys = [key for run in runs for key in run.result.best]
     return sorted(dict.fromkeys(keys), key=lambda key: "loss" in key)
 
 
 def curves(runs: Sequence[Run]) -> JSON | None:
-    """Every metric, the training loss and what strategies say of their rounds, against epochs, seconds, steps or
-    rounds, bytes, and, where a federation has a clock of its own, virtual seconds. What a strategy says is left out
-    where it is 0 in all runs."""
+    """Every metric, the training loss and what strategies say of their rounds, against epochs,
+    seconds, steps or rounds, bytes, and, where a federation has a clock of its own, virtual
+    seconds. What a strategy says is left out where it is 0 in all runs."""
     series = []
     for index, run in enumerate(runs):
         if any(line.metrics for line in run.evaluations):
             series.append(_evaluations(index, run.evaluations, _clock(run)))
         if run.steps:
             series.append(_training(index, run.steps, run.evaluations, _clock(run)))
-    drawn = [key for one in series for key, values in one["y"].items() if any(v is not None for v in values)]
+    drawn = [
+        key
+        for one in series
+        for key, values in one["y"].items()
+        if any(v is not None for v in values)
+    ]
     told = [key for one in series for key, values in one["y"].items() if any(values)]
     keys = [key for key in dict.fromkeys([*metrics(runs), "train_loss", *told]) if key in drawn]
     if not keys:
@@ -75,7 +83,9 @@ def curves(runs: Sequence[Run]) -> JSON | None:
         {"key": "bytes", "name": "bytes", "title": "bytes sent, all workers together"},
     ]
     if any(value is not None for one in series for value in one["x"][CLOCK]):
-        axes.append({"key": CLOCK, "name": "virtual seconds", "title": "seconds on the federation’s clock"})
+        axes.append(
+            {"key": CLOCK, "name": "virtual seconds", "title": "seconds on the federation’s clock"}
+        )
     return {
         "axes": [{"title": axis["name"], **axis, "log": _wide(series, axis["key"])} for axis in axes],
         "metrics": [
@@ -88,7 +98,8 @@ def curves(runs: Sequence[Run]) -> JSON | None:
 
 
 def timelines(runs: Sequence[Run]) -> list[JSON]:
-    """Per run with a trace: lanes, and spans by category. At most LANES lanes and a bounded number of spans."""
+    """Per run with a trace: lanes, and spans by category. At most LANES lanes and a bounded number
+    of spans."""
     traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(traced), 1))
     return [_timeline(index, trace, most) for index, trace in traced]
@@ -112,7 +123,9 @@ def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
     keys = list(dict.fromkeys(key for line in lines for key in line.metrics))
     lines = [line for line in lines if line.metrics]
     share = POINTS // len(keys)
-    places = {i for key in keys for i in _extremes([line.metrics.get(key) for line in lines], share)}
+    places = {
+        i for key in keys for i in _extremes([line.metrics.get(key) for line in lines], share)
+    }
     kept = [lines[i] for i in sorted(places)]
     x = {
         "epoch": [short(line.epoch) for line in kept],
@@ -121,7 +134,11 @@ def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
         "bytes": [line.bytes_sent for line in kept],
         CLOCK: [short(clock(line.step)) for line in kept],
     }
-    return {"run": run, "x": x, "y": {key: [short(line.metrics.get(key)) for line in kept] for key in keys}}
+    return {
+        "run": run,
+        "x": x,
+        "y": {key: [short(line.metrics.get(key)) for line in kept] for key in keys},
+    }
 
 
 def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], clock: Clock) -> JSON:
@@ -136,7 +153,9 @@ def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], cloc
         CLOCK: [short(clock(part[-1].step)) for part in stretches],
     }
     said = dict.fromkeys(key for line in lines for key in line.metrics if key != CLOCK)
-    numbers = {key: [_mean([line.metrics.get(key) for line in part]) for part in stretches] for key in said}
+    numbers = {
+        key: [_mean([line.metrics.get(key) for line in part]) for part in stretches] for key in said
+    }
     return {
         "run": run,
         "x": x,
@@ -150,12 +169,15 @@ def _stretches(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
-    """Indices of at most `most` values: the first, the last, and every stretch's lowest and highest."""
+    """Indices of at most `most` values: the first, the last, and every stretch's lowest and
+    highest."""
     if len(values) <= most:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
     for start, end in _stretches(len(values), most // 2 - 1):
-        known = [(value, index) for index in range(start, end) if (value := values[index]) is not None]
+        known = [
+            (value, index) for index in range(start, end) if (value := values[index]) is not None
+        ]
         kept |= {min(known)[1], max(known)[1]} if known else {start}
     return sorted(kept)
 
@@ -163,7 +185,11 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
 def _clock(run: Run) -> Clock:
     """The federation's clock at a step, which begins at 0; None in a run that has none."""
     told = [(line.step, line.metrics.get(CLOCK)) for line in run.steps]
-    return _interpolated([(0.0, 0.0), *told]) if any(now is not None for _, now in told) else lambda step: None
+    return (
+        _interpolated([(0.0, 0.0), *told])
+        if any(now is not None for _, now in told)
+        else lambda step: None
+    )
 
 
 def _interpolated(known: Sequence[tuple[float, float | None]]) -> Clock:
@@ -194,7 +220,8 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
     starts: dict[int, float] = {}
     for span in trace.spans:
         starts.setdefault(span.lane, span.start)
-    # The lanes that start first, drawn in their own order: in a federation, the server and its first clients.
+    # The lanes that start first, drawn in their own order: in a federation, the server and its
+    # first clients.
     shown = sorted(sorted(starts, key=lambda lane: (starts[lane], lane))[:LANES])
     of_lanes = [span for span in trace.spans if span.lane in set(shown)]
     spans = of_lanes[:most]
@@ -230,9 +257,14 @@ def _timeline_note(trace: Trace, lanes: int, drawn: int, kept: int, end: float) 
             f"{count(more)} more in trace.json."
         )
     if drawn < kept:
-        parts.append(f"The first {count(drawn)} of their {count(kept)} spans are drawn, to {duration(end / 1000)}.")
+        parts.append(
+            f"The first {count(drawn)} of their {count(kept)} spans are drawn, to "
+            f"{duration(end / 1000)}."
+        )
     if trace.dropped:
-        parts.append(f"The run itself kept its first spans only and left {count(trace.dropped)} out.")
+        parts.append(
+            f"The run itself kept its first spans only and left {count(trace.dropped)} out."
+        )
     return " ".join(parts)
 
 
@@ -272,7 +304,9 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
         "clients": list(shown),
         "counts": [partition.counts[client] for client in shown],
         "classes": [html.escape(name, quote=False) for name in partition.classes],
-        "cells": [[rows[client][label] for client in shown] for label in range(width)] if rows else None,
+        "cells": [[rows[client][label] for client in shown] for label in range(width)]
+        if rows
+        else None,
     }
 
 

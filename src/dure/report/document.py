@@ -1,8 +1,9 @@
-"""One HTML document that opens without a network: what the report of runs and the page of a benchmark share.
+"""One HTML document that opens without a network: what the report of runs and the page of a
+benchmark share.
 
-What can be read without drawing is plain HTML (it prints, and a screen reader reads it). The charts' data goes in as
-one JSON element, which a script hands to plotly; common.js is what the scripts share. A Content-Security-Policy in
-the document forbids every request.
+What can be read without drawing is plain HTML (it prints, and a screen reader reads it). The
+charts' data goes in as one JSON element, which a script hands to plotly; common.js is what the
+scripts share. A Content-Security-Policy in the document forbids every request.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from importlib.resources import files
 from dure.report.words import escape
 
 _NO_NETWORK = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+    "blob:; "
     "base-uri 'none'; form-action 'none'"
 )
 
 
-def document(title: str, sections: Sequence[str], data: object, plotly: str, script: str, style: str = "") -> str:
-    """The whole document. Empty sections are left out; data: what `script` draws; plotly: the source of plotly.js;
-    script and style: source of its own beside common.js and style.css."""
+def document(
+    title: str, sections: Sequence[str], data: object, plotly: str, script: str, style: str = ""
+) -> str:
+    """The whole document. Empty sections are left out; data: what `script` draws; plotly: the
+    source of plotly.js; script and style: source of its own beside common.js and style.css."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -50,7 +54,8 @@ def section(name: str, heading: str, lead: str, body: str) -> str:
 
 
 def plotly_source(what: str) -> str:
-    """The source of plotly.js. Raises ImportError, which says that `what` needs it, where plotly is not installed."""
+    """The source of plotly.js. Raises ImportError, which says that `what` needs it, where plotly is
+    not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -70,7 +75,8 @@ def source(package: str, name: str) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open another."""
+    """JSON that may stand inside a script element: nothing in it can close the element or open
+    another."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

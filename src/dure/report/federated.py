@@ -1,9 +1,11 @@
-"""Federations in the report: who took part when, how stale and how large updates were, and how fair the models are.
+"""Federations in the report: who took part when, how stale and how large updates were, and how fair
+the models are.
 
-    worst tenth = the value at a tenth of the clients, from the worst one on, interpolated linearly between clients
+    worst tenth = the value at a tenth of the clients, from the worst one on, interpolated linearly
+    between clients
 
-What is drawn is what the server told of itself: assignments and updates are its first ones, counts are of the whole
-run, and the models of clients are measured at the last evaluation.
+What is drawn is what the server told of itself: assignments and updates are its first ones, counts
+are of the whole run, and the models of clients are measured at the last evaluation.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from dure.report.charts import CLOCK, JSON, POINTS, SPANS, SPANS_OF_ALL_RUNS, sh
 from dure.report.document import section
 from dure.report.parts import swatch
 from dure.report.runs import Assignment, Federation, Run, Sent
-from dure.report.words import count, duration, escape, higher_is_better, is_share, metric_name, metric_value
+from dure.report.words import (
+    count,
+    duration,
+    escape,
+    higher_is_better,
+    is_share,
+    metric_name,
+    metric_value,
+)
 
 ROWS = 60
 UPDATES = 2_000
@@ -53,7 +63,12 @@ def spread(key: str, values: Sequence[float]) -> Spread:
     """values: the metric `key` of each client, of at least one."""
     mean = sum(values) / len(values)
     worst = quantile(values, 0.1 if higher_is_better(key) else 0.9)
-    return Spread(len(values), mean, worst, (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5)
+    return Spread(
+        len(values),
+        mean,
+        worst,
+        (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5,
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -66,7 +81,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def in_a_line(run: Run) -> str | None:
-    """The engine, and what came of what clients were asked, for a terminal; None for a run that told nothing of it."""
+    """The engine, and what came of what clients were asked, for a terminal; None for a run that
+    told nothing of it."""
     if run.federation is None:
         return None
     why = f" ({run.federation.why})" if run.federation.why else ""
@@ -79,7 +95,11 @@ def in_a_line(run: Run) -> str | None:
 def _came(run: Run, federation: Federation) -> str:
     """40 updates, 3 late, 2 dropped out."""
     updates = sum(federation.turns.values())
-    rest = {outcome: number for outcome, number in _outcomes(run, federation).items() if outcome != "accepted"}
+    rest = {
+        outcome: number
+        for outcome, number in _outcomes(run, federation).items()
+        if outcome != "accepted"
+    }
     said = [f"{count(updates)} update{'' if updates == 1 else 's'}"]
     said += [f"{count(number)} {outcome}" for outcome, number in rest.items()]
     most = max(federation.refusals, key=federation.refusals.__getitem__, default=None)
@@ -87,36 +107,52 @@ def _came(run: Run, federation: Federation) -> str:
 
 
 def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
-    """What became of assignments, in the order of their colours. Updates that came in time, but could not be right, are
-    refused and not accepted."""
+    """What became of assignments, in the order of their colours. Updates that came in time, but
+    could not be right, are refused and not accepted."""
     known = {outcome: federation.outcomes.get(outcome, 0) for outcome in _COLOURS}
-    others = {outcome: number for outcome, number in federation.outcomes.items() if outcome not in known}
+    others = {
+        outcome: number for outcome, number in federation.outcomes.items() if outcome not in known
+    }
     refused = int(sum(line.metrics.get("refused") or 0 for line in run.steps))
     known["accepted"] -= refused
-    return {outcome: number for outcome, number in (known | {"refused": refused} | others).items() if number > 0}
+    return {
+        outcome: number
+        for outcome, number in (known | {"refused": refused} | others).items()
+        if number > 0
+    }
 
 
 def _last(run: Run, key: str) -> float | None:
-    return next((value for line in reversed(run.steps) if (value := line.metrics.get(key)) is not None), None)
+    return next(
+        (value for line in reversed(run.steps) if (value := line.metrics.get(key)) is not None),
+        None,
+    )
 
 
 def _told(runs: Sequence[Run]) -> list[Told]:
-    return [Told(index, run, run.federation) for index, run in enumerate(runs) if run.federation is not None]
+    return [
+        Told(index, run, run.federation)
+        for index, run in enumerate(runs)
+        if run.federation is not None
+    ]
 
 
 # What is drawn, as plain JSON.
 
 
 def figures(runs: Sequence[Run]) -> dict[str, JSON]:
-    """The figures by name, those of a run with its place in the report: flights-0, staleness-0, norms-0, cosines-0;
-    those of all runs with their metric: clients-accuracy, personal-accuracy. What there is nothing of has none."""
+    """The figures by name, those of a run with its place in the report: flights-0, staleness-0,
+    norms-0, cosines-0; those of all runs with their metric: clients-accuracy, personal-accuracy.
+    What there is nothing of has none."""
     told = _told(runs)
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(told), 1))
     drawn: dict[str, JSON | None] = {}
     for index, _, federation in told:
         drawn[f"flights-{index}"] = _flights(federation.assignments, most)
         drawn[f"staleness-{index}"] = _staleness(federation.staleness)
-        drawn[f"norms-{index}"] = _points(federation.updates, "norm", lambda sent: sent.norm, log=True)
+        drawn[f"norms-{index}"] = _points(
+            federation.updates, "norm", lambda sent: sent.norm, log=True
+        )
         drawn[f"cosines-{index}"] = _points(federation.updates, "cosine", lambda sent: sent.cosine)
     for metric in _metrics(told):
         drawn[f"clients-{metric}"] = _clients(told, metric)
@@ -141,7 +177,12 @@ def _flights(assignments: Sequence[Assignment], most: int) -> JSON | None:
                 "name": html.escape(outcome, quote=False),
                 "color": f"var(--{_colour(outcome)})",
                 "spans": [
-                    [row[one.client], short(one.began, 8), short(one.ended - one.began), one.round + 1]
+                    [
+                        row[one.client],
+                        short(one.began, 8),
+                        short(one.ended - one.began),
+                        one.round + 1,
+                    ]
                     for one in kept
                     if one.outcome == outcome
                 ],
@@ -158,17 +199,26 @@ def _staleness(staleness: Mapping[int, int]) -> JSON | None:
     if not any(staleness):
         return None
     x = sorted(staleness)
-    bars = {"type": "bar", "name": "updates", "color": "var(--compute)", "x": x, "y": [staleness[one] for one in x]}
+    bars = {
+        "type": "bar",
+        "name": "updates",
+        "color": "var(--compute)",
+        "x": x,
+        "y": [staleness[one] for one in x],
+    }
     return _xy("staleness", "updates", [bars])
 
 
 def _points(
     updates: Sequence[Sent], name: str, value: Callable[[Sent], float | None], log: bool = False
 ) -> JSON | None:
-    """A point for each update; whole rounds are left out where there are too many. log: if they differ much."""
+    """A point for each update; whole rounds are left out where there are too many. log: if they
+    differ much."""
     every = max(1, -(-len(updates) // UPDATES))
     rounds = set(sorted({sent.round for sent in updates})[::every])
-    known = [(sent, y) for sent in updates if sent.round in rounds and (y := value(sent)) is not None]
+    known = [
+        (sent, y) for sent in updates if sent.round in rounds and (y := value(sent)) is not None
+    ]
     if not known:
         return None
     low, high = min(y for _, y in known), max(y for _, y in known)
@@ -188,14 +238,21 @@ def _points(
     return {**_xy("round", name, series, log=log and 0 < 30 * low < high), "every": every}
 
 
-_HONESTY = {False: ("honest", "var(--run-0)", "circle", "●"), True: ("attacker", "var(--run-1)", "x", "✕")}
+_HONESTY = {
+    False: ("honest", "var(--run-0)", "circle", "●"),
+    True: ("attacker", "var(--run-1)", "x", "✕"),
+}
 
 
 def _metrics(told: Sequence[Told]) -> list[str]:
     """For each run the metric to judge by, without its client_: the first that is not a loss."""
     chosen = []
     for one in told:
-        keys = [key.removeprefix("client_") for key in one.federation.by_client if key.startswith("client_")]
+        keys = [
+            key.removeprefix("client_")
+            for key in one.federation.by_client
+            if key.startswith("client_")
+        ]
         chosen += sorted(keys, key=lambda key: "loss" in key)[:1]
     return list(dict.fromkeys(chosen))
 
@@ -224,15 +281,26 @@ def _clients(told: Sequence[Told], metric: str) -> JSON | None:
         points = min(len(values), POINTS)
         shares = [place / max(points - 1, 1) for place in range(points)]
         look = style(one.place) | ({"dash": "dot"} if model == "own" else {})
-        curve = {"x": [short(share) for share in shares], "y": [short(quantile(values, share)) for share in shares]}
+        curve = {
+            "x": [short(share) for share in shares],
+            "y": [short(quantile(values, share)) for share in shares],
+        }
         series.append({"type": "lines", "name": _named(one, model), **look, **curve})
-    return {**_xy("share of the clients", metric_name(metric), series, metric), "shares": True} if series else None
+    return (
+        {**_xy("share of the clients", metric_name(metric), series, metric), "shares": True}
+        if series
+        else None
+    )
 
 
 def _pairs(federation: Federation, metric: str) -> list[tuple[float, float]]:
     """(the global model's, the client's own model's) of each client of which both are known."""
     both = (federation.by_client.get(f"{prefix}_{metric}", ()) for prefix in _MODELS)
-    return [(theirs, own) for theirs, own in zip(*both, strict=False) if theirs is not None and own is not None]
+    return [
+        (theirs, own)
+        for theirs, own in zip(*both, strict=False)
+        if theirs is not None and own is not None
+    ]
 
 
 def _personal(told: Sequence[Told], metric: str) -> JSON | None:
@@ -245,7 +313,10 @@ def _personal(told: Sequence[Told], metric: str) -> JSON | None:
     name = metric_name(metric)
     if not series:
         return None
-    return {**_xy(f"{name} of the global model", f"{name} of the client’s own", series, metric), "diagonal": True}
+    return {
+        **_xy(f"{name} of the global model", f"{name} of the client’s own", series, metric),
+        "diagonal": True,
+    }
 
 
 def _named(one: Told, model: str = "") -> str:
@@ -253,7 +324,14 @@ def _named(one: Told, model: str = "") -> str:
 
 
 def _xy(x: str, y: str, series: Sequence[JSON], metric: str = "", log: bool = False) -> JSON:
-    return {"kind": "xy", "x": x, "y": y, "series": list(series), "share": is_share(metric), "log": log}
+    return {
+        "kind": "xy",
+        "x": x,
+        "y": y,
+        "series": list(series),
+        "share": is_share(metric),
+        "log": log,
+    }
 
 
 def _colour(outcome: str) -> str:
@@ -264,12 +342,14 @@ def _colour(outcome: str) -> str:
 
 
 def federations(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section on who took part when, a block for each run; empty if there is none. drawn: its figures."""
+    """The section on who took part when, a block for each run; empty if there is none. drawn: its
+    figures."""
     told = _told(runs)
     if not told:
         return ""
     lead = (
-        "Who took part when: a bar is what a client was asked once, from the moment at which it was handed out to its "
+        "Who took part when: a bar is what a client was asked once, from the moment at which it "
+        "was handed out to its "
         "end, on the federation’s clock."
     )
     if any(name.startswith("staleness") for name in drawn):
@@ -282,11 +362,22 @@ def federations(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
 def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
     index, run, federation = one
     flights = drawn.get(f"flights-{index}")
-    asked = _figure(f"flights-{index}", "Who took part when", _flights_note(federation, flights)) if flights else ""
-    small = [_figure(f"staleness-{index}", "Staleness of updates")] if f"staleness-{index}" in drawn else []
+    asked = (
+        _figure(f"flights-{index}", "Who took part when", _flights_note(federation, flights))
+        if flights
+        else ""
+    )
+    small = (
+        [_figure(f"staleness-{index}", "Staleness of updates")]
+        if f"staleness-{index}" in drawn
+        else []
+    )
     small += [
         _figure(f"{key}-{index}", heading, _honesty(drawn[f"{key}-{index}"]))
-        for key, heading in (("norms", "Norms of updates"), ("cosines", "Cosines between updates and steps"))
+        for key, heading in (
+            ("norms", "Norms of updates"),
+            ("cosines", "Cosines between updates and steps"),
+        )
         if f"{key}-{index}" in drawn
     ]
     return (
@@ -299,7 +390,11 @@ def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
 def _facts(run: Run, federation: Federation) -> str:
     said = in_a_line(run)
     turns = federation.turns.values()
-    took = f"{count(len(turns))} clients gave updates, {_between(min(turns), max(turns))} each" if turns else None
+    took = (
+        f"{count(len(turns))} clients gave updates, {_between(min(turns), max(turns))} each"
+        if turns
+        else None
+    )
     if took and run.partition is not None:
         took = took.replace(" clients", f" of {count(len(run.partition.counts))} clients", 1)
     whole = "; ".join(filter(None, [said, took])) + "."
@@ -314,7 +409,8 @@ def _flights_note(federation: Federation, flights: JSON) -> str:
     parts = []
     if flights["clients"] > len(flights["rows"]):
         parts.append(
-            f"{len(flights['rows'])} of {count(flights['clients'])} clients are drawn, those asked most often."
+            f"{len(flights['rows'])} of {count(flights['clients'])} clients are drawn, those asked "
+            f"most often."
         )
     if flights["left"]:
         parts.append(f"The last {count(flights['left'])} of their assignments are left out.")
@@ -348,14 +444,17 @@ def _outcome_table(run: Run, federation: Federation) -> str:
 
 
 def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section on models measured client by client, of all runs together; empty if none was. drawn: its figures."""
+    """The section on models measured client by client, of all runs together; empty if none was.
+    drawn: its figures."""
     told = _told(runs)
     metrics = [metric for metric in _metrics(told) if f"clients-{metric}" in drawn]
     if not metrics:
         return ""
     lead = (
-        "Models at the last evaluation on the data that each client held out. Clients are in order from the lowest "
-        "value to the highest: the flatter a curve, the fairer the model. Each client counts alike; a tenth of the "
+        "Models at the last evaluation on the data that each client held out. Clients are in order "
+        "from the lowest "
+        "value to the highest: the flatter a curve, the fairer the model. Each client counts "
+        "alike; a tenth of the "
         "clients is at the worst tenth (p10 among the curves) or worse."
     )
     if any(f"personal-{metric}" in drawn for metric in metrics):
@@ -366,9 +465,21 @@ def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
 
 def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
     name = escape(metric_name(metric))
-    shown = [_figure(f"clients-{metric}", f"Spread of {name} over clients", _curve_names(drawn[f"clients-{metric}"]))]
+    shown = [
+        _figure(
+            f"clients-{metric}",
+            f"Spread of {name} over clients",
+            _curve_names(drawn[f"clients-{metric}"]),
+        )
+    ]
     if f"personal-{metric}" in drawn:
-        shown.append(_figure(f"personal-{metric}", "Clients’ own models against the global one", _better(told, metric)))
+        shown.append(
+            _figure(
+                f"personal-{metric}",
+                "Clients’ own models against the global one",
+                _better(told, metric),
+            )
+        )
     rows = "".join(
         f'<tr><th scope="row"><div>{swatch(one.place)}<span>{escape(one.run.label)}</span></div></th>'
         f'<td class="text">{model}</td>'
@@ -394,9 +505,14 @@ def _better(told: Sequence[Told], metric: str) -> str:
     parts = []
     for one in told:
         pairs = _pairs(one.federation, metric)
-        won = sum((own > theirs) == higher_is_better(metric) and own != theirs for theirs, own in pairs)
+        won = sum(
+            (own > theirs) == higher_is_better(metric) and own != theirs for theirs, own in pairs
+        )
         if pairs:
-            parts.append(f"{escape(one.run.label)}: the own model is better for {count(won)} of {count(len(pairs))}.")
+            parts.append(
+                f"{escape(one.run.label)}: the own model is better for {count(won)} of "
+                f"{count(len(pairs))}."
+            )
     return " ".join(parts)
 
 
@@ -414,7 +530,9 @@ def _grid(shown: Iterable[str]) -> str:
 
 
 def _table(name: str, kind: str, head: Sequence[str], rows: str) -> str:
-    heads = "".join(f'<th scope="col"{_TEXT if title == "model" else ""}>{title}</th>' for title in head)
+    heads = "".join(
+        f'<th scope="col"{_TEXT if title == "model" else ""}>{title}</th>' for title in head
+    )
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="scroll small {kind}" role="region" aria-label="{name}" tabindex="0">{table}</div>'
 

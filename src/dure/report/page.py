@@ -1,4 +1,5 @@
-"""The report of runs, from dataclasses to HTML: header, time bars, the places of charts, footer; `write_report`."""
+"""The report of runs, from dataclasses to HTML: header, time bars, the places of charts, footer;
+`write_report`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _BARS = 6
 def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -> Path:
     """Write one self-contained HTML page about the runs in `folders`; its path is returned.
 
-    `folders`: run folders, comparison folders, or folders with runs right below them. `out`: the file to write.
+    `folders`: run folders, comparison folders, or folders with runs right below them. `out`: the
+        file to write.
     ImportError: plotly is not installed. RunFolderError: there is no run in one of the folders.
     """
     plotly = plotly_source("the report")
@@ -69,7 +71,9 @@ def page(runs: Runs, title: str, plotly: str) -> str:
 def _title(runs: Runs) -> str:
     tasks = list(dict.fromkeys(_task(run) for run in runs.runs))
     task = tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks" if tasks else "comparison"
-    return f"{task}: {runs.runs[0].label}" if len(runs.runs) == 1 else f"{task}: {len(runs.runs)} runs"
+    return (
+        f"{task}: {runs.runs[0].label}" if len(runs.runs) == 1 else f"{task}: {len(runs.runs)} runs"
+    )
 
 
 def _header(runs: Runs, title: str) -> str:
@@ -87,7 +91,9 @@ def _header(runs: Runs, title: str) -> str:
         values = list(dict.fromkeys(value for run in runs.runs if (value := fact(run))))
         if values:
             more = f" and {len(values) - 3} more" if len(values) > 3 else ""
-            facts.append(f"<div><dt>{name}</dt><dd>{escape(' / '.join(values[:3]) + more)}</dd></div>")
+            facts.append(
+                f"<div><dt>{name}</dt><dd>{escape(' / '.join(values[:3]) + more)}</dd></div>"
+            )
     return (
         f'<header><div class="top"><p class="mark">dure</p>'
         f'<button type="button" id="theme" aria-label="Switch between light and dark">'
@@ -104,24 +110,38 @@ def _repeat(runs: Sequence[Run]) -> str:
         code = f"<code>{escape(line)}</code>" if line else f"<span>{escape(_settings(run))}</span>"
         rows.append(f"<dt>{escape(run.label)}</dt><dd>{code}</dd>")
     opened = " open" if len(runs) == 1 else ""
-    return f"<details{opened}><summary>To run it again</summary><dl>{''.join(rows)}</dl></details>" if rows else ""
+    return (
+        f"<details{opened}><summary>To run it again</summary><dl>{''.join(rows)}</dl></details>"
+        if rows
+        else ""
+    )
 
 
 def command(run: Run) -> str | None:
-    """The shell command that repeats a run, or None where its configuration cannot be said in flags.
+    """The shell command that repeats a run, or None where its configuration cannot be said in
+    flags.
 
-    A `command` in config.json is taken as it stands. Else: a named task, a strategy whose fields are numbers, words
-    or null, and a world of processes or a simulated one. What was not set is left to its default.
+    A `command` in config.json is taken as it stands. Else: a named task, a strategy whose fields
+    are numbers, words or null, and a world of processes or a simulated one. What was not set is
+    left to its default.
     """
     given = run.config.get("command")
     if isinstance(given, str) and given:
         return given
-    task, strategy, world, stop = (_dict(run.config.get(key)) for key in ("task", "strategy", "world", "stop"))
+    task, strategy, world, stop = (
+        _dict(run.config.get(key)) for key in ("task", "strategy", "world", "stop")
+    )
     names = [task.get("name"), strategy.get("name")]
-    workers = {"processes": world.get("ranks"), "threads": world.get("threads")}.get(str(world.get("name")))
-    if not all(isinstance(name, str) for name in names) or (workers is None and world.get("name") != "simulated"):
+    workers = {"processes": world.get("ranks"), "threads": world.get("threads")}.get(
+        str(world.get("name"))
+    )
+    if not all(isinstance(name, str) for name in names) or (
+        workers is None and world.get("name") != "simulated"
+    ):
         return None
-    flags = {key: value for key, value in strategy.items() if key != "name"} | _dict(task.get("options"))
+    flags = {key: value for key, value in strategy.items() if key != "name"} | _dict(
+        task.get("options")
+    )
     asked = {
         **stop,
         "workers": workers,
@@ -129,7 +149,9 @@ def command(run: Run) -> str | None:
         **_conditions(world),
         **{key: run.config.get(key) for key in ("seed", "evaluate_every")},
     }
-    asked["target"] = [f"{metric}={goal}" for metric, goal in _dict(stop.get("target")).items()] or None
+    asked["target"] = [
+        f"{metric}={goal}" for metric, goal in _dict(stop.get("target")).items()
+    ] or None
     flags |= {key: value for key, value in asked.items() if value is not None}
     words = ["dure", "train", *map(str, names)]
     for key, value in flags.items():
@@ -155,13 +177,18 @@ USUAL = {
         "processes": "None",
     },
 }
-"""What worlds are where nothing is said, as config.json has it; a report does without torch, and so without them."""
+"""What worlds are where nothing is said, as config.json has it; a report does without torch, and so
+without them."""
 
 
 def _conditions(world: dict[str, Any]) -> dict[str, Any]:
     """What was set of a world of processes or a simulated one."""
     usual = USUAL.get(str(world.get("name")), {})
-    return {name: world[name] for name, value in usual.items() if name in world and str(world[name]) != value}
+    return {
+        name: world[name]
+        for name, value in usual.items()
+        if name in world and str(world[name]) != value
+    }
 
 
 def _of_threads(world: dict[str, Any]) -> dict[str, Any]:
@@ -169,13 +196,20 @@ def _of_threads(world: dict[str, Any]) -> dict[str, Any]:
     if world.get("name") != "threads":
         return {}
     devices = world.get("devices")
-    return {"world": "threads", "devices": devices if isinstance(devices, list) and set(devices) != {"cpu"} else None}
+    return {
+        "world": "threads",
+        "devices": devices if isinstance(devices, list) and set(devices) != {"cpu"} else None,
+    }
 
 
 def _settings(run: Run) -> str:
     strategy = _dict(run.config.get("strategy"))
     parts = [str(strategy.get("name", "strategy unknown"))]
-    parts += [f"{key.replace('_', ' ')} {_plain(value)}" for key, value in strategy.items() if key != "name"]
+    parts += [
+        f"{key.replace('_', ' ')} {_plain(value)}"
+        for key, value in strategy.items()
+        if key != "name"
+    ]
     return " · ".join([*parts, world(run)])
 
 
@@ -187,12 +221,15 @@ def _task(run: Run) -> str:
 def _stop(run: Run) -> str | None:
     stop = {key: value for key, value in _dict(run.config.get("stop")).items() if value is not None}
     return " or ".join(
-        f"{key} {_plain(value)}" if key == "target" else f"{_plain(value)} {key}" for key, value in stop.items()
+        f"{key} {_plain(value)}" if key == "target" else f"{_plain(value)} {key}"
+        for key, value in stop.items()
     )
 
 
 def _versions(run: Run) -> str:
-    return ", ".join(f"{key} {_plain(value)}" for key, value in _dict(run.config.get("versions")).items())
+    return ", ".join(
+        f"{key} {_plain(value)}" for key, value in _dict(run.config.get("versions")).items()
+    )
 
 
 def _counted(run: Run, key: str) -> str | None:
@@ -234,7 +271,8 @@ def _curves(runs: Sequence[Run]) -> str:
         f'<div class="legend" role="group" aria-label="Runs shown">{chips}</div>'
     )
     lead = (
-        "The same runs by what they reached and by what it cost. A click on a run below hides or shows it. "
+        "The same runs by what they reached and by what it cost. A click on a run below hides or "
+        "shows it. "
         '<span class="mouse">Drag to zoom, double-click to go back.</span>'
     )
     return section("learning", "Curves", lead, body)
@@ -259,10 +297,13 @@ def _time_bars(runs: Sequence[Run]) -> str:
     if not blocks:
         return ""
     lead = (
-        f"{legend(charts.CATEGORIES[:3])}One bar a worker, to the scale of its run; seconds and shares at its right, "
+        f"{legend(charts.CATEGORIES[:3])}One bar a worker, to the scale of its run; seconds and "
+        f"shares at its right, "
         "the bytes that it sent (↑) and received (↓) below its name."
     )
-    return section("time", "Where the time went", lead, f'<div class="grid">{"".join(blocks)}</div>')
+    return section(
+        "time", "Where the time went", lead, f'<div class="grid">{"".join(blocks)}</div>'
+    )
 
 
 def _moved(worker: Worker) -> str:
@@ -273,13 +314,16 @@ def _moved(worker: Worker) -> str:
 
 
 def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
-    """All of a few workers; of many, the first (a federation's server) and five from the busiest to the least busy."""
+    """All of a few workers; of many, the first (a federation's server) and five from the busiest to
+    the least busy."""
     if len(workers) <= _BARS + 2:
         return [(worker.name, worker) for worker in workers]
     rest = sorted(workers[1:], key=lambda worker: -(worker.compute + worker.communication))
     marks = ("busiest", "upper quartile", "median", "lower quartile", "least busy")
     places = [round(place * (len(rest) - 1) / 4) for place in range(5)]
-    chosen = [(f"{rest[at].name}, {mark}", rest[at]) for at, mark in zip(places, marks, strict=True)]
+    chosen = [
+        (f"{rest[at].name}, {mark}", rest[at]) for at, mark in zip(places, marks, strict=True)
+    ]
     return [(f"{workers[0].name}", workers[0]), *chosen]
 
 
@@ -318,7 +362,9 @@ def _partitions(partitions: Sequence[dict[str, Any]]) -> str:
     )
     if not figures:
         return ""
-    lead = "How the training examples lie with the clients: how many each has, and of which classes."
+    lead = (
+        "How the training examples lie with the clients: how many each has, and of which classes."
+    )
     return section("data-clients", "Data per client", lead, f'<div class="grid">{figures}</div>')
 
 
@@ -326,13 +372,20 @@ def _footer(runs: Sequence[Run]) -> str:
     versions = "; ".join(dict.fromkeys(filter(None, map(_versions, runs)))) or "unknown"
     return (
         "<footer><h2>What the words mean</h2>"
-        "<p><b>Epochs</b> are examples trained on, by all workers together, over training examples. <b>Time</b> is "
-        "training wall time; evaluation and checkpoints are left out. <b>Compute</b> is forward, backward and update, "
-        "<b>communication</b> is time in transfers, <b>idle</b> is waiting for the slowest peer to arrive. "
-        "<b>Bytes sent</b> are payload bytes handed to the network or its simulation; per worker means the mean over "
-        "ranks, or over all clients of a federation. 1 MB is 10<sup>6</sup> bytes. <b>Peak memory</b> is the largest "
-        "process’s. <b>Best</b> is the best evaluation, <b>final</b> the last. <b>To a target</b> counts steps or "
-        "rounds on the best-so-far curve, interpolated between evaluations. Training loss is drawn as the mean "
+        "<p><b>Epochs</b> are examples trained on, by all workers together, over training "
+        "examples. <b>Time</b> is "
+        "training wall time; evaluation and checkpoints are left out. <b>Compute</b> is forward, "
+        "backward and update, "
+        "<b>communication</b> is time in transfers, <b>idle</b> is waiting for the slowest peer to "
+        "arrive. "
+        "<b>Bytes sent</b> are payload bytes handed to the network or its simulation; per worker "
+        "means the mean over "
+        "ranks, or over all clients of a federation. 1 MB is 10<sup>6</sup> bytes. <b>Peak "
+        "memory</b> is the largest "
+        "process’s. <b>Best</b> is the best evaluation, <b>final</b> the last. <b>To a target</b> "
+        "counts steps or "
+        "rounds on the best-so-far curve, interpolated between evaluations. Training loss is drawn "
+        "as the mean "
         "of each stretch of the run; its bytes lie between those of two evaluations.</p>"
         f'<p class="aside">{escape(versions)}</p></footer>'
     )

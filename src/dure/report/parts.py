@@ -1,4 +1,5 @@
-"""Pieces of HTML that several sections of the report use: a run's mark, where it ran, and where its time went."""
+"""Pieces of HTML that several sections of the report use: a run's mark, where it ran, and where its
+time went."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ def world(run: Run) -> str:
     """Where a run ran, in words."""
     asked = run.config.get("world")
     written = asked if isinstance(asked, dict) else {}
-    name, ranks = str(written.get("name", UNKNOWN)), number(written.get("ranks", written.get("threads")))
+    name, ranks = (
+        str(written.get("name", UNKNOWN)),
+        number(written.get("ranks", written.get("threads"))),
+    )
     return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
 
 
@@ -21,7 +25,9 @@ def bar(worker: Worker, full: float) -> str:
     """A stacked bar; `full`: the seconds of the whole width."""
     parts = {"compute": worker.compute, "communication": worker.communication, "idle": worker.idle}
     segments = "".join(
-        f'<i class="{name}" style="width:{100 * value / full:.2f}%"></i>' for name, value in parts.items() if value
+        f'<i class="{name}" style="width:{100 * value / full:.2f}%"></i>'
+        for name, value in parts.items()
+        if value
     )
     text = ", ".join(f"{name} {duration(value)}" for name, value in parts.items())
     return f'<span class="bar" role="img" aria-label="{text}" title="{text}">{segments}</span>'

@@ -1,8 +1,10 @@
-"""A pipeline in the report: one step of it as measured, beside what its schedule gives with the same times.
+"""A pipeline in the report: one step of it as measured, beside what its schedule gives with the
+same times.
 
-The step is one from the middle: of the full steps whose spans the run kept, but for the first, the one whose makespan
-is the median. The simulation runs the same schedule, where each kind of action takes in each stage what it took in that
-step on average, and messages take no time: what the measured step has more is messages, and work that is unevenly long.
+The step is one from the middle: of the full steps whose spans the run kept, but for the first, the
+one whose makespan is the median. The simulation runs the same schedule, where each kind of action
+takes in each stage what it took in that step on average, and messages take no time: what the
+measured step has more is messages, and work that is unevenly long.
 
     bubble   = 1 - busy / (p · makespan)     of p ranks; makespan: from the first action's start to the last one's end
 
@@ -40,7 +42,8 @@ class Measured:
 
 
 def measured_step(run: Run) -> Measured | None:
-    """The step from the middle; None for a run that has no pipeline, told nothing of it, or kept no full step."""
+    """The step from the middle; None for a run that has no pipeline, told nothing of it, or kept no
+    full step."""
     ranks = [rank for rank in run.ranks if rank.at[0] == 0 and rank.at[2] == 0]
     text = run.ranks[0].schedule if run.ranks else None
     if len(ranks) < 2 or text is None or run.trace is None:
@@ -59,16 +62,25 @@ def measured_step(run: Run) -> Measured | None:
         return None
 
     def simulation(spans: Sequence[Span]) -> Simulation:
-        peaks = [peak_of([span.action for span in spans if span.rank == rank]) for rank in range(schedule.ranks)]
+        peaks = [
+            peak_of([span.action for span in spans if span.rank == rank])
+            for rank in range(schedule.ranks)
+        ]
         return Simulation(schedule.ranks, tuple(spans), tuple(peaks))
 
     found = {step: simulation(spans) for step, spans in rest.items()}
     step = sorted(found, key=lambda step: (found[step].makespan, step))[(len(found) - 1) // 2]
-    return Measured(step, ranks, found[step], simulate(schedule, _mean_times(found[step].spans, schedule.stages)))
+    return Measured(
+        step,
+        ranks,
+        found[step],
+        simulate(schedule, _mean_times(found[step].spans, schedule.stages)),
+    )
 
 
 def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[int, list[Span]]:
-    """What computed in each step of which every action of the schedule was kept, by start; times in seconds."""
+    """What computed in each step of which every action of the schedule was kept, by start; times in
+    seconds."""
     from dure.parallel.pipeline.schedule import Action
     from dure.parallel.pipeline.simulate import Span
 
@@ -76,18 +88,28 @@ def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[
     kinds = {kind.replace("_", " "): kind for kind in _KINDS}
     steps: dict[int, list[Span]] = defaultdict(list)
     for span in trace.spans:
-        said = _NAMED.match(span.name) if span.lane in place and span.category == "compute" else None
+        said = (
+            _NAMED.match(span.name) if span.lane in place and span.category == "compute" else None
+        )
         if said is not None and span.step is not None:
             action = Action(kinds[said[1]], int(said[2]), int(said[3]))  # type: ignore[arg-type]
             start = span.start / 1000
-            steps[span.step].append(Span(place[span.lane], action, start, start + span.duration / 1000))
+            steps[span.step].append(
+                Span(place[span.lane], action, start, start + span.duration / 1000)
+            )
     whole = [set(actions) for actions in schedule.computing]
 
     def done(spans: Sequence[Span]) -> list[set[Action]]:
-        return [{span.action for span in spans if span.rank == rank} for rank in range(schedule.ranks)]
+        return [
+            {span.action for span in spans if span.rank == rank} for rank in range(schedule.ranks)
+        ]
 
     expected = sum(map(len, whole))
-    return {step: spans for step, spans in steps.items() if len(spans) == expected and done(spans) == whole}
+    return {
+        step: spans
+        for step, spans in steps.items()
+        if len(spans) == expected and done(spans) == whole
+    }
 
 
 _KINDS = ("forward", "backward", "input_gradient", "weight_gradient")
@@ -105,7 +127,9 @@ def _mean_times(spans: Sequence[Span], stages: int) -> Times:
         found = [seconds.get((kind, stage), [0.0]) for stage in range(stages)]
         return tuple(sum(times) / len(times) for times in found)
 
-    return Times(means("forward"), means("backward"), means("input_gradient"), means("weight_gradient"))
+    return Times(
+        means("forward"), means("backward"), means("input_gradient"), means("weight_gradient")
+    )
 
 
 def in_a_line(run: Run) -> str | None:
@@ -128,7 +152,11 @@ _STAGES_IN_A_LINE = 6
 
 def pipelines(runs: Sequence[Run]) -> str:
     """The section on the pipelines among the runs; empty if there are none."""
-    found = [(index, run, step) for index, run in enumerate(runs) if (step := measured_step(run)) is not None]
+    found = [
+        (index, run, step)
+        for index, run in enumerate(runs)
+        if (step := measured_step(run)) is not None
+    ]
     if not found:
         return ""
     blocks = "".join(
@@ -137,11 +165,16 @@ def pipelines(runs: Sequence[Run]) -> str:
         for index, run, step in found
     )
     lead = (
-        "One step from the middle of each run, the median of its full steps, as measured. Below it the same schedule "
-        "simulated: messages take no time, and each kind of action takes in each stage its mean of that step. The "
-        "bubble is the share of the ranks’ time in which they compute nothing. A rank holds at most so many "
-        "micro-batches at once, each of one stage. There and back are the bytes of values and of gradients that cross "
-        "to the next stage in a full step. Of a mesh the first pipeline is shown, and of divided layers its part."
+        "One step from the middle of each run, the median of its full steps, as measured. Below it "
+        "the same schedule "
+        "simulated: messages take no time, and each kind of action takes in each stage its mean of "
+        "that step. The "
+        "bubble is the share of the ranks’ time in which they compute nothing. A rank holds at "
+        "most so many "
+        "micro-batches at once, each of one stage. There and back are the bytes of values and of "
+        "gradients that cross "
+        "to the next stage in a full step. Of a mesh the first pipeline is shown, and of divided "
+        "layers its part."
     )
     return section("pipelines", "Pipeline", lead, blocks)
 
@@ -163,7 +196,9 @@ def _both(step: Measured) -> Mapping[str, Simulation]:
 
 
 def _numbers(step: Measured) -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("", "bubble", "makespan", *_held_names(step)))
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("", "bubble", "makespan", *_held_names(step))
+    )
     rows = "".join(
         f'<tr><th scope="row">{name}</th><td>{_percent(one.bubble)}</td><td>{duration(one.makespan)}</td>'
         f"{''.join(f'<td>{peak}</td>' for peak in one.peak_activations)}</tr>"
@@ -196,7 +231,9 @@ def _stage_table(step: Measured) -> str:
 
 
 def _stages(ranks: Sequence[Rank]) -> list[tuple[Stage, Rank]]:
-    return sorted(((stage, rank) for rank in ranks for stage in rank.stages), key=lambda pair: pair[0].number)
+    return sorted(
+        ((stage, rank) for rank in ranks for stage in rank.stages), key=lambda pair: pair[0].number
+    )
 
 
 def _percent(share: float) -> str:

@@ -1,9 +1,11 @@
-"""What each rank of a mesh holds: a table for every run whose ranks told it, in summary.json under "facts".
+"""What each rank of a mesh holds: a table for every run whose ranks told it, in summary.json under
+"facts".
 
-Parameters, gradients and the optimizer's state are bytes of memory at the end of the run, gradients those of the last
-step; what tensors share counts once. The peak is the process's, with torch, data and activations. Where layers are
-divided over ranks, the collectives inside of them have a column: seconds of a step, waiting for neighbours included.
-They lie inside forward and backward on the timeline, but count as communication, not as compute.
+Parameters, gradients and the optimizer's state are bytes of memory at the end of the run, gradients
+those of the last step; what tensors share counts once. The peak is the process's, with torch, data
+and activations. Where layers are divided over ranks, the collectives inside of them have a column:
+seconds of a step, waiting for neighbours included. They lie inside forward and backward on the
+timeline, but count as communication, not as compute.
 """
 
 from __future__ import annotations
@@ -22,27 +24,36 @@ Column = tuple[str, Callable[[Rank], str]]
 
 
 def holdings(runs: Sequence[Run]) -> str:
-    """The section with a table for each run of several ranks that told what they hold; empty if there are none."""
+    """The section with a table for each run of several ranks that told what they hold; empty if
+    there are none."""
     told = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not told:
         return ""
     lead = (
-        "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank at the end of the run, "
-        "and the peak of its process, in which torch, the data and the activations are as well. Buffers are those of "
+        "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank at "
+        "the end of the run, "
+        "and the peak of its process, in which torch, the data and the activations are as well. "
+        "Buffers are those of "
         "the model and, where ZeRO divides gradients or parameters, of its messages."
     )
     if any(rank.inside is not None for _, run in told for rank in run.ranks):
         lead += (
-            " In layers: seconds of a step in the collectives of divided layers, with the wait for neighbours, and "
-            "their share of the mean step. On the timeline they lie inside forward and backward; as time they are "
+            " In layers: seconds of a step in the collectives of divided layers, with the wait for "
+            "neighbours, and "
+            "their share of the mean step. On the timeline they lie inside forward and backward; "
+            "as time they are "
             "communication, and no compute."
         )
-    return section("holdings", "What each rank holds", lead, "".join(_block(index, run) for index, run in told))
+    return section(
+        "holdings", "What each rank holds", lead, "".join(_block(index, run) for index, run in told)
+    )
 
 
 def _block(index: int, run: Run) -> str:
     columns = _columns(run)
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *(name for name, _ in columns)))
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("rank", *(name for name, _ in columns))
+    )
     rows = "".join(
         f'<tr><th scope="row">{escape(rank.name)}</th>{"".join(f"<td>{text(rank)}</td>" for _, text in columns)}</tr>'
         for rank in run.ranks[:_MOST]
@@ -68,7 +79,11 @@ def _columns(run: Run) -> list[Column]:
     columns: list[Column] = []
     if sum(degree > 1 for degree in degrees) > 1:
         columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]
-    columns += [("parameters", held("parameters")), ("gradients", held("gradients")), ("optimizer", held("optimizer"))]
+    columns += [
+        ("parameters", held("parameters")),
+        ("gradients", held("gradients")),
+        ("optimizer", held("optimizer")),
+    ]
     if any(rank.held.get("buffers") for rank in run.ranks):
         columns.append(("buffers", held("buffers")))
     columns.append(("peak of the process", lambda rank: size(rank.peak_memory)))

@@ -1,9 +1,11 @@
-"""Run folder -> dataclasses: what `docs/run-folder.md` describes, read so that nothing left out stops it.
+"""Run folder -> dataclasses: what `docs/run-folder.md` describes, read so that nothing left out
+stops it.
 
-A run may have been killed at any moment: `summary.json` and `trace.json` may be absent, the last line of
-`history.jsonl` may be half a line. What is missing is rebuilt from the history where that is honest and is `None`
-where it is not; what is damaged is left out and told in `Run.notes`. A value of the wrong type, NaN and infinity
-count as missing. Where a resumed run wrote a step again, the newer line stands.
+A run may have been killed at any moment: `summary.json` and `trace.json` may be absent, the last
+line of `history.jsonl` may be half a line. What is missing is rebuilt from the history where that
+is honest and is `None` where it is not; what is damaged is left out and told in `Run.notes`. A
+value of the wrong type, NaN and infinity count as missing. Where a resumed run wrote a step again,
+the newer line stands.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ T = TypeVar("T")
 
 
 def read_runs(folders: Sequence[Path]) -> Runs:
-    """Read run folders, and folders of run folders: a comparison, or any folder with runs right below it.
+    """Read run folders, and folders of run folders: a comparison, or any folder with runs right
+    below it.
 
     RunFolderError: a folder holds no run, or there are none at all.
     """
@@ -57,7 +60,9 @@ def read_runs(folders: Sequence[Path]) -> Runs:
             below = sorted(filter(_is_run, folder.iterdir()), key=_natural)
         broken = _mapping(comparison.get("failed"))
         failed.update({name: str(reason) for name, reason in broken.items()})
-        failed.update({name: "its folder is missing" for name in names if not _is_run(folder / name)})
+        failed.update(
+            {name: "its folder is missing" for name in names if not _is_run(folder / name)}
+        )
         if not below and not broken:
             raise RunFolderError(
                 f"{folder} is not a run folder: it has no config.json; "
@@ -110,7 +115,10 @@ def _natural(folder: Path) -> list[tuple[int, str]]:
 def _distinct_labels(runs: Sequence[Run]) -> list[Run]:
     labels = [run.label for run in runs]
     return [
-        replace(run, label=f"{run.label} ({run.folder.name})") if labels.count(run.label) > 1 else run for run in runs
+        replace(run, label=f"{run.label} ({run.folder.name})")
+        if labels.count(run.label) > 1
+        else run
+        for run in runs
     ]
 
 
@@ -165,12 +173,18 @@ def _line(step: float, raw: Mapping[str, Any]) -> Line:
         communication=number(raw.get("communication_seconds")),
         idle=number(raw.get("idle_seconds")),
         peak_memory=number(raw.get("peak_memory")),
-        metrics={str(key): number(value) for key, value in _mapping(raw.get("metrics", raw.get("numbers"))).items()},
+        metrics={
+            str(key): number(value)
+            for key, value in _mapping(raw.get("metrics", raw.get("numbers"))).items()
+        },
     )
 
 
 def _result(
-    config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequence[Line], evaluations: Sequence[Line]
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    steps: Sequence[Line],
+    evaluations: Sequence[Line],
 ) -> Result:
     newest = max((*steps[-1:], *evaluations[-1:]), key=lambda line: line.step, default=None)
     evaluated = evaluations[-1] if evaluations else None
@@ -190,10 +204,15 @@ def _result(
         final={key: value for key, value in final.items() if value is not None},
         best=best,
         train_loss=_first(number(summary.get("train_loss")), newest.loss if newest else None),
-        bytes_per_worker=_first(number(summary.get("bytes_sent_per_worker")), _bytes_each(config, evaluated)),
-        peak_memory=_first(number(summary.get("peak_memory")), evaluated.peak_memory if evaluated else None),
+        bytes_per_worker=_first(
+            number(summary.get("bytes_sent_per_worker")), _bytes_each(config, evaluated)
+        ),
+        peak_memory=_first(
+            number(summary.get("peak_memory")), evaluated.peak_memory if evaluated else None
+        ),
         everyone=everyone,
-        workers=[worker for worker in per_worker if worker.total > 0] or ([everyone] if everyone else []),
+        workers=[worker for worker in per_worker if worker.total > 0]
+        or ([everyone] if everyone else []),
         targets=_targets(_mapping(summary.get("to_target"))),
     )
 
@@ -208,7 +227,9 @@ def _best(evaluations: Iterable[Line]) -> dict[str, float]:
     return best
 
 
-def _everyone(summary: Mapping[str, Any], evaluated: Line | None, steps: Sequence[Line]) -> Worker | None:
+def _everyone(
+    summary: Mapping[str, Any], evaluated: Line | None, steps: Sequence[Line]
+) -> Worker | None:
     """The time of all workers together; of a run killed before it evaluated, rank 0's alone."""
     total = _worker({**summary, "name": "all workers"})
     if not total.total and evaluated:
@@ -234,7 +255,8 @@ def _line_worker(name: str, line: Line) -> Worker:
 
 
 def _bytes_each(config: Mapping[str, Any], evaluated: Line | None) -> float | None:
-    """Bytes per rank of a killed run. Not for federations, whose sum counts the server's bytes too."""
+    """Bytes per rank of a killed run. Not for federations, whose sum counts the server's bytes
+    too."""
     ranks = number(_mapping(config.get("world")).get("ranks"))
     if not ranks or not evaluated or evaluated.bytes_sent is None or config.get("partition"):
         return None
@@ -242,7 +264,9 @@ def _bytes_each(config: Mapping[str, Any], evaluated: Line | None) -> float | No
 
 
 def _unit(config: Mapping[str, Any]) -> str:
-    return "round" if config.get("partition") or _mapping(config.get("stop")).get("rounds") else "step"
+    return (
+        "round" if config.get("partition") or _mapping(config.get("stop")).get("rounds") else "step"
+    )
 
 
 def _targets(raw: Mapping[str, Any]) -> list[Target]:
@@ -289,7 +313,9 @@ def _ranks(summary: Mapping[str, Any]) -> list[Rank]:
         return []
     ranks: list[Rank] = []
     for facts, worker in zip(told, workers, strict=True):
-        at = [number(_mapping(facts.get("at")).get(axis)) for axis in ("data", "pipeline", "tensor")]
+        at = [
+            number(_mapping(facts.get("at")).get(axis)) for axis in ("data", "pipeline", "tensor")
+        ]
         if None in at or not isinstance(facts.get("held"), dict):
             return []
         inside = _mapping(facts.get("inside"))
@@ -312,7 +338,13 @@ def _stage(raw: Mapping[str, Any]) -> Stage:
     def whole(key: str) -> int:
         return int(number(raw.get(key)) or 0)
 
-    return Stage(whole("stage"), str(raw.get("begins", "")), whole("parameters"), whole("there"), whole("back"))
+    return Stage(
+        whole("stage"),
+        str(raw.get("begins", "")),
+        whole("parameters"),
+        whole("there"),
+        whole("back"),
+    )
 
 
 def _federation(summary: Mapping[str, Any]) -> Federation | None:
@@ -323,7 +355,10 @@ def _federation(summary: Mapping[str, Any]) -> Federation | None:
     return Federation(
         engine=_text(facts.get("engine")),
         assignments=_rows(facts["flights"], _assignment),
-        outcomes={str(key): int(number(value) or 0) for key, value in _mapping(facts.get("outcomes")).items()},
+        outcomes={
+            str(key): int(number(value) or 0)
+            for key, value in _mapping(facts.get("outcomes")).items()
+        },
         staleness=_counts(facts.get("staleness")),
         turns=_counts(facts.get("turns")),
         updates=_rows(facts.get("updates"), _sent),
@@ -332,7 +367,10 @@ def _federation(summary: Mapping[str, Any]) -> Federation | None:
             for key, values in _mapping(facts.get("by_client")).items()
         },
         why=_text(facts.get("why")),
-        refusals={str(key): int(number(value) or 0) for key, value in _mapping(facts.get("refusals")).items()},
+        refusals={
+            str(key): int(number(value) or 0)
+            for key, value in _mapping(facts.get("refusals")).items()
+        },
     )
 
 
@@ -369,13 +407,20 @@ def _rows(raw: object, made: Callable[[Sequence[Any]], T]) -> list[T]:
 def _partition(config: Mapping[str, Any]) -> Partition | None:
     raw = _mapping(config.get("partition"))
     counts = [int(number(value) or 0) for value in _list(raw.get("counts"))]
-    rows = [[int(number(cell) or 0) for cell in _list(row)] for row in _list(raw.get("label_histograms"))]
+    rows = [
+        [int(number(cell) or 0) for cell in _list(row)]
+        for row in _list(raw.get("label_histograms"))
+    ]
     if not counts:
         counts = [sum(row) for row in rows]
     if not counts:
         return None
     width = max(map(len, rows), default=0)
-    histograms = [row + [0] * (width - len(row)) for row in rows] if width and len(rows) == len(counts) else None
+    histograms = (
+        [row + [0] * (width - len(row)) for row in rows]
+        if width and len(rows) == len(counts)
+        else None
+    )
     names = [str(name) for name in _list(config.get("classes"))]
     classes = names if len(names) == width else [str(index) for index in range(width)]
     return Partition(_text(raw.get("description")) or "partition", counts, histograms, classes)

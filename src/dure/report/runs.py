@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of history.jsonl. The counters of a step line are rank 0's, of an evaluation line everybody's; the
-    metrics of a step line are what the strategy says about it, as residuals."""
+    """One line of history.jsonl. The counters of a step line are rank 0's, of an evaluation line
+    everybody's; the metrics of a step line are what the strategy says about it, as residuals."""
 
     step: float
     epoch: float | None
@@ -27,7 +27,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank, thread, client or server: where its time went, in seconds, and the bytes that passed through it."""
+    """One rank, thread, client or server: where its time went, in seconds, and the bytes that
+    passed through it."""
 
     name: str
     compute: float
@@ -43,7 +44,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing a lane did; `start` and `duration` in milliseconds since the run began. The name ends with the step."""
+    """One thing a lane did; `start` and `duration` in milliseconds since the run began. The name
+    ends with the step."""
 
     lane: int
     name: str
@@ -55,7 +57,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The timeline: the names of the lanes, their spans by start, and how many spans were not kept."""
+    """The timeline: the names of the lanes, their spans by start, and how many spans were not
+    kept."""
 
     lanes: Mapping[int, str]
     spans: Sequence[Span]
@@ -64,7 +67,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Partition:
-    """How examples lie with clients. `histograms`: clients x classes, or None where there are no labels."""
+    """How examples lie with clients. `histograms`: clients x classes, or None where there are no
+    labels."""
 
     description: str
     counts: Sequence[int]
@@ -74,8 +78,8 @@ class Partition:
 
 @dataclass(frozen=True)
 class Stage:
-    """Of a pipeline: the module in which it begins, its parameters, and the bytes of a full step over the boundary
-    behind it, values there and gradients back."""
+    """Of a pipeline: the module in which it begins, its parameters, and the bytes of a full step
+    over the boundary behind it, values there and gradients back."""
 
     number: int
     begins: str
@@ -86,8 +90,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank of a mesh told of itself. at: data, pipeline and tensor index. held: bytes of parameters, gradients,
-    optimizer and buffers. inside: seconds of collectives in its layers, per step."""
+    """What a rank of a mesh told of itself. at: data, pipeline and tensor index. held: bytes of
+    parameters, gradients, optimizer and buffers. inside: seconds of collectives in its layers, per
+    step."""
 
     name: str
     at: tuple[int, int, int]
@@ -100,8 +105,8 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a client of a federation was asked in a round; began and ended in virtual seconds. outcome: "accepted",
-    "late", or why there was no update."""
+    """What a client of a federation was asked in a round; began and ended in virtual seconds.
+    outcome: "accepted", "late", or why there was no update."""
 
     client: int
     round: int
@@ -112,8 +117,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A client's update, in the step to the model of `round` + 1: its norm, and the cosine between it and that step;
-    None where they are no numbers. lies: whether the client is an attacker."""
+    """A client's update, in the step to the model of `round` + 1: its norm, and the cosine between
+    it and that step; None where they are no numbers. lies: whether the client is an attacker."""
 
     round: int
     client: int
@@ -126,8 +131,9 @@ class Sent:
 class Federation:
     """What a federation told of itself.
 
-    assignments and updates are the first ones of the run, outcomes, staleness and turns of all of it: outcome ->
-    assignments, staleness -> updates, client -> updates. by_client: metric -> a value for each client measured.
+    assignments and updates are the first ones of the run, outcomes, staleness and turns of all of
+    it: outcome -> assignments, staleness -> updates, client -> updates. by_client: metric -> a
+        value for each client measured.
     why: it was this engine. refusals: reason -> updates that the server left out.
     """
 
@@ -190,7 +196,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Runs:
-    """All the runs of a report; `failed`: name -> reason, of a comparison's runs that came to nothing."""
+    """All the runs of a report; `failed`: name -> reason, of a comparison's runs that came to
+    nothing."""
 
     runs: Sequence[Run]
     failed: Mapping[str, str] = field(default_factory=dict)

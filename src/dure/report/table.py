@@ -22,12 +22,14 @@ from dure.report.words import (
 )
 
 TENTH = "_p10"
-"""How metrics of the worst tenth of clients end: they stand where the spread over clients is drawn."""
+"""How metrics of the worst tenth of clients end: they stand where the spread over clients is
+drawn."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what a run shows in it, by what it sorts, and which way is better (0: neither)."""
+    """One column: what a run shows in it, by what it sorts, and which way is better (0:
+    neither)."""
 
     title: str
     html: Callable[[Run], str]
@@ -40,18 +42,25 @@ def table(runs: Runs) -> str:
     """The section with a row for each run, and one for each run that failed."""
     columns = _columns(runs.runs)
     best = [_best(column, runs.runs) for column in columns]
-    head = "".join(f'<th scope="col"><button type="button">{escape(column.title)}</button></th>' for column in columns)
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(column.title)}</button></th>'
+        for column in columns
+    )
     rows = []
     for index, run in enumerate(runs.runs):
         cells = [_cell(column, run, winner) for column, winner in zip(columns, best, strict=True)]
         who = f"<span>{escape(run.label)}<small>{escape(world(run))}</small></span>"
-        rows.append(f'<tr><th scope="row"><div>{swatch(index)}{who}</div></th>{"".join(cells)}</tr>')
+        rows.append(
+            f'<tr><th scope="row"><div>{swatch(index)}{who}</div></th>{"".join(cells)}</tr>'
+        )
     failed = "".join(
         f'<tr><th scope="row"><span>{escape(name)}</span></th>'
         f'<td colspan="{len(columns)}">failed: {escape(reason)}</td></tr>'
         for name, reason in runs.failed.items()
     )
-    notes = "".join(f"<li>{escape(run.label)}: {escape(note)}.</li>" for run in runs.runs for note in run.notes)
+    notes = "".join(
+        f"<li>{escape(run.label)}: {escape(note)}.</li>" for run in runs.runs for note in run.notes
+    )
     whole = (
         '<div class="scroll" role="region" aria-labelledby="runs" tabindex="0"><table id="table"><thead><tr>'
         f'<th scope="col"><button type="button">run, world</button></th>{head}</tr></thead>'
@@ -76,10 +85,16 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     if len(keys) > 1 and "test_loss" in keys:
         columns.append(_metric_column("", "test_loss"))
     else:
-        columns.append(_number_column("train loss", lambda r: r.train_loss, lambda x: metric_value("loss", x), -1))
+        columns.append(
+            _number_column(
+                "train loss", lambda r: r.train_loss, lambda x: metric_value("loss", x), -1
+            )
+        )
     columns += [
         _steps_column(runs),
-        _number_column("epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"),
+        _number_column(
+            "epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"
+        ),
         _number_column("time", lambda r: r.seconds, duration, -1),
         Column("where it went", lambda run: _share_cell(run.result.everyone), _compute_share),
         _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
@@ -91,7 +106,10 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def _number_column(
-    title: str, pick: Callable[[Result], float | None], write: Callable[[float | None], str], better: int = 0
+    title: str,
+    pick: Callable[[Result], float | None],
+    write: Callable[[float | None], str],
+    better: int = 0,
 ) -> Column:
     return Column(title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better)
 
@@ -102,14 +120,18 @@ def _metric_column(which: str, key: str) -> Column:
 
     title = f"{which} {metric_name(key)}".strip()
     better = 1 if higher_is_better(key) else -1
-    return Column(title, lambda run: metric_value(key, value(run)), value, better, finished_only=False)
+    return Column(
+        title, lambda run: metric_value(key, value(run)), value, better, finished_only=False
+    )
 
 
 def _steps_column(runs: Sequence[Run]) -> Column:
     one = _one_unit(runs)
     return Column(
         f"{one}s" if one else "steps or rounds",
-        lambda run: count(run.result.steps) if one else plural(run.result.steps, escape(run.result.unit)),
+        lambda run: (
+            count(run.result.steps) if one else plural(run.result.steps, escape(run.result.unit))
+        ),
         lambda run: run.result.steps,
     )
 
@@ -121,11 +143,16 @@ def _one_unit(runs: Sequence[Run]) -> str | None:
 
 
 def _target_columns(runs: Sequence[Run]) -> list[Column]:
-    asked = dict.fromkeys((target.metric, target.value) for run in runs for target in run.result.targets)
+    asked = dict.fromkeys(
+        (target.metric, target.value) for run in runs for target in run.result.targets
+    )
 
     def column(metric: str, goal: float) -> Column:
         def reached(run: Run) -> float | None:
-            return next((t.reached for t in run.result.targets if (t.metric, t.value) == (metric, goal)), None)
+            return next(
+                (t.reached for t in run.result.targets if (t.metric, t.value) == (metric, goal)),
+                None,
+            )
 
         def cell(run: Run) -> str:
             if not any((t.metric, t.value) == (metric, goal) for t in run.result.targets):
@@ -188,4 +215,6 @@ def _compute_share(run: Run) -> float | None:
 def _share_cell(worker: Worker | None) -> str:
     if worker is None:
         return UNKNOWN
-    return f'<span class="share">{bar(worker, worker.total)}<small>{percents(worker)}</small></span>'
+    return (
+        f'<span class="share">{bar(worker, worker.total)}<small>{percents(worker)}</small></span>'
+    )

@@ -1,6 +1,7 @@
 """Which torch.distributed backend carries what the ranks of a job send.
 
-gloo goes through sockets, between machines too. dure stays within one machine: its ranks share memory.
+gloo goes through sockets, between machines too. dure stays within one machine: its ranks share
+memory.
 """
 
 from __future__ import annotations

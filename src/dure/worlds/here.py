@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 from dure.collectives.group import Group
+from dure.contracts.strategy import Kind, Place
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.strategy import Kind, Place
 from dure.worlds.interrupts import on_interrupt
 
 Value = TypeVar("Value")
@@ -30,7 +30,10 @@ def leads_here() -> bool:
 def refuse_under_torchrun(world: str) -> None:
     """Raises ValueError where N processes would each do the same work and write the same files."""
     if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
-        raise ValueError(f"torchrun has started {os.environ['WORLD_SIZE']} ranks, and {world} is one: start it without")
+        raise ValueError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} ranks, and {world} is one: start it "
+            f"without"
+        )
 
 
 def run_here(
@@ -40,7 +43,8 @@ def run_here(
     kind: Kind = "ranks",
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
 ) -> Value:
-    """Runs `program` in this process; `name` is its lane, as "rank 0". Ctrl-C asks it to end after its step."""
+    """Runs `program` in this process; `name` is its lane, as "rank 0". Ctrl-C asks it to end after
+    its step."""
     trace = Trace()
     asked: list[bool] = []
     group = Group(None, Meter(name, trace))

@@ -14,8 +14,11 @@ _SAME_KEYSTROKE = 1.0
 
 
 @contextmanager
-def on_interrupt(ask: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """Calls `ask` at the first of `signals` while the block runs; a later one raises KeyboardInterrupt.
+def on_interrupt(
+    ask: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)
+) -> Iterator[None]:
+    """Calls `ask` at the first of `signals` while the block runs; a later one raises
+    KeyboardInterrupt.
 
     Outside the main thread, where Python delivers no signals, nothing changes.
     """

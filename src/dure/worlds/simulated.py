@@ -1,4 +1,5 @@
-"""A federation in one process, under a virtual clock: devices that are fast or slow, there or away, honest or not.
+"""A federation in one process, under a virtual clock: devices that are fast or slow, there or away,
+honest or not.
 
 Events are kept in a queue, in order of time and, at the same time, of their making:
 
@@ -6,9 +7,10 @@ Events are kept in a queue, in order of time and, at the same time, of their mak
     its client leaves, or drops out, before that                    it has failed, at that moment
     the coordinator's `wake`   it is told that time has passed
 
-How long a client takes follows from its device and from what it was asked, not from what it computes; so what clients
-compute is computed when the coordinator combines it, many clients at once, and what is never used is never computed.
-Idle clients are nothing but their number. Everything is a function of the seed: the same run has the same events.
+How long a client takes follows from its device and from what it was asked, not from what it
+computes; so what clients compute is computed when the coordinator combines it, many clients at
+once, and what is never used is never computed. Idle clients are nothing but their number.
+Everything is a function of the seed: the same run has the same events.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from dure.contracts.strategy import Kind, Place
 from dure.errors import TooFewClientsError
-from dure.fleet.carrier import Assign, Clients, Combine, Coordinator, Flight, Order, Refuse, Work
 from dure.fleet.conditions import Conditions
-from dure.randomness import derive
-from dure.strategy import Kind, Place
+from dure.protocol.carrier import Assign, Clients, Combine, Coordinator, Flight, Order, Refuse, Work
+from dure.randomness.seeds import derive
 from dure.worlds.here import refuse_under_torchrun, run_here
 
 Value = TypeVar("Value")
@@ -50,7 +52,9 @@ class Simulated(Conditions):
     def describe(self) -> str:
         return ", ".join(["simulated clients", *self.told()])
 
-    def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
+    def run(
+        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
         def here(place: Place) -> Value:
             place.conditions = self
             place.carrier = lambda clients, seed: Simulation(self, clients, seed)
@@ -100,7 +104,11 @@ class Simulation:
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Any]:
         """What the clients computed: now, as the coordinator takes it."""
         orders = [self._order(coordinator, ticket, self._arrived.pop(ticket)) for ticket in tickets]
-        soon = sorted((flight.ends, ticket) for ticket, flight in self._underway.items() if flight.reason is None)
+        soon = sorted(
+            (flight.ends, ticket)
+            for ticket, flight in self._underway.items()
+            if flight.reason is None
+        )
         ahead = [
             self._order(coordinator, ticket, self._underway[ticket])
             for _, ticket in soon
@@ -173,9 +181,22 @@ class Simulation:
         if leaves < ends:
             ends, reason = leaves, LEFT
         elif known.drop_out and self._drawn("drop out", assignment.ticket) < known.drop_out:
-            ends, reason = now + self._drawn("dropped out when", assignment.ticket) * (ends - now), DROPPED
+            ends, reason = (
+                now + self._drawn("dropped out when", assignment.ticket) * (ends - now),
+                DROPPED,
+            )
         self._underway[assignment.ticket] = Underway(
-            *(client, assignment.round, now, ends, reason, work, assignment.nbytes, down + up, compute)
+            *(
+                client,
+                assignment.round,
+                now,
+                ends,
+                reason,
+                work,
+                assignment.nbytes,
+                down + up,
+                compute,
+            )
         )
         heapq.heappush(self._queue, (ends, self._made, assignment.ticket))
         self._made += 1
@@ -198,7 +219,14 @@ class Simulation:
         )
 
     def mark(self) -> Callable[[], None]:
-        kept = self.now, self._made, list(self.flown), list(self._queue), dict(self._underway), dict(self._arrived)
+        kept = (
+            self.now,
+            self._made,
+            list(self.flown),
+            list(self._queue),
+            dict(self._underway),
+            dict(self._arrived),
+        )
 
         def back() -> None:
             self._gone = set()
@@ -224,7 +252,18 @@ class Simulation:
 
 def _written(flights: dict[int, Underway]) -> list[list[Any]]:
     return [
-        [ticket, f.client, f.round, f.began, f.ends, f.reason, list(f.work), f.down, f.transfer, f.compute]
+        [
+            ticket,
+            f.client,
+            f.round,
+            f.began,
+            f.ends,
+            f.reason,
+            list(f.work),
+            f.down,
+            f.transfer,
+            f.compute,
+        ]
         for ticket, f in flights.items()
     ]
 
@@ -232,5 +271,7 @@ def _written(flights: dict[int, Underway]) -> list[list[Any]]:
 def _read(rows: list[list[Any]]) -> dict[int, Underway]:
     flights = {}
     for ticket, client, number, began, ends, reason, work, down, transfer, compute in rows:
-        flights[ticket] = Underway(client, number, began, ends, reason, Work(*work), down, transfer, compute)
+        flights[ticket] = Underway(
+            client, number, began, ends, reason, Work(*work), down, transfer, compute
+        )
     return flights

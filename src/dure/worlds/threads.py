@@ -1,7 +1,8 @@
-"""One process with several workers, which are threads: they share its memory, and nothing has to be sent.
+"""One process with several workers, which are threads: they share its memory, and nothing has to be
+sent.
 
-The program runs once, in the calling process; what it divides over its workers, and when they meet, is the system's to
-say. Each worker has a device: a core of the CPU, or a GPU.
+The program runs once, in the calling process; what it divides over its workers, and when they meet,
+is the system's to say. Each worker has a device: a core of the CPU, or a GPU.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from dure.devices import device_of, devices_here
-from dure.strategy import Kind, Place
-from dure.worlds.cores import available_cores
+from dure.contracts.strategy import Kind, Place
+from dure.machine.cores import available_cores
+from dure.machine.devices import device_of, devices_here
 from dure.worlds.here import refuse_under_torchrun, run_here
 
 Value = TypeVar("Value")
@@ -23,10 +24,11 @@ Value = TypeVar("Value")
 class Threads:
     """Worker threads of this process.
 
-    threads: how many; None is one a device that is named, one a CUDA device where there are, else one a core and at
-        least two.
-    devices: where each of them computes, as ("cuda:0", "cuda:1"); the first also holds the master. Fewer names than
-        threads are taken in turn. None takes the CUDA devices in turn where there are, and the CPU otherwise.
+    threads: how many; None is one a device that is named, one a CUDA device where there are, else
+        one a core and at least two.
+    devices: where each of them computes, as ("cuda:0", "cuda:1"); the first also holds the master.
+        Fewer names than threads are taken in turn. None takes the CUDA devices in turn where there
+        are, and the CPU otherwise.
     """
 
     threads: int | None = None
@@ -47,9 +49,13 @@ class Threads:
             device_of(name)
         count = self.threads if self.threads is not None else len(given)
         if len(given) > count:
-            raise ValueError(f"{len(given)} devices are too many for {count} threads: each thread has one")
+            raise ValueError(
+                f"{len(given)} devices are too many for {count} threads: each thread has one"
+            )
         object.__setattr__(self, "threads", count)
-        object.__setattr__(self, "devices", tuple(given[worker % len(given)] for worker in range(count)))
+        object.__setattr__(
+            self, "devices", tuple(given[worker % len(given)] for worker in range(count))
+        )
 
     @property
     def workers(self) -> int:
@@ -62,6 +68,8 @@ class Threads:
         used = Counter(self.devices)
         return count if set(used) == {"cpu"} else f"{count} on {', '.join(used)}"
 
-    def run(self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]) -> Value:
+    def run(
+        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
         assert self.devices is not None
         return run_here(program, report, "master", self.kind, tuple(map(device_of, self.devices)))

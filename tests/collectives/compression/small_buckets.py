@@ -43,10 +43,14 @@ REMEMBERING = [compression for compression in ALL if compression.remembers]
 def numbers(shape: Shape, *position: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers that are a function of the position."""
     seed = sum(place * 1009**power for power, place in enumerate(position)) + 7919 * len(shape)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def bucket(rank: int, call: int, shapes: Sequence[Shape] = SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def bucket(
+    rank: int, call: int, shapes: Sequence[Shape] = SHAPES, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     """The tensors of a rank in a call."""
     return [numbers(shape, index, rank, call, dtype=dtype) for index, shape in enumerate(shapes)]
 

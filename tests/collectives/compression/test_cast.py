@@ -9,7 +9,7 @@ from small_buckets import numbers, sent
 from torch import Tensor
 
 from dure.collectives.compression import Cast
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 UNITS = {"bfloat16": 2**-8, "float16": 2**-11}
 

@@ -1,8 +1,10 @@
-"""What all compressions promise: same bits on all ranks, exact bytes, nothing lost, nothing swallowed, resumable."""
+"""What all compressions promise: same bits on all ranks, exact bytes, nothing lost, nothing
+swallowed, resumable."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from on_ranks import Measured, bits, measured, on_ranks
 from small_buckets import ALL, REMEMBERING, SHAPES, Shape, bucket, error_of, joined, numbers, sent
 from torch import Tensor
 
+from dure.cli.flags import parse_flags
 from dure.collectives import Group
 from dure.collectives.compression import (
     COMPRESSIONS,
@@ -26,10 +29,9 @@ from dure.collectives.compression import (
     parse,
 )
 from dure.collectives.compression.gathered import carrier
-from dure.flags import parse_flags
+from dure.contracts.strategy import Place
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
-from dure.strategies import _plain, _typed
-from dure.strategy import Place
+from dure.run.registry import _plain, _typed
 
 CALLS = 3
 
@@ -52,7 +54,9 @@ def test_all_ranks_hold_the_same_bits_in_every_run_after_the_bytes_of_the_formul
             results = []
             for call in range(CALLS):
                 tensors = bucket(rank, call, shapes, dtype)
-                call_it = measured(group, lambda tensors=tensors: compressor.all_reduce(tensors, group, algorithm))
+                call_it = measured(
+                    group, lambda tensors=tensors: compressor.all_reduce(tensors, group, algorithm)
+                )
                 results.append(Measured(bits(joined(tensors)), call_it.sent, call_it.messages))
             return results
 
@@ -66,7 +70,9 @@ def test_all_ranks_hold_the_same_bits_in_every_run_after_the_bytes_of_the_formul
             for rank in range(ranks):
                 (value, nbytes, _), again = per_rank[rank][position][call]
                 assert value == per_rank[0][position][call][0].value == again, compression
-                assert nbytes == compression.bytes_sent(like, ranks, rank, algorithm, call), compression
+                assert nbytes == compression.bytes_sent(like, ranks, rank, algorithm, call), (
+                    compression
+                )
 
 
 @pytest.mark.parametrize("compression", REMEMBERING, ids=str)
@@ -87,7 +93,9 @@ def test_what_was_not_sent_is_in_the_ranks_errors(compression: Compression) -> N
 
 
 @pytest.mark.parametrize("compression", REMEMBERING, ids=str)
-def test_on_one_rank_what_was_given_less_what_was_sent_is_the_error(compression: Compression) -> None:
+def test_on_one_rank_what_was_given_less_what_was_sent_is_the_error(
+    compression: Compression,
+) -> None:
     compressor = compression.compressor(bucket(0, 0), seed=1)
     calls = [bucket(0, call) for call in range(20)]
     difference = sum(joined(call) for call in calls) - sum(sent(compressor, call) for call in calls)
@@ -106,7 +114,9 @@ def test_a_restored_compressor_goes_on_with_the_same_bits(compression: Compressi
     other = compression.compressor(calls[0], seed=2)
     sent(other, calls[4])
     other.restore(tree_from_bytes(written))
-    assert all(torch.equal(sent(other, call), one) for call, one in zip(calls[3:], expected, strict=True))
+    assert all(
+        torch.equal(sent(other, call), one) for call, one in zip(calls[3:], expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("compression", REMEMBERING, ids=str)
@@ -117,7 +127,9 @@ def test_a_state_of_other_tensors_is_refused(compression: Compression) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_on_one_rank_arrives_on_all_and_leaves_the_errors_as_they_were(bad: float) -> None:
+def test_what_is_not_finite_on_one_rank_arrives_on_all_and_leaves_the_errors_as_they_were(
+    bad: float,
+) -> None:
     def program(place: Place) -> list[tuple[bool, bool]]:
         answers = []
         for compression in ALL:
@@ -140,7 +152,9 @@ def test_what_is_not_finite_on_one_rank_arrives_on_all_and_leaves_the_errors_as_
 
 @pytest.mark.parametrize("compression", [c for c in ALL if c.name != "power-sgd"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_message_decodes_to_what_a_lone_rank_sums(compression: Compression, dtype: torch.dtype) -> None:
+def test_a_message_decodes_to_what_a_lone_rank_sums(
+    compression: Compression, dtype: torch.dtype
+) -> None:
     tensors = bucket(3, 1, dtype=dtype)
     payload = compression.encode(tensors, 9, 0, 0)
     decoded = compression.decode(payload, tensors)
@@ -158,7 +172,9 @@ def test_a_message_of_another_length_is_refused(compression: Compression) -> Non
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_it_is_the_same_whether_tensors_lie_together_apart_or_transposed(compression: Compression) -> None:
+def test_it_is_the_same_whether_tensors_lie_together_apart_or_transposed(
+    compression: Compression,
+) -> None:
     tensors = bucket(0, 0, dtype=torch.float32)
     flat = joined(tensors)
     pieces = flat.split([tensor.numel() for tensor in tensors])
@@ -173,7 +189,9 @@ def test_it_is_the_same_whether_tensors_lie_together_apart_or_transposed(compres
     assert torch.equal(results[0], flat)
 
 
-def test_what_is_gathered_goes_by_the_backend_where_the_choice_is_automatic_and_the_backend_made_for_it() -> None:
+def test_what_is_gathered_goes_by_the_backend_where_the_choice_is_automatic_and_the_backend_made_for_it() -> (
+    None
+):
     def program(place: Place) -> tuple[list[str], bool]:
         tensors = bucket(place.group.rank, 0)
         groups = [place.group, Group(dist.new_group(backend="dure"))]
@@ -195,7 +213,7 @@ def test_a_group_of_torch_will_do_and_a_call_may_run_beside_the_program() -> Non
             tensors = bucket(place.group.rank, 0)
             results.append(sent(compression.compressor(tensors, 3), tensors, dist.group.WORLD))
             compressor = compression.compressor(tensors, 3)
-            work = lambda compressor=compressor, tensors=tensors: compressor.all_reduce(tensors, place.group)  # noqa: E731
+            work = partial(compressor.all_reduce, tensors, place.group)
             place.group.perform(str(compression), work, tensors[0], async_op=True).wait()
             results.append(joined(tensors))
         return results
@@ -209,7 +227,8 @@ FEATURES, TARGETS, ROWS = 5, 4, 12
 
 
 def trained(compression: Compression, group: Group) -> Tensor:
-    """The weights of a linear model after 6 steps of gradient descent whose gradients come through the compression."""
+    """The weights of a linear model after 6 steps of gradient descent whose gradients come through
+    the compression."""
     inputs, targets = numbers((ROWS, FEATURES), 1), numbers((ROWS, TARGETS), 2)
     weights = numbers((TARGETS, FEATURES), 3), numbers((TARGETS,), 4)
     compressor = compression.compressor(weights, seed=0)
@@ -228,13 +247,19 @@ LOSSLESS: list[Compression] = [NoCompression(), TopK(1.0), PowerSGD(4, 0), Power
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_nothing_lost_means_the_path_of_one_worker(ranks: int) -> None:
-    per_rank = on_ranks(ranks, lambda place: [trained(compression, place.group) for compression in LOSSLESS])
+    per_rank = on_ranks(
+        ranks, lambda place: [trained(compression, place.group) for compression in LOSSLESS]
+    )
     alone = trained(NoCompression(), Group())
     for results in per_rank:
         assert all(float((result - alone).abs().max()) < 1e-12 for result in results)
 
 
-@given(st.sampled_from(ALL) | st.builds(TopK, st.floats(1e-6, 1.0)) | st.builds(PowerSGD, st.integers(1, 9)))
+@given(
+    st.sampled_from(ALL)
+    | st.builds(TopK, st.floats(1e-6, 1.0))
+    | st.builds(PowerSGD, st.integers(1, 9))
+)
 def test_the_text_of_a_compression_names_it(compression: Compression) -> None:
     assert parse(str(compression)) == compression
     assert _typed(_plain(compression), Compression) == compression
@@ -304,13 +329,18 @@ def test_a_field_is_a_flag() -> None:
     ("like", "complaint"),
     [
         ([], "a bucket needs at least one tensor"),
-        ([torch.ones(2, dtype=torch.int32)], r"only floating-point numbers are compressed, not torch\.int32"),
+        (
+            [torch.ones(2, dtype=torch.int32)],
+            r"only floating-point numbers are compressed, not torch\.int32",
+        ),
         ([torch.ones(2), torch.ones(2).double()], "a bucket has one dtype and device"),
         ([torch.ones(1).expand(4)], "an expanded tensor cannot take the result"),
     ],
 )
 @pytest.mark.parametrize("compression", [NoCompression(), TopK(), PowerSGD()], ids=str)
-def test_what_cannot_be_a_bucket_is_refused(compression: Compression, like: list[Tensor], complaint: str) -> None:
+def test_what_cannot_be_a_bucket_is_refused(
+    compression: Compression, like: list[Tensor], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         compression.compressor(like, 0)
 
@@ -320,7 +350,9 @@ def test_other_tensors_than_it_was_made_for_are_refused(compression: Compression
     compressor = compression.compressor(bucket(0, 0), 0)
     with pytest.raises(ValueError, match="the compressor was made for shapes"):
         compressor.all_reduce(bucket(0, 0, SHAPES[:2]), Group())
-    with pytest.raises(ValueError, match=r"the compressor was made for torch\.float64 on cpu, not torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"the compressor was made for torch\.float64 on cpu, not torch\.float32"
+    ):
         compressor.all_reduce(bucket(0, 0, dtype=torch.float32), Group())
 
 

@@ -28,10 +28,14 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 
 
 @given(SHAPES)
-def test_a_number_decodes_to_the_mean_of_those_of_its_sign_in_its_column(shapes: list[Shape]) -> None:
+def test_a_number_decodes_to_the_mean_of_those_of_its_sign_in_its_column(
+    shapes: list[Shape],
+) -> None:
     tensors = [numbers(shape, index) for index, shape in enumerate(shapes)]
     arrived = sent(OneBit().compressor(tensors, 0), tensors)
-    torch.testing.assert_close(arrived, joined([decoded_slowly(tensor) for tensor in tensors]), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        arrived, joined([decoded_slowly(tensor) for tensor in tensors]), rtol=0, atol=1e-14
+    )
 
 
 def test_long_columns_are_averaged_over_all_their_pieces() -> None:

@@ -25,7 +25,9 @@ from dure.collectives.compression.packing import (
 
 def codes_of(n: int, bits: int) -> Tensor:
     random = torch.Generator().manual_seed(n)
-    return torch.randint(0, 1 << bits, (n,), generator=random).to(torch.uint8 if bits <= 8 else torch.int32)
+    return torch.randint(0, 1 << bits, (n,), generator=random).to(
+        torch.uint8 if bits <= 8 else torch.int32
+    )
 
 
 @given(n=st.integers(0, 300), bits=st.integers(1, 16))
@@ -68,7 +70,9 @@ def test_signs_are_8_a_byte_and_every_row_has_bytes_of_its_own(rows: int, length
     assert torch.equal(counts, its_counts)
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (1, 2 * BLOCK + 11), (5, BLOCK // 2), (2, 3 * BLOCK), (4, 0), (0, 4)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5), (1, 2 * BLOCK + 11), (5, BLOCK // 2), (2, 3 * BLOCK), (4, 0), (0, 4)]
+)
 def test_pieces_cover_a_matrix_once_and_begin_at_whole_bytes(shape: tuple[int, int]) -> None:
     covered = torch.zeros(shape, dtype=torch.int8)
     for rows, columns in in_blocks(*shape, covered.device):

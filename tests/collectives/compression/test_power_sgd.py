@@ -13,15 +13,21 @@ from torch import Tensor
 from dure.collectives import Group
 from dure.collectives.compression import PowerSGD
 from dure.collectives.compression.power_sgd import PowerSGDCompressor, orthonormal
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 
 def low_rank(n: int, m: int, rank: int, *position: int) -> Tensor:
     return numbers((n, rank), 1, *position) @ numbers((rank, m), 2, *position)
 
 
-@given(n=st.integers(1, 12), m=st.integers(1, 12), ranks=st.lists(st.integers(0, 12), min_size=1, max_size=4))
-def test_at_full_rank_every_sum_is_exact_even_after_gradients_of_lower_rank(n: int, m: int, ranks: list[int]) -> None:
+@given(
+    n=st.integers(1, 12),
+    m=st.integers(1, 12),
+    ranks=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+)
+def test_at_full_rank_every_sum_is_exact_even_after_gradients_of_lower_rank(
+    n: int, m: int, ranks: list[int]
+) -> None:
     compressor = PowerSGD(12, 0).compressor([torch.zeros(n, m, dtype=torch.float64)], 0)
     for call, rank in enumerate(ranks):
         matrix = low_rank(n, m, rank, call)
@@ -37,7 +43,10 @@ def test_full_rank_is_exact_over_ranks_and_all_hold_the_same() -> None:
     per_rank = on_ranks(3, program)
     for call in range(3):
         exact = joined(
-            [torch.stack(parts).sum(0) for parts in zip(*(bucket(rank, call) for rank in range(3)), strict=True)]
+            [
+                torch.stack(parts).sum(0)
+                for parts in zip(*(bucket(rank, call) for rank in range(3)), strict=True)
+            ]
         )
         assert float((per_rank[0][call] - exact).abs().max()) < 1e-12
         assert all(torch.equal(results[call], per_rank[0][call]) for results in per_rank)
@@ -86,7 +95,9 @@ def test_it_compresses_weights_that_become_smaller_by_enough_and_sends_the_rest_
     for size in (1, 2, 3):
         total = sum(PowerSGD(2).bytes_sent(like, size, rank) for rank in range(size))
         assert total == 2 * (size - 1) * 4 * (compressed + 7 + 12)
-    assert PowerSGD(1, 3.0).bytes_sent([torch.zeros(4, 12)], 2) == 4 * 48, "16 numbers are a third of 48, and not less"
+    assert PowerSGD(1, 3.0).bytes_sent([torch.zeros(4, 12)], 2) == 4 * 48, (
+        "16 numbers are a third of 48, and not less"
+    )
     assert PowerSGD(1, 2.9).bytes_sent([torch.zeros(4, 12)], 2) == 4 * 16
 
 

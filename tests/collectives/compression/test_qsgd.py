@@ -27,21 +27,29 @@ def test_its_mean_is_what_was_sent_and_its_variance_is_bounded(levels: int) -> N
     assert variance <= min(n / levels**2, math.sqrt(n) / levels) * squared
     exact = vector.abs() / squared**0.5 * levels
     expected = float(((exact - exact.floor()) * (exact.ceil() - exact)).sum()) * squared / levels**2
-    assert variance == pytest.approx(expected, rel=0.1), "that of rounding up with the probability of the rest"
+    assert variance == pytest.approx(expected, rel=0.1), (
+        "that of rounding up with the probability of the rest"
+    )
     assert float((draws.mean(0) - vector).square().sum()) < 3 * expected / DRAWS
     assert float(draws.count_nonzero(1).double().mean()) <= levels * (levels + math.sqrt(n))
 
 
-@pytest.mark.parametrize(("levels", "bits"), [(1, 2), (3, 3), (7, 4), (8, 5), (127, 8), (128, 9), (32767, 16)])
+@pytest.mark.parametrize(
+    ("levels", "bits"), [(1, 2), (3, 3), (7, 4), (8, 5), (127, 8), (128, 9), (32767, 16)]
+)
 def test_a_number_takes_the_bits_of_its_levels(levels: int, bits: int) -> None:
     assert QSGD(levels).bits == bits == math.ceil(math.log2(2 * levels + 1))
     tensors = [torch.ones(1000), torch.ones(33)]
-    assert QSGD(levels, 64).payload_bytes(tensors) == math.ceil(1033 * bits / 8) + 4 * math.ceil(1033 / 64)
+    assert QSGD(levels, 64).payload_bytes(tensors) == math.ceil(1033 * bits / 8) + 4 * math.ceil(
+        1033 / 64
+    )
 
 
 @pytest.mark.parametrize("levels", [1, 7, 127, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_numbers_arrive_on_levels_no_further_than_one_from_where_they_were(levels: int, dtype: torch.dtype) -> None:
+def test_numbers_arrive_on_levels_no_further_than_one_from_where_they_were(
+    levels: int, dtype: torch.dtype
+) -> None:
     vector = numbers((300_001,), levels, dtype=dtype)
     compression = QSGD(levels, 512)
     (arrived,) = compression.decode(compression.encode([vector]), [vector])
@@ -65,7 +73,9 @@ def test_zeros_arrive_as_zeros_in_buckets_of_zeros_and_beside_others(dtype: torc
 @pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-20, 1.0, 1e20, 1e36])
 def test_squares_neither_overflow_nor_vanish(size: float) -> None:
     vector = torch.ones(8) * size
-    assert norms_of(vector[None]).item() == pytest.approx(float(vector.double().norm()), rel=1e-6, abs=1.5e-45)
+    assert norms_of(vector[None]).item() == pytest.approx(
+        float(vector.double().norm()), rel=1e-6, abs=1.5e-45
+    )
     (arrived,) = QSGD(7, 8).decode(QSGD(7, 8).encode([vector]), [vector])
     assert bool(arrived.isfinite().all())
     assert float(arrived.max()) > 0
@@ -84,7 +94,10 @@ def test_randomness_is_a_function_of_seed_call_and_rank() -> None:
     vector = [numbers((200,), 1)]
     compression = QSGD(1, 200)
     assert torch.equal(compression.encode(vector, 1, 2, 3), compression.encode(vector, 1, 2, 3))
-    payloads = [compression.encode(vector, *position) for position in [(1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4)]]
+    payloads = [
+        compression.encode(vector, *position)
+        for position in [(1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4)]
+    ]
     assert len({payload.numpy().tobytes() for payload in payloads}) == 4
     compressor = compression.compressor(vector, 1)
     assert not torch.equal(sent(compressor, vector, Group()), sent(compressor, vector, Group()))

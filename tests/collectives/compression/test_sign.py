@@ -16,7 +16,9 @@ from dure.collectives.compression.packing import BLOCK
 def test_a_number_arrives_as_its_sign_times_the_tensors_mean_magnitude(shapes: list[Shape]) -> None:
     tensors = [numbers(shape, index) for index, shape in enumerate(shapes)]
     expected = joined([tensor.sign() * tensor.abs().mean() for tensor in tensors])
-    torch.testing.assert_close(sent(Sign().compressor(tensors, 0), tensors), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        sent(Sign().compressor(tensors, 0), tensors), expected, rtol=0, atol=1e-14
+    )
     assert Sign().payload_bytes(tensors) == sum(-(-tensor.numel() // 8) + 8 for tensor in tensors)
 
 

@@ -15,8 +15,14 @@ from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.top_k import SAMPLE, TopKCodec, first_largest
 
 
-@given(n=st.integers(1, 200), ratio=st.floats(0.01, 1.0), dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_the_largest_are_sent_exactly_and_the_others_kept(n: int, ratio: float, dtype: torch.dtype) -> None:
+@given(
+    n=st.integers(1, 200),
+    ratio=st.floats(0.01, 1.0),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_the_largest_are_sent_exactly_and_the_others_kept(
+    n: int, ratio: float, dtype: torch.dtype
+) -> None:
     vector = numbers((n,), n, dtype=dtype)
     compressor = TopK(ratio).compressor([vector], 0)
     arrived = sent(compressor, [vector])
@@ -51,11 +57,15 @@ def a_long_vector(kind: str) -> Tensor:
         "sparse": torch.zeros(n).index_fill_(0, torch.arange(0, n, 4001), 3.0),
         "few are large": torch.full((n,), 1e-30).index_fill_(0, torch.arange(1000), 1.0),
         "ascending": torch.arange(float(n)),
-        "with NaN": numbers((n,), 1, dtype=torch.float32).index_fill_(0, torch.arange(0, n, 999), torch.nan),
+        "with NaN": numbers((n,), 1, dtype=torch.float32).index_fill_(
+            0, torch.arange(0, n, 999), torch.nan
+        ),
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["normal", "zeros", "sparse", "few are large", "ascending", "with NaN"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "zeros", "sparse", "few are large", "ascending", "with NaN"]
+)
 @pytest.mark.parametrize("ratio", [1e-6, 0.001, 0.1])
 def test_the_guess_from_a_sample_changes_nothing(kind: str, ratio: float) -> None:
     vector = a_long_vector(kind)

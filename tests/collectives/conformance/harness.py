@@ -1,10 +1,12 @@
 """How the conformance tests run: each test's body is played by every rank of a group of a backend.
 
-The bodies of one file that a backend and a world size share are played in one start of the ranks, on one group for
-each size, and on a new one after a body has failed. Three backends play: gloo, which says that the
-tests are right where it can do what they ask, and dure's own with its C core and with its core in torch.
+The bodies of one file that a backend and a world size share are played in one start of the ranks,
+on one group for each size, and on a new one after a body has failed. Three backends play: gloo,
+which says that the tests are right where it can do what they ask, and dure's own with its C core
+and with its core in torch.
 
-A group of n ranks is made of the last n of the world: its ranks have other numbers than the world's.
+A group of n ranks is made of the last n of the world: its ranks have other numbers than the
+world's.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # which comparing tensors imports: here, so that the fork server does it for all ranks
+
+# which comparing tensors imports: here, so that the fork server does it for all ranks
+import torch.distributed.tensor
 from torch import Tensor
 
 import dure
+from dure.contracts.strategy import Place
 from dure.errors import DureError
-from dure.strategy import Place
 
 Backend = Literal["gloo", "c", "torch"]
 
 DURE: tuple[Backend, ...] = ("c", "torch")
 ALL: tuple[Backend, ...] = ("gloo", *DURE)
 PATIENCE = 20.0
-"""Seconds that a group waits for a peer where no test asks for less: nothing here takes a second."""
+"""Seconds that a group waits for a peer where no test asks for less: nothing here takes a
+second."""
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a rank need not import pytest
 
@@ -80,7 +85,9 @@ class Ranks:
 
     def wait_for(self, what: str) -> None:
         """Waits until another rank has told it."""
-        dist.distributed_c10d._get_default_store().wait([f"{what} in {self.group.group_name}"], timedelta(0, PATIENCE))
+        dist.distributed_c10d._get_default_store().wait(
+            [f"{what} in {self.group.group_name}"], timedelta(0, PATIENCE)
+        )
 
     def told_by_all(self, value: Any) -> list[Any]:
         """Every rank's value, past the backend under test."""
@@ -90,7 +97,9 @@ class Ranks:
         return told
 
 
-def on_ranks(*sizes: int, backends: Sequence[Backend] = ALL) -> Callable[[Callable[[Ranks], None]], Any]:
+def on_ranks(
+    *sizes: int, backends: Sequence[Backend] = ALL
+) -> Callable[[Callable[[Ranks], None]], Any]:
     """Makes a body a test, for groups of these sizes and each of these backends."""
 
     def decorate(body: Callable[[Ranks], None]) -> Any:
@@ -100,7 +109,9 @@ def on_ranks(*sizes: int, backends: Sequence[Backend] = ALL) -> Callable[[Callab
             need(backend)
             failures = _played(request, backend, size)[request.node.name]
             if failures:
-                pytest.fail("\n".join(f"{who}: {text}" for who, text in failures.items()), pytrace=False)
+                pytest.fail(
+                    "\n".join(f"{who}: {text}" for who, text in failures.items()), pytrace=False
+                )
 
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
         test.body = body  # type: ignore[attr-defined]
@@ -143,12 +154,18 @@ def make_group(ranks: list[int], backend: Backend, seconds: float, **options: An
         return dist.new_group(ranks, timeout=limit, backend="gloo", **options)
     from dure.collectives.shared_memory import Options
 
-    return dist.new_group(ranks, timeout=limit, backend="dure", pg_options=Options(core=backend), **options)
+    return dist.new_group(
+        ranks, timeout=limit, backend="dure", pg_options=Options(core=backend), **options
+    )
 
 
-def _played(request: pytest.FixtureRequest, backend: Backend, size: int) -> dict[str, dict[str, str]]:
+def _played(
+    request: pytest.FixtureRequest, backend: Backend, size: int
+) -> dict[str, dict[str, str]]:
     """By the name of each test of this file that plays in the same start: who failed, and how."""
-    store: dict[Any, dict[str, dict[str, str]]] = request.config.__dict__.setdefault("_conformance", {})
+    store: dict[Any, dict[str, dict[str, str]]] = request.config.__dict__.setdefault(
+        "_conformance", {}
+    )
     world = max(4, size)
     key = (request.node.fspath, backend, world)
     if key not in store:
@@ -165,16 +182,21 @@ def _played(request: pytest.FixtureRequest, backend: Backend, size: int) -> dict
 
 
 def play(cases: list[Case], backend: Backend, world: int) -> dict[str, dict[str, str]]:
-    """Plays the cases in as few starts as it takes: one, and one more for every case that ends its ranks."""
+    """Plays the cases in as few starts as it takes: one, and one more for every case that ends its
+    ranks."""
     outcomes: dict[str, dict[str, str]] = {}
     while left := [case for case in cases if case.name not in outcomes]:
         told: list[dict[str, Any]] = []
         ended = "the ranks ended"
         try:
-            dure.Processes(world, 3 * PATIENCE).run(functools.partial(rehearse, left, backend), told.append)
+            dure.Processes(world, 3 * PATIENCE).run(
+                functools.partial(rehearse, left, backend), told.append
+            )
         except DureError as error:
             ended = str(error)
-        outcomes |= {event["name"]: event["failures"] for event in told if event["failures"] is not None}
+        outcomes |= {
+            event["name"]: event["failures"] for event in told if event["failures"] is not None
+        }
         if left[-1].name not in outcomes:
             broken = told[-1]["name"] if told else left[0].name
             outcomes.setdefault(broken, {"the start": ended})
@@ -210,7 +232,10 @@ def by_text(failures: list[str | None]) -> dict[str, str]:
     for rank, text in enumerate(failures):
         if text:
             said.setdefault(text, []).append(rank)
-    return {f"rank {', '.join(map(str, ranks))}": text[-50_000 // len(said) :] for text, ranks in said.items()}
+    return {
+        f"rank {', '.join(map(str, ranks))}": text[-50_000 // len(said) :]
+        for text, ranks in said.items()
+    }
 
 
 def perform(case: Case, backend: Backend, group: Any) -> None:
@@ -233,7 +258,9 @@ def destroy(group: Any) -> None:
 
 def shortened(text: str) -> str:
     """A traceback without the frames of the harness, and of torch's decorators."""
-    return re.sub(r'  File "[^"]*/(harness|c10d_logger|typing_extensions)\.py".*\n(    .*\n)*', "", text)[-6_000:]
+    return re.sub(
+        r'  File "[^"]*/(harness|c10d_logger|typing_extensions)\.py".*\n(    .*\n)*', "", text
+    )[-6_000:]
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -257,13 +284,16 @@ def same(actual: Tensor, expected: Tensor, what: object = "") -> None:
     """Raises AssertionError unless both have the same shape, dtype and bits; a NaN is a NaN."""
     about = f"{what}: " if what else ""
     assert actual.dtype == expected.dtype, f"{about}{actual.dtype}, not {expected.dtype}"
-    assert actual.shape == expected.shape, f"{about}{tuple(actual.shape)}, not {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{about}{tuple(actual.shape)}, not {tuple(expected.shape)}"
+    )
     different = (actual != expected) & ~((actual != actual) & (expected != expected))
     if bool(different.any()):
         where = tuple(int(i) for i in different.nonzero()[0])
         count = int(different.sum())
         raise AssertionError(
-            f"{about}{count} of {actual.numel()} differ, first at {where}: {actual[where]}, not {expected[where]}"
+            f"{about}{count} of {actual.numel()} differ, first at {where}: {actual[where]}, not "
+            f"{expected[where]}"
         )
 
 
@@ -273,7 +303,9 @@ def close(actual: Tensor, expected: Tensor, what: object = "") -> None:
 
 
 @contextmanager
-def raises(kind: type[BaseException] | tuple[type[BaseException], ...], match: str = "") -> Iterator[list[Any]]:
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], match: str = ""
+) -> Iterator[list[Any]]:
     """As pytest's, without pytest in the ranks. Yields a list that will hold the error."""
     caught: list[Any] = []
     try:

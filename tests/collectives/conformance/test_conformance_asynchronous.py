@@ -70,12 +70,16 @@ def test_every_collective_has_a_handle(ranks: Ranks) -> None:
     works: list[Any] = [
         dist.broadcast(broadcast, group=group, group_src=n - 1, async_op=True),
         dist.reduce(total, group=group, group_dst=0, async_op=True),
-        dist.scatter(scattered, list(others) if is_root else None, group=group, group_src=0, async_op=True),
+        dist.scatter(
+            scattered, list(others) if is_root else None, group=group, group_src=0, async_op=True
+        ),
         dist.gather(mine, collected if is_root else None, group=group, group_dst=0, async_op=True),
         dist.all_gather(gathered, mine, group=group, async_op=True),
         dist.all_gather_into_tensor(flat, mine, group=group, async_op=True),
         dist.reduce_scatter_tensor(part, torch.ones(n * 6), group=group, async_op=True),
-        dist.all_to_all_single(exchanged, torch.full((n,), float(ranks.rank)), group=group, async_op=True),
+        dist.all_to_all_single(
+            exchanged, torch.full((n,), float(ranks.rank)), group=group, async_op=True
+        ),
         dist.barrier(group, async_op=True),
     ]
     for work in works:
@@ -96,8 +100,12 @@ def test_every_collective_has_a_handle(ranks: Ranks) -> None:
 def test_many_works_are_waited_for_in_any_order(ranks: Ranks) -> None:
     count = 60
     tensors = [brought(ranks, 1 + 97 * number, seed=number) for number in range(count)]
-    works: list[Any] = [dist.all_reduce(tensor, group=ranks.group, async_op=True) for tensor in tensors]
-    for number in torch.randperm(count, generator=torch.Generator().manual_seed(ranks.rank)).tolist():
+    works: list[Any] = [
+        dist.all_reduce(tensor, group=ranks.group, async_op=True) for tensor in tensors
+    ]
+    for number in torch.randperm(
+        count, generator=torch.Generator().manual_seed(ranks.rank)
+    ).tolist():
         works[number].wait()
         same(tensors[number], summed(ranks, 1 + 97 * number, seed=number), number)
 
@@ -105,7 +113,9 @@ def test_many_works_are_waited_for_in_any_order(ranks: Ranks) -> None:
 @on_ranks(2, 3)
 def test_the_last_work_may_be_waited_for_alone(ranks: Ranks) -> None:
     tensors = [brought(ranks, 5_000, seed=number) for number in range(20)]
-    works: list[Any] = [dist.all_reduce(tensor, group=ranks.group, async_op=True) for tensor in tensors]
+    works: list[Any] = [
+        dist.all_reduce(tensor, group=ranks.group, async_op=True) for tensor in tensors
+    ]
     works[-1].wait()
     same(tensors[-1], summed(ranks, 5_000, seed=19))
     for work in works:
@@ -138,7 +148,9 @@ def test_a_handle_may_be_forgotten(ranks: Ranks) -> None:
 
 @on_ranks(2, 3)
 def test_the_tensor_of_a_work_may_be_forgotten(ranks: Ranks) -> None:
-    works = [dist.all_reduce(brought(ranks, 50_000), group=ranks.group, async_op=True) for _ in range(10)]
+    works = [
+        dist.all_reduce(brought(ranks, 50_000), group=ranks.group, async_op=True) for _ in range(10)
+    ]
     for work in works:
         assert work is not None
         work.wait()
@@ -219,13 +231,21 @@ def test_coalesced_works_are_done_when_the_block_ends(ranks: Ranks) -> None:
             dist.all_reduce(tensor, group=ranks.group)
     with _coalescing_manager(ranks.group):
         for number, output in enumerate(gathered):
-            dist.all_gather_into_tensor(output, values(ranks.rank, 4, seed=number), group=ranks.group)
+            dist.all_gather_into_tensor(
+                output, values(ranks.rank, 4, seed=number), group=ranks.group
+            )
     with _coalescing_manager(ranks.group):
         for number, part in enumerate(parts):
-            dist.reduce_scatter_tensor(part, brought(ranks, ranks.size * 4, seed=number), group=ranks.group)
+            dist.reduce_scatter_tensor(
+                part, brought(ranks, ranks.size * 4, seed=number), group=ranks.group
+            )
     for number in range(3):
         same(tensors[number], summed(ranks, 10, seed=number), ("all_reduce", number))
-        same(gathered[number], torch.cat([values(r, 4, seed=number) for r in ranks.all]), ("all_gather", number))
+        same(
+            gathered[number],
+            torch.cat([values(r, 4, seed=number) for r in ranks.all]),
+            ("all_gather", number),
+        )
         same(parts[number], summed(ranks, 4, seed=number), ("reduce_scatter", number))
 
 
@@ -305,7 +325,9 @@ def test_works_run_where_gradients_and_inference_mode_do_not_matter(ranks: Ranks
         tensor, gathered = torch.ones(6)[::2], torch.zeros(6)
     works: list[Any] = [
         dist.all_reduce(tensor, group=ranks.group, async_op=True),
-        dist.all_gather_into_tensor(gathered, torch.ones(3, requires_grad=True), group=ranks.group, async_op=True),
+        dist.all_gather_into_tensor(
+            gathered, torch.ones(3, requires_grad=True), group=ranks.group, async_op=True
+        ),
     ]
     for work in works:
         work.wait()

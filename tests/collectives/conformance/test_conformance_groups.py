@@ -1,4 +1,5 @@
-"""Groups: of some ranks, overlapping, nested, destroyed and made again; the monitored barrier; what a group keeps."""
+"""Groups: of some ranks, overlapping, nested, destroyed and made again; the monitored barrier; what
+a group keeps."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_works_of_overlapping_groups_are_under_way_at_once(ranks: Ranks) -> None
         for number, (members, group) in enumerate(zip(sets, groups, strict=True)):
             if ranks.rank in members:
                 tensor = torch.full((n,), float(ranks.rank + number))
-                begun.append((dist.all_reduce(tensor, group=group, async_op=True), tensor, members, number))
+                begun.append(
+                    (dist.all_reduce(tensor, group=group, async_op=True), tensor, members, number)
+                )
         for work, tensor, members, number in begun if ranks.rank % 2 else begun[::-1]:
             assert work is not None
             work.wait()
@@ -70,7 +73,9 @@ def test_two_groups_of_the_same_ranks_are_two(ranks: Ranks) -> None:
     groups = [(one, first), (other, second)]
     works: list[Any] = [
         dist.all_reduce(tensor, group=group, async_op=True)
-        for group, tensor in (groups if ranks.rank % 2 else groups[::-1])  # each group has an order of its own
+        for group, tensor in (
+            groups if ranks.rank % 2 else groups[::-1]
+        )  # each group has an order of its own
     ]
     for work in works:
         work.wait()
@@ -126,12 +131,18 @@ def test_groups_are_made_and_destroyed_many_times(ranks: Ranks) -> None:
 
 
 def held() -> tuple[int, int, int, int]:
-    """Open files, mapped anonymous files, threads, and megabytes of shared memory of this process."""
+    """Open files, mapped anonymous files, threads, and megabytes of shared memory of this
+    process."""
     gc.collect()
     with open("/proc/self/maps") as maps:
-        mapped = sum("memfd:" in line or "/dev/shm" in line or "dure" in line.rpartition(" ")[2] for line in maps)
+        mapped = sum(
+            "memfd:" in line or "/dev/shm" in line or "dure" in line.rpartition(" ")[2]
+            for line in maps
+        )
     with open("/proc/self/status") as status:
-        shared = next(int(line.split()[1]) for line in status if line.startswith("RssShmem")) // 1024
+        shared = (
+            next(int(line.split()[1]) for line in status if line.startswith("RssShmem")) // 1024
+        )
     return len(os.listdir("/proc/self/fd")), mapped, len(os.listdir("/proc/self/task")), shared
 
 
@@ -158,10 +169,14 @@ def test_a_destroyed_group_gives_back_what_it_held(ranks: Ranks) -> None:
     for _ in range(4):
         use()
     until = time.monotonic() + 5  # a thread that has been told to end needs a moment
-    while any(new > old for old, new in zip(before, held(), strict=True)) and time.monotonic() < until:
+    while (
+        any(new > old for old, new in zip(before, held(), strict=True)) and time.monotonic() < until
+    ):
         time.sleep(0.01)
     after = held()
-    assert all(new <= old for old, new in zip(before, after, strict=True)), f"it grows: from {before} to {after}"
+    assert all(new <= old for old, new in zip(before, after, strict=True)), (
+        f"it grows: from {before} to {after}"
+    )
 
 
 @on_ranks(4, backends=DURE)

@@ -1,4 +1,5 @@
-"""Ranks that die, fall silent or leave while others wait for them: the others are told who, and nothing is left."""
+"""Ranks that die, fall silent or leave while others wait for them: the others are told who, and
+nothing is left."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from harness import DURE, Backend, make_group, need, raises, same
 
 import dure
+from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
-from dure.strategy import Place
-from dure.worlds.fork_server import server
+from dure.worlds.processes.fork_server import server
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,7 +34,8 @@ Deed = Callable[[Any], object]
 
 VICTIM = 2
 SOON = 10.0
-"""Seconds in which a death must be noticed, on a busy machine too; the groups themselves wait for longer."""
+"""Seconds in which a death must be noticed, on a busy machine too; the groups themselves wait for
+longer."""
 LIMIT = 2.0
 """The time-out of groups that shall run into it."""
 
@@ -55,8 +57,11 @@ class Scene:
     core: Backend
     folder: Path
 
-    def play(self, fate: Deed, others: Deed, seconds: float = 30.0, victim: int = VICTIM) -> dict[int, Told]:
-        """By rank, what the others were told; all of them must be. seconds: the time-out of the group."""
+    def play(
+        self, fate: Deed, others: Deed, seconds: float = 30.0, victim: int = VICTIM
+    ) -> dict[int, Told]:
+        """By rank, what the others were told; all of them must be. seconds: the time-out of the
+        group."""
         folder, core = self.folder, self.core
 
         def program(place: Place) -> None:
@@ -76,8 +81,12 @@ class Scene:
 
         with pytest.raises(PeerLostError):
             dure.Processes(4, 60).run(program, lambda event: None)
-        told = {int(path.name): Told(*pickle.loads(path.read_bytes())) for path in self.folder.iterdir()}
-        assert sorted(told) == [rank for rank in range(4) if rank != victim], "not all others were told"
+        told = {
+            int(path.name): Told(*pickle.loads(path.read_bytes())) for path in self.folder.iterdir()
+        }
+        assert sorted(told) == [rank for rank in range(4) if rank != victim], (
+            "not all others were told"
+        )
         for rank, each in told.items():
             assert each.error.ranks == (victim,), f"rank {rank} was told that {each.error}"
             assert str(each.error).startswith(f"rank {victim} ")
@@ -108,7 +117,9 @@ def stopped(group: Any) -> None:
 
 
 def asynchronously(group: Any) -> None:
-    works: list[Any] = [dist.all_reduce(torch.ones(1_000), group=group, async_op=True) for _ in range(5)]
+    works: list[Any] = [
+        dist.all_reduce(torch.ones(1_000), group=group, async_op=True) for _ in range(5)
+    ]
     for work in works:
         work.wait()
 
@@ -122,7 +133,9 @@ def by_a_future(group: Any) -> None:
 
 
 def begun_and_ended(group: Any) -> None:
-    for begun in [group.begin_reduce_scatter(torch.empty(1_000), torch.ones(4_000)) for _ in range(3)]:
+    for begun in [
+        group.begin_reduce_scatter(torch.empty(1_000), torch.ones(4_000)) for _ in range(3)
+    ]:
         begun.end()
 
 
@@ -136,12 +149,20 @@ WAITING: dict[str, Deed] = {
     "all_reduce of megabytes": lambda group: reduce(group, 2_000_000),
     "barrier": lambda group: dist.barrier(group),
     "broadcast from it": lambda group: dist.broadcast(torch.ones(10), VICTIM, group=group),
-    "all_gather": lambda group: dist.all_gather([torch.ones(10) for _ in range(4)], torch.ones(10), group=group),
-    "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(torch.ones(40), torch.ones(10), group=group),
-    "reduce_scatter_tensor": lambda group: dist.reduce_scatter_tensor(torch.ones(10), torch.ones(40), group=group),
+    "all_gather": lambda group: dist.all_gather(
+        [torch.ones(10) for _ in range(4)], torch.ones(10), group=group
+    ),
+    "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(
+        torch.ones(40), torch.ones(10), group=group
+    ),
+    "reduce_scatter_tensor": lambda group: dist.reduce_scatter_tensor(
+        torch.ones(10), torch.ones(40), group=group
+    ),
     "reduce_scatters that were begun": begun_and_ended,
     "all_reduces that were begun": reductions_begun_and_ended,
-    "all_to_all_single": lambda group: dist.all_to_all_single(torch.ones(40), torch.ones(40), group=group),
+    "all_to_all_single": lambda group: dist.all_to_all_single(
+        torch.ones(40), torch.ones(40), group=group
+    ),
     "asynchronous works": asynchronously,
     "a future": by_a_future,
     "a receive": lambda group: dist.recv(torch.ones(10), VICTIM, group=group),
@@ -339,7 +360,8 @@ def test_two_lost_ranks_end_the_group_for_the_others(scene: Scene) -> None:
 
 @on_both_cores
 def test_a_loss_in_one_group_leaves_the_others_alone(scene: Scene) -> None:
-    """Rank 2 dies; 0 and 3 share a group with it, and each has another with 1, which goes on to work."""
+    """Rank 2 dies; 0 and 3 share a group with it, and each has another with 1, which goes on to
+    work."""
     folder, core = scene.folder, scene.core
 
     def program(place: Place) -> None:
@@ -373,7 +395,9 @@ def open_files(pid: int) -> list[str]:
 
 
 @on_both_cores
-def test_neither_parent_nor_fork_server_holds_the_memory_of_ranks_that_were_killed(scene: Scene) -> None:
+def test_neither_parent_nor_fork_server_holds_the_memory_of_ranks_that_were_killed(
+    scene: Scene,
+) -> None:
     server.ready()
     assert server.pid is not None
     gc.collect()  # what earlier tests of this process have left
@@ -427,7 +451,9 @@ def test_a_silent_rank_is_noticed_though_others_keep_talking(scene: Scene) -> No
 
 @on_both_cores
 @pytest.mark.parametrize("waiting", ["all_reduce", "a receive", "asynchronous works"])
-def test_ctrl_c_reaches_a_rank_that_waits_and_the_others_are_told(scene: Scene, waiting: str) -> None:
+def test_ctrl_c_reaches_a_rank_that_waits_and_the_others_are_told(
+    scene: Scene, waiting: str
+) -> None:
     folder, core = scene.folder, scene.core
 
     def program(place: Place) -> None:
@@ -470,6 +496,8 @@ def test_a_signals_handler_runs_while_a_rank_waits_and_the_call_goes_on(scene: S
         dist.all_reduce(tensor, group=group)
         took = time.monotonic() - began
         same(tensor, torch.full((4,), 2.0))
-        assert dist.get_rank() == 0 or heard[0] < took - 0.3, f"at {heard}, and the call ended at {took}"
+        assert dist.get_rank() == 0 or heard[0] < took - 0.3, (
+            f"at {heard}, and the call ended at {took}"
+        )
 
     dure.Processes(2, 60).run(program, lambda event: None)

@@ -1,4 +1,5 @@
-"""Ranks that do not call the same: all of them are told what each of them called, and the group works on."""
+"""Ranks that do not call the same: all of them are told what each of them called, and the group
+works on."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from dure.errors import MismatchError
 
 
 def disagree(ranks: Ranks, usual: Callable[[], Any], odd: Callable[[], Any], who: int = 1) -> str:
-    """Rank `who` makes the odd call, the others the usual one; what they are all told. The group goes on to work."""
+    """Rank `who` makes the odd call, the others the usual one; what they are all told. The group
+    goes on to work."""
     with raises(MismatchError) as caught:
         (odd if ranks.rank == who else usual)()
     error = caught[0]
     texts = ranks.told_by_all(str(error))
     assert len(set(texts)) == 1, f"not all are told the same: {texts}"
-    assert sorted(rank for calling, _ in error.calls for rank in calling) == list(ranks.all), error.calls
+    assert sorted(rank for calling, _ in error.calls for rank in calling) == list(ranks.all), (
+        error.calls
+    )
     assert len(error.calls) == 2, error.calls
     assert any(calling == (who,) for calling, _ in error.calls), error.calls
     works_on(ranks)
@@ -34,21 +38,27 @@ def works_on(ranks: Ranks) -> None:
         same(tensor, torch.full((n,), float(sum(ranks.all))), "the group works on")
 
 
-def reduce_all(ranks: Ranks, n: int = 10, dtype: torch.dtype = torch.float32, op: Any = ReduceOp.SUM) -> None:
+def reduce_all(
+    ranks: Ranks, n: int = 10, dtype: torch.dtype = torch.float32, op: Any = ReduceOp.SUM
+) -> None:
     dist.all_reduce(torch.ones(n, dtype=dtype), op, ranks.group)
 
 
 @on_ranks(4, backends=DURE)
 def test_tensors_of_different_sizes(ranks: Ranks) -> None:
     for n, other in ((10, 11), (100_000, 100_001), (3, 1_000_000), (0, 4), (1_000_000, 3)):
-        text = disagree(ranks, lambda n=n: reduce_all(ranks, n), lambda n=other: reduce_all(ranks, n))  # type: ignore[misc]
+        text = disagree(
+            ranks, lambda n=n: reduce_all(ranks, n), lambda n=other: reduce_all(ranks, n)
+        )  # type: ignore[misc]
         assert str(n) in text.replace(",", "").replace("_", ""), text
         assert str(other) in text.replace(",", "").replace("_", ""), text
 
 
 @on_ranks(4, backends=DURE)
 def test_tensors_of_different_dtypes(ranks: Ranks) -> None:
-    text = disagree(ranks, lambda: reduce_all(ranks), lambda: reduce_all(ranks, dtype=torch.float64))
+    text = disagree(
+        ranks, lambda: reduce_all(ranks), lambda: reduce_all(ranks, dtype=torch.float64)
+    )
     assert "float32" in text, text
     assert "float64" in text, text
     disagree(ranks, lambda: reduce_all(ranks), lambda: reduce_all(ranks, dtype=torch.int32))
@@ -56,14 +66,18 @@ def test_tensors_of_different_dtypes(ranks: Ranks) -> None:
 
 @on_ranks(4, backends=DURE)
 def test_different_operations(ranks: Ranks) -> None:
-    text = disagree(ranks, lambda: reduce_all(ranks), lambda: reduce_all(ranks, op=ReduceOp.MAX), who=3).lower()
+    text = disagree(
+        ranks, lambda: reduce_all(ranks), lambda: reduce_all(ranks, op=ReduceOp.MAX), who=3
+    ).lower()
     assert "sum" in text, text
     assert "max" in text, text
 
 
 @on_ranks(4, backends=DURE)
 def test_different_collectives(ranks: Ranks) -> None:
-    text = disagree(ranks, lambda: reduce_all(ranks), lambda: dist.barrier(ranks.group), who=0).lower()
+    text = disagree(
+        ranks, lambda: reduce_all(ranks), lambda: dist.barrier(ranks.group), who=0
+    ).lower()
     assert "barrier" in text, text
     assert "reduce" in text, text
     disagree(
@@ -109,10 +123,19 @@ def test_different_sizes_in_every_collective(ranks: Ranks) -> None:
     def reduce_scatter(n: int) -> None:
         dist.reduce_scatter(torch.ones(n), [torch.ones(n) for _ in ranks.all], group=ranks.group)
 
-    for call in (broadcast, reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, reduce_scatter):
+    for call in (
+        broadcast,
+        reduce,
+        all_gather,
+        all_gather_into_tensor,
+        reduce_scatter_tensor,
+        reduce_scatter,
+    ):
         for n, other in ((10, 9), (10, 50_000)):
             try:
-                disagree(ranks, lambda call=call, n=n: call(n), lambda call=call, n=other: call(n), who=2)  # type: ignore[misc]
+                disagree(
+                    ranks, lambda call=call, n=n: call(n), lambda call=call, n=other: call(n), who=2
+                )  # type: ignore[misc]
             except AssertionError as error:
                 raise AssertionError(f"{call.__name__} of {n} and {other}: {error}") from error
 
@@ -133,17 +156,23 @@ def test_parts_that_are_not_what_their_receivers_expect(ranks: Ranks) -> None:
     sent = wrong if ranks.rank == 2 else sizes
     told(
         ranks,
-        lambda: dist.all_to_all_single(torch.ones(12), torch.ones(sum(sent)), sizes, sent, group=ranks.group),
+        lambda: dist.all_to_all_single(
+            torch.ones(12), torch.ones(sum(sent)), sizes, sent, group=ranks.group
+        ),
     )
     outputs = [torch.ones(3) for _ in ranks.all] if ranks.rank == 0 else None
     told(
         ranks,
-        lambda: dist.gather(torch.ones(4 if ranks.rank == 3 else 3), outputs, group=ranks.group, group_dst=0),
+        lambda: dist.gather(
+            torch.ones(4 if ranks.rank == 3 else 3), outputs, group=ranks.group, group_dst=0
+        ),
     )
     parts = [torch.ones(3) for _ in ranks.all] if ranks.rank == 0 else None
     told(
         ranks,
-        lambda: dist.scatter(torch.ones(4 if ranks.rank == 3 else 3), parts, group=ranks.group, group_src=0),
+        lambda: dist.scatter(
+            torch.ones(4 if ranks.rank == 3 else 3), parts, group=ranks.group, group_src=0
+        ),
     )
 
 
@@ -166,7 +195,9 @@ def test_a_work_tells_when_it_is_waited_for(ranks: Ranks) -> None:
 
 @on_ranks(4, backends=DURE)
 def test_a_future_tells_too(ranks: Ranks) -> None:
-    work: Any = dist.all_reduce(torch.ones(10 + (ranks.rank == 3)), group=ranks.group, async_op=True)
+    work: Any = dist.all_reduce(
+        torch.ones(10 + (ranks.rank == 3)), group=ranks.group, async_op=True
+    )
     with raises(RuntimeError, "disagree"):
         work.get_future().wait()
     works_on(ranks)
@@ -192,7 +223,9 @@ def test_three_kinds_of_calls_are_all_named(ranks: Ranks) -> None:
             dist.barrier(ranks.group)
         else:
             reduce_all(ranks, 10 if ranks.rank == 1 else 20)
-    assert sorted(sorted(calling) for calling, _ in caught[0].calls) == [[0], [1], [2, 3]], caught[0].calls
+    assert sorted(sorted(calling) for calling, _ in caught[0].calls) == [[0], [1], [2, 3]], caught[
+        0
+    ].calls
     assert len(set(ranks.told_by_all(str(caught[0])))) == 1
     works_on(ranks)
 

@@ -1,4 +1,5 @@
-"""Collectives that move what ranks have: broadcast, scatter, gather, all_gather, all_to_all, barrier."""
+"""Collectives that move what ranks have: broadcast, scatter, gather, all_gather, all_to_all,
+barrier."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ DTYPES = (
 
 def dtypes(ranks: Ranks) -> list[torch.dtype]:
     """Those that gloo can move too, if it plays."""
-    unknown = (torch.int16, torch.bool, torch.complex64, torch.complex128) if ranks.backend == "gloo" else ()
+    unknown = (
+        (torch.int16, torch.bool, torch.complex64, torch.complex128)
+        if ranks.backend == "gloo"
+        else ()
+    )
     return [dtype for dtype in DTYPES if dtype not in unknown]
 
 
@@ -93,7 +98,9 @@ def test_scatter_gives_every_rank_its_tensor_of_the_root(ranks: Ranks) -> None:
         for dtype in dtypes(ranks):
             output = torch.zeros(3, 5, dtype=dtype)
             parts = [values(root, 3, 5, dtype=dtype, seed=r) for r in ranks.all]
-            dist.scatter(output, parts if ranks.rank == root else None, group=ranks.group, group_src=root)
+            dist.scatter(
+                output, parts if ranks.rank == root else None, group=ranks.group, group_src=root
+            )
             same(output, parts[ranks.rank], (root, dtype))
 
 
@@ -101,8 +108,12 @@ def test_scatter_gives_every_rank_its_tensor_of_the_root(ranks: Ranks) -> None:
 def test_gather_gives_the_root_every_ranks_tensor(ranks: Ranks) -> None:
     for root in ranks.all:
         for dtype in dtypes(ranks):
-            outputs = [torch.zeros(3, 5, dtype=dtype) for _ in ranks.all] if ranks.rank == root else None
-            dist.gather(values(ranks.rank, 3, 5, dtype=dtype), outputs, group=ranks.group, group_dst=root)
+            outputs = (
+                [torch.zeros(3, 5, dtype=dtype) for _ in ranks.all] if ranks.rank == root else None
+            )
+            dist.gather(
+                values(ranks.rank, 3, 5, dtype=dtype), outputs, group=ranks.group, group_dst=root
+            )
             for rank, output in enumerate(outputs or []):
                 same(output, values(rank, 3, 5, dtype=dtype), (root, rank, dtype))
 
@@ -162,7 +173,9 @@ def test_all_gather_of_nothing(ranks: Ranks) -> None:
 @on_ranks(2, 3, backends=DURE)
 def test_all_gather_takes_and_fills_tensors_with_gaps(ranks: Ranks) -> None:
     wide = [torch.zeros(5, 6) for _ in ranks.all]
-    dist.all_gather([tensor[:, 1::2] for tensor in wide], values(ranks.rank, 3, 5).t(), group=ranks.group)
+    dist.all_gather(
+        [tensor[:, 1::2] for tensor in wide], values(ranks.rank, 3, 5).t(), group=ranks.group
+    )
     for rank, tensor in enumerate(wide):
         same(tensor[:, 1::2], values(rank, 3, 5).t(), rank)
         same(tensor[:, ::2], torch.zeros(5, 3), "between")
@@ -173,8 +186,14 @@ def test_all_gather_into_tensor_concatenates(ranks: Ranks) -> None:
     for dtype in dtypes(ranks):
         for rows in (1, 7, 4_000):
             output = torch.zeros(ranks.size * rows, 3, dtype=dtype)
-            dist.all_gather_into_tensor(output, values(ranks.rank, rows, 3, dtype=dtype), group=ranks.group)
-            same(output, torch.cat([values(r, rows, 3, dtype=dtype) for r in ranks.all]), (dtype, rows))
+            dist.all_gather_into_tensor(
+                output, values(ranks.rank, rows, 3, dtype=dtype), group=ranks.group
+            )
+            same(
+                output,
+                torch.cat([values(r, rows, 3, dtype=dtype) for r in ranks.all]),
+                (dtype, rows),
+            )
 
 
 @on_ranks(1, 2, 3, backends=DURE)
@@ -226,7 +245,8 @@ def rows_from_to(sender: int, receiver: int) -> int:
 def test_all_to_all_single_exchanges_parts_of_different_sizes(ranks: Ranks) -> None:
     for scale in (1, 3_000):
         brought = [
-            [values(s, scale * rows_from_to(s, r), 2, seed=r + 1) for r in ranks.all] for s in ranks.all
+            [values(s, scale * rows_from_to(s, r), 2, seed=r + 1) for r in ranks.all]
+            for s in ranks.all
         ]  # by sender and receiver
         sent = [part.shape[0] for part in brought[ranks.rank]]
         received = [brought[s][ranks.rank].shape[0] for s in ranks.all]
@@ -246,13 +266,18 @@ def test_all_to_all_single_may_keep_all_for_oneself(ranks: Ranks) -> None:
 @on_ranks(2, 3)
 def test_splits_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     with raises((ValueError, RuntimeError)):
-        dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1] * ranks.size, [9] * ranks.size, ranks.group)
+        dist.all_to_all_single(
+            torch.zeros(4), torch.zeros(4), [1] * ranks.size, [9] * ranks.size, ranks.group
+        )
 
 
 @on_ranks(backends=DURE)
 def test_all_to_all_exchanges_lists_of_different_sizes(ranks: Ranks) -> None:
     for dtype in (torch.float32, torch.int64, torch.bfloat16):
-        brought = [[values(s, rows_from_to(s, r), 3, dtype=dtype, seed=r + 1) for r in ranks.all] for s in ranks.all]
+        brought = [
+            [values(s, rows_from_to(s, r), 3, dtype=dtype, seed=r + 1) for r in ranks.all]
+            for s in ranks.all
+        ]
         outputs = [torch.zeros(rows_from_to(s, ranks.rank), 3, dtype=dtype) for s in ranks.all]
         dist.all_to_all(outputs, [part.clone() for part in brought[ranks.rank]], ranks.group)
         for sender, output in enumerate(outputs):
@@ -272,7 +297,9 @@ def test_all_to_all_takes_and_fills_tensors_with_gaps(ranks: Ranks) -> None:
 @on_ranks(2, 3)
 def test_what_is_brought_stays_as_it_was(ranks: Ranks) -> None:
     brought = values(ranks.rank, ranks.size * 30)
-    dist.all_gather_into_tensor(torch.zeros(ranks.size * ranks.size * 30), brought, group=ranks.group)
+    dist.all_gather_into_tensor(
+        torch.zeros(ranks.size * ranks.size * 30), brought, group=ranks.group
+    )
     dist.all_to_all_single(torch.zeros(ranks.size * 30), brought, group=ranks.group)
     same(brought, values(ranks.rank, ranks.size * 30))
 
@@ -335,7 +362,9 @@ def test_one_element_with_any_stride(ranks: Ranks) -> None:
         dist.all_to_all(exchanged, [one(ranks.rank, dtype) for _ in ranks.all], ranks.group)
         same(torch.cat(exchanged), torch.arange(ranks.size).to(dtype), dtype)
         part = one(0, dtype)
-        dist.reduce_scatter(part, [one(1, dtype) for _ in ranks.all], dist.ReduceOp.MIN, ranks.group)
+        dist.reduce_scatter(
+            part, [one(1, dtype) for _ in ranks.all], dist.ReduceOp.MIN, ranks.group
+        )
         same(part, torch.ones(1, dtype=dtype), dtype)
 
 
@@ -393,16 +422,30 @@ def test_parameters_are_filled_by_every_collective(ranks: Ranks) -> None:
     n = ranks.size
     for asynchronous in (False, True):
         calls = {
-            "all_gather": lambda how: dist.all_gather([parameter(6) for _ in ranks.all], parameter(6), **how),
-            "all_gather_into_tensor": lambda how: dist.all_gather_into_tensor(parameter(n * 6), parameter(6), **how),
-            "reduce_scatter_tensor": lambda how: dist.reduce_scatter_tensor(parameter(6), parameter(n * 6), **how),
-            "all_to_all_single": lambda how: dist.all_to_all_single(parameter(n), parameter(n), **how),
+            "all_gather": lambda how: dist.all_gather(
+                [parameter(6) for _ in ranks.all], parameter(6), **how
+            ),
+            "all_gather_into_tensor": lambda how: dist.all_gather_into_tensor(
+                parameter(n * 6), parameter(6), **how
+            ),
+            "reduce_scatter_tensor": lambda how: dist.reduce_scatter_tensor(
+                parameter(6), parameter(n * 6), **how
+            ),
+            "all_to_all_single": lambda how: dist.all_to_all_single(
+                parameter(n), parameter(n), **how
+            ),
             "reduce": lambda how: dist.reduce(parameter(6), group_dst=0, **how),
             "gather": lambda how: dist.gather(
-                parameter(6), [parameter(6) for _ in ranks.all] if ranks.rank == 0 else None, group_dst=0, **how
+                parameter(6),
+                [parameter(6) for _ in ranks.all] if ranks.rank == 0 else None,
+                group_dst=0,
+                **how,
             ),
             "scatter": lambda how: dist.scatter(
-                parameter(6), [parameter(6) for _ in ranks.all] if ranks.rank == 0 else None, group_src=0, **how
+                parameter(6),
+                [parameter(6) for _ in ranks.all] if ranks.rank == 0 else None,
+                group_src=0,
+                **how,
             ),
         }
         for name, call in calls.items():

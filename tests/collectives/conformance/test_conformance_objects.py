@@ -1,4 +1,5 @@
-"""What torch builds on collectives: Python objects, and the functional collectives that compilers see."""
+"""What torch builds on collectives: Python objects, and the functional collectives that compilers
+see."""
 
 from __future__ import annotations
 
@@ -73,7 +74,10 @@ def test_functional_all_reduce_leaves_its_input(ranks: Ranks) -> None:
     total = waited(functional.all_reduce(tensor, "sum", ranks.group))
     same(total, torch.full((3, 5), float(sum(ranks.all))))
     same(tensor, torch.full((3, 5), float(ranks.rank)))
-    same(waited(functional.all_reduce(tensor, "max", ranks.group)), torch.full((3, 5), float(ranks.size - 1)))
+    same(
+        waited(functional.all_reduce(tensor, "max", ranks.group)),
+        torch.full((3, 5), float(ranks.size - 1)),
+    )
 
 
 @on_ranks(1, 2, 3, backends=DURE)
@@ -85,16 +89,24 @@ def test_functional_all_reduce_averages(ranks: Ranks) -> None:
 @on_ranks(1, 2, 3)
 def test_functional_all_gather_along_any_dimension(ranks: Ranks) -> None:
     for dimension in (0, 1):
-        gathered = waited(functional.all_gather_tensor(values(ranks.rank, 3, 4), dimension, ranks.group))
+        gathered = waited(
+            functional.all_gather_tensor(values(ranks.rank, 3, 4), dimension, ranks.group)
+        )
         same(gathered, torch.cat([values(r, 3, 4) for r in ranks.all], dimension), dimension)
 
 
 @on_ranks(1, 2, 3)
 def test_functional_reduce_scatter_along_any_dimension(ranks: Ranks) -> None:
     for dimension in (0, 1):
-        tensor = torch.arange(float(ranks.size * ranks.size * 6)).view(ranks.size * 2, ranks.size * 3)
+        tensor = torch.arange(float(ranks.size * ranks.size * 6)).view(
+            ranks.size * 2, ranks.size * 3
+        )
         part = waited(functional.reduce_scatter_tensor(tensor, "sum", dimension, ranks.group))
-        same(part, (tensor * ranks.size).chunk(ranks.size, dimension)[ranks.rank].contiguous(), dimension)
+        same(
+            part,
+            (tensor * ranks.size).chunk(ranks.size, dimension)[ranks.rank].contiguous(),
+            dimension,
+        )
 
 
 @on_ranks(1, 2, 3)
@@ -114,7 +126,9 @@ def test_functional_all_to_all_with_and_without_splits(ranks: Ranks) -> None:
 
 @on_ranks(2, 3)
 def test_functional_broadcast(ranks: Ranks) -> None:
-    got = waited(functional.broadcast(values(ranks.rank, 9), 1, ranks.group))  # the number in the group, it is
+    got = waited(
+        functional.broadcast(values(ranks.rank, 9), 1, ranks.group)
+    )  # the number in the group, it is
     same(got, values(1, 9))
 
 

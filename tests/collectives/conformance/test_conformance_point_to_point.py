@@ -27,7 +27,15 @@ def test_a_message_goes_round(ranks: Ranks) -> None:
 
 @on_ranks(2, 3)
 def test_messages_of_every_dtype(ranks: Ranks) -> None:
-    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+    for dtype in (
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+    ):
         if ranks.rank == 0:
             for to in range(1, ranks.size):
                 dist.send(values(0, 3, 4, dtype=dtype, seed=to), group=ranks.group, group_dst=to)
@@ -62,7 +70,10 @@ def test_messages_with_one_tag_arrive_in_order(ranks: Ranks) -> None:
 @on_ranks(2)
 def test_a_tag_picks_its_message(ranks: Ranks) -> None:
     if ranks.rank == 0:
-        works = [dist.isend(torch.full((3,), float(tag)), group=ranks.group, group_dst=1, tag=tag) for tag in range(8)]
+        works = [
+            dist.isend(torch.full((3,), float(tag)), group=ranks.group, group_dst=1, tag=tag)
+            for tag in range(8)
+        ]
         for work in works:
             work.wait()
     else:
@@ -77,7 +88,10 @@ def test_large_messages_are_picked_by_tag_too(ranks: Ranks) -> None:
     n = 700_000
     if ranks.rank == 0:
         parts = [torch.full((n,), float(tag)) for tag in range(3)]
-        works = [dist.isend(part, group=ranks.group, group_dst=1, tag=tag) for tag, part in enumerate(parts)]
+        works = [
+            dist.isend(part, group=ranks.group, group_dst=1, tag=tag)
+            for tag, part in enumerate(parts)
+        ]
         for work in works:
             work.wait()
     else:
@@ -122,7 +136,9 @@ def test_receiving_from_anybody_by_tag(ranks: Ranks) -> None:
             same(received, torch.tensor([float(tag)]))
     elif ranks.rank == 0:
         works = [
-            dist.isend(torch.tensor([float(tag)]), group=ranks.group, group_dst=ranks.size - 1, tag=tag)
+            dist.isend(
+                torch.tensor([float(tag)]), group=ranks.group, group_dst=ranks.size - 1, tag=tag
+            )
             for tag in (1, 2)
         ]
         for work in works:
@@ -146,7 +162,9 @@ def test_all_send_to_all_at_once(ranks: Ranks) -> None:
 @on_ranks(2)
 def test_two_ranks_that_both_send_first_do_not_wait_for_ever(ranks: Ranks) -> None:
     for n in (1, 500_000):
-        sending = dist.isend(torch.full((n,), float(ranks.rank)), group=ranks.group, group_dst=1 - ranks.rank)
+        sending = dist.isend(
+            torch.full((n,), float(ranks.rank)), group=ranks.group, group_dst=1 - ranks.rank
+        )
         received = torch.zeros(n)
         dist.recv(received, group=ranks.group, group_src=1 - ranks.rank)
         sending.wait()
@@ -175,7 +193,9 @@ def test_a_batch_may_list_receives_first_or_last(ranks: Ranks) -> None:
     received = torch.zeros(50)
     operations = [
         dist.P2POp(dist.irecv, received, group=ranks.group, group_peer=1 - ranks.rank),
-        dist.P2POp(dist.isend, values(ranks.rank, 50), group=ranks.group, group_peer=1 - ranks.rank),
+        dist.P2POp(
+            dist.isend, values(ranks.rank, 50), group=ranks.group, group_peer=1 - ranks.rank
+        ),
     ]
     for work in dist.batch_isend_irecv(operations if ranks.rank else operations[::-1]):
         work.wait()

@@ -1,4 +1,5 @@
-"""Tensors of the shared pool: they behave as any others, alone and mixed with ordinary ones on other ranks."""
+"""Tensors of the shared pool: they behave as any others, alone and mixed with ordinary ones on
+other ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +39,15 @@ def total(parts: list[Tensor]) -> Tensor:
 
 @on_ranks(1, 2, backends=DURE)
 def test_a_shared_tensor_is_a_tensor(ranks: Ranks) -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64):
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ):
         tensor = empty_shared(3, 5, dtype=dtype)
         assert (tensor.dtype, tuple(tensor.shape), tensor.device.type) == (dtype, (3, 5), "cpu")
         assert tensor.is_contiguous()
@@ -136,7 +145,9 @@ def test_shared_tensors_come_and_go(ranks: Ranks) -> None:
 
 @on_ranks(2, 3, backends=DURE)
 def test_works_on_shared_tensors_are_under_way_at_once(ranks: Ranks) -> None:
-    tensors = [brought(torch.full((20_000 + n,), float(ranks.rank + n)), n % 2 == 0) for n in range(12)]
+    tensors = [
+        brought(torch.full((20_000 + n,), float(ranks.rank + n)), n % 2 == 0) for n in range(12)
+    ]
     works = [dist.all_reduce(tensor, group=ranks.group, async_op=True) for tensor in tensors]
     for number, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
         assert work is not None

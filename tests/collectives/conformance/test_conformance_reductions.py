@@ -15,7 +15,11 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
-BITWISE = {ReduceOp.BAND: torch.bitwise_and, ReduceOp.BOR: torch.bitwise_or, ReduceOp.BXOR: torch.bitwise_xor}
+BITWISE = {
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
 ARITHMETIC = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
@@ -56,7 +60,12 @@ def test_all_reduce_reduces_numbers_of_every_dtype_by_every_operation(ranks: Ran
         for op, step in ARITHMETIC.items():
             tensor = values(ranks.rank, 57, dtype=dtype)
             dist.all_reduce(tensor, op, ranks.group)
-            equal(ranks, tensor, folded([values(r, 57, dtype=dtype) for r in ranks.all], step), (dtype, op))
+            equal(
+                ranks,
+                tensor,
+                folded([values(r, 57, dtype=dtype) for r in ranks.all], step),
+                (dtype, op),
+            )
 
 
 @on_ranks()
@@ -107,7 +116,11 @@ def test_the_average_is_the_sum_over_the_number_of_ranks(ranks: Ranks) -> None:
         tensor = parts[ranks.rank].clone()
         dist.all_reduce(tensor, ReduceOp.AVG, ranks.group)
         wide = torch.float32 if dtype in HALVES else dtype
-        close(tensor, (folded([part.to(wide) for part in parts], torch.add) / ranks.size).to(dtype), dtype)
+        close(
+            tensor,
+            (folded([part.to(wide) for part in parts], torch.add) / ranks.size).to(dtype),
+            dtype,
+        )
 
 
 @on_ranks(2, 3, backends=DURE)
@@ -150,7 +163,9 @@ def test_infinities_are_numbers(ranks: Ranks) -> None:
 @on_ranks(3, 4, backends=DURE)
 def test_halves_are_rounded_once(ranks: Ranks) -> None:
     for dtype in HALVES:
-        step = torch.finfo(dtype).eps / 2  # lost if it is added to 1 in halves, but two of them are not
+        step = (
+            torch.finfo(dtype).eps / 2
+        )  # lost if it is added to 1 in halves, but two of them are not
         tensor = torch.full((9,), 1.0 if ranks.rank == 0 else step, dtype=dtype)
         dist.all_reduce(tensor, group=ranks.group)
         exact = torch.full((9,), 1.0 + (ranks.size - 1) * step, dtype=torch.float32)
@@ -267,10 +282,17 @@ def test_reduce_takes_and_fills_tensors_with_gaps(ranks: Ranks) -> None:
 def test_reduce_scatter_gives_every_rank_its_part_of_the_result(ranks: Ranks) -> None:
     for dtype in (torch.float32, torch.int32, torch.float16, torch.float64):
         for op, step in ARITHMETIC.items():
-            brought = [[values(r, 5, 2, dtype=dtype, seed=part) for part in ranks.all] for r in ranks.all]
+            brought = [
+                [values(r, 5, 2, dtype=dtype, seed=part) for part in ranks.all] for r in ranks.all
+            ]
             output = torch.empty(5, 2, dtype=dtype)
             dist.reduce_scatter(output, brought[ranks.rank], op, ranks.group)
-            equal(ranks, output, folded([brought[r][ranks.rank] for r in ranks.all], step), (dtype, op))
+            equal(
+                ranks,
+                output,
+                folded([brought[r][ranks.rank] for r in ranks.all], step),
+                (dtype, op),
+            )
 
 
 @on_ranks(backends=DURE)
@@ -303,7 +325,9 @@ def test_reduce_scatter_tensor_averages(ranks: Ranks) -> None:
 @on_ranks(2, 3, backends=DURE)
 def test_reduce_scatter_tensor_takes_a_stack_too(ranks: Ranks) -> None:
     output = torch.empty(4, 3)
-    dist.reduce_scatter_tensor(output, torch.ones(ranks.size, 4, 3) * (ranks.rank + 1), group=ranks.group)
+    dist.reduce_scatter_tensor(
+        output, torch.ones(ranks.size, 4, 3) * (ranks.rank + 1), group=ranks.group
+    )
     same(output, torch.full((4, 3), ranks.size * (ranks.size + 1) / 2))
 
 

@@ -1,8 +1,10 @@
-"""Random schedules: seeded sequences of calls over overlapping groups, some late, some not waited for at once.
+"""Random schedules: seeded sequences of calls over overlapping groups, some late, some not waited
+for at once.
 
-Every rank draws the same schedule and makes those calls whose group it is in. Whether it waits at once, in which order
-it waits for the rest, how late it comes and where its tensors lie, every rank draws for itself. What arrives is checked
-against what the seed says must arrive. `--sequences 1000 --first-sequence 5000` plays others, and more of them.
+Every rank draws the same schedule and makes those calls whose group it is in. Whether it waits at
+once, in which order it waits for the rest, how late it comes and where its tensors lie, every rank
+draws for itself. What arrives is checked against what the seed says must arrive.
+`--sequences 1000 --first-sequence 5000` plays others, and more of them.
 """
 
 from __future__ import annotations
@@ -25,15 +27,23 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import dure
+from dure.contracts.strategy import Place
 from dure.errors import DureError
-from dure.strategy import Place
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 GROUPS = ([0, 1, 2, 3], [0, 1], [1, 2, 3], [0, 2], [1, 3], [0, 1, 3], [2], [0, 1, 2, 3])
 SIZES = (0, 1, 2, 7, 64, 1_000, 1_000, 5_000, 40_000)
 LARGE = 400_000
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16, torch.bfloat16)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.float16,
+    torch.bfloat16,
+)
 ELSEWHERE = (torch.int16, torch.int8, torch.bool)  # gloo knows not all of these
 STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -75,13 +85,20 @@ class Step:
 
     def part(self, rank: int, n: int | None = None, salt: int = 0) -> Tensor:
         """What a rank of the group brings."""
-        ramp = torch.arange(self.n if n is None else n) * (rank + 2) + self.number + 3 * rank + 5 * salt
+        ramp = (
+            torch.arange(self.n if n is None else n) * (rank + 2)
+            + self.number
+            + 3 * rank
+            + 5 * salt
+        )
         return (ramp % 7).to(self.dtype)
 
     def folded(self, parts: list[Tensor]) -> Tensor:
         """The reduction of the parts."""
         if self.dtype is torch.bool:
-            return reduce(torch.logical_or if self.op in ("SUM", "MAX") else torch.logical_and, parts)
+            return reduce(
+                torch.logical_or if self.op in ("SUM", "MAX") else torch.logical_and, parts
+            )
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
         return reduce(STEPS[self.op], [part.to(wide) for part in parts]).to(self.dtype)
 
@@ -100,7 +117,19 @@ def schedule(seed: int, everywhere: bool) -> list[Step]:
         if kind == "message" and size == 1:
             kind = "barrier"
         other = (root + draw.randrange(1, max(2, size))) % size
-        steps.append(Step(number, kind, group, n, dtype, draw.choice(list(STEPS)), root, other, draw.randrange(3)))
+        steps.append(
+            Step(
+                number,
+                kind,
+                group,
+                n,
+                dtype,
+                draw.choice(list(STEPS)),
+                root,
+                other,
+                draw.randrange(3),
+            )
+        )
     return steps
 
 
@@ -130,12 +159,16 @@ class Player:
                 while pending and self.draw.random() < 0.3:
                     self.settle(pending)
             except Exception as error:
-                raise RuntimeError(f"sequence {seed}, rank {self.rank}, {step}: {error!r}") from error
+                raise RuntimeError(
+                    f"sequence {seed}, rank {self.rank}, {step}: {error!r}"
+                ) from error
         try:
             while pending:
                 self.settle(pending)
         except Exception as error:
-            raise RuntimeError(f"sequence {seed}, rank {self.rank}, at its end: {error!r}") from error
+            raise RuntimeError(
+                f"sequence {seed}, rank {self.rank}, at its end: {error!r}"
+            ) from error
 
     def settle(self, pending: list[tuple[Step, Any, Callable[[], None]]]) -> None:
         """Waits for one of the works that are under way."""
@@ -201,26 +234,41 @@ class Player:
         elif step.kind == "reduce_scatter":
             sizes = [n if self.backend == "gloo" else n + 2 * r for r in everybody]
             outputs = [self.room(step, sizes[me])]
-            work = dist.reduce_scatter(outputs[0], [self.place(step.part(me, s)) for s in sizes], op, **how)
+            work = dist.reduce_scatter(
+                outputs[0], [self.place(step.part(me, s)) for s in sizes], op, **how
+            )
             expected = [step.folded([step.part(r, sizes[me]) for r in everybody])]
         elif step.kind == "reduce_scatter_tensor":
             outputs = [self.room(step, n)]
-            work = dist.reduce_scatter_tensor(outputs[0], self.place(step.part(me, size * n)), op, **how)
+            work = dist.reduce_scatter_tensor(
+                outputs[0], self.place(step.part(me, size * n)), op, **how
+            )
             whole = step.folded([step.part(r, size * n) for r in everybody])
             expected = [whole[me * n : (me + 1) * n]]
         elif step.kind == "all_to_all_single":
-            rows = [[n // 4 + (sender + 2 * receiver) % 3 for receiver in everybody] for sender in everybody]
+            rows = [
+                [n // 4 + (sender + 2 * receiver) % 3 for receiver in everybody]
+                for sender in everybody
+            ]
             received = [rows[sender][me] for sender in everybody]
             outputs = [self.room(step, sum(received))]
             source = self.place(torch.cat([step.part(me, rows[me][r], salt=r) for r in everybody]))
             work = dist.all_to_all_single(outputs[0], source, received, rows[me], **how)
-            expected = [torch.cat([step.part(sender, rows[sender][me], salt=me) for sender in everybody])]
+            expected = [
+                torch.cat([step.part(sender, rows[sender][me], salt=me) for sender in everybody])
+            ]
         elif step.kind == "gather":
             outputs = [self.room(step, n) for _ in everybody] if me == step.root else []
-            work = dist.gather(self.place(step.part(me)), outputs or None, group_dst=step.root, **how)
+            work = dist.gather(
+                self.place(step.part(me)), outputs or None, group_dst=step.root, **how
+            )
             expected = [step.part(r) for r in everybody] if me == step.root else []
         else:
-            parts = [self.place(step.part(step.root, salt=r)) for r in everybody] if me == step.root else None
+            parts = (
+                [self.place(step.part(step.root, salt=r)) for r in everybody]
+                if me == step.root
+                else None
+            )
             outputs = [self.room(step, n)]
             work = dist.scatter(outputs[0], parts, group_src=step.root, **how)
             expected = [step.part(step.root, salt=me)]

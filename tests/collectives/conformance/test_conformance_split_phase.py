@@ -1,4 +1,5 @@
-"""Reduce-scatters and all-reduces that are begun and ended later: the same bits as at once, whatever comes between."""
+"""Reduce-scatters and all-reduces that are begun and ended later: the same bits as at once,
+whatever comes between."""
 
 from __future__ import annotations
 
@@ -35,8 +36,14 @@ def drawn(ranks: Ranks, n: int, dtype: torch.dtype = torch.float32, seed: int = 
     """This rank's message, in shared memory or not."""
     from dure.collectives import empty_shared
 
-    message = torch.randn(n * ranks.size, generator=torch.Generator().manual_seed(31 * seed + ranks.rank)).to(dtype)
-    return empty_shared(n * ranks.size, dtype=dtype).copy_(message) if (seed + ranks.rank) % 3 else message
+    message = torch.randn(
+        n * ranks.size, generator=torch.Generator().manual_seed(31 * seed + ranks.rank)
+    ).to(dtype)
+    return (
+        empty_shared(n * ranks.size, dtype=dtype).copy_(message)
+        if (seed + ranks.rank) % 3
+        else message
+    )
 
 
 def at_once(ranks: Ranks, message: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
@@ -63,7 +70,10 @@ def test_many_are_under_way_and_ended_in_any_order_or_by_other_calls(ranks: Rank
         messages = [drawn(ranks, chance.choice(SIZES), seed=number) for number in range(9)]
         expected = [at_once(ranks, message) for message in messages]
         outs = [torch.empty(message.numel() // ranks.size) for message in messages]
-        begun = [group.begin_reduce_scatter(out, message) for out, message in zip(outs, messages, strict=True)]
+        begun = [
+            group.begin_reduce_scatter(out, message)
+            for out, message in zip(outs, messages, strict=True)
+        ]
         if turn % 2:
             dist.barrier(ranks.group)
         for each in sorted(begun, key=lambda _: random.random()):  # each rank in its own order
@@ -92,7 +102,10 @@ def test_the_own_block_may_lie_in_parts_anywhere(ranks: Ranks) -> None:
             cuts = sorted(chance.randint(0, n) for _ in range(3))
             parts = [part.clone() for part in own.tensor_split(cuts)]
             own.fill_(77)  # is not looked at
-            out, begin = torch.empty(n, dtype=dtype), group.prepare_reduce_scatter(torch.empty(n, dtype=dtype), message)
+            out, begin = (
+                torch.empty(n, dtype=dtype),
+                group.prepare_reduce_scatter(torch.empty(n, dtype=dtype), message),
+            )
             group.begin_reduce_scatter(out, message, op, parts).end()
             same(out, right)
             begin(parts).end()  # and what is prepared is begun again with others
@@ -101,7 +114,9 @@ def test_the_own_block_may_lie_in_parts_anywhere(ranks: Ranks) -> None:
 
 @on_ranks(2, backends=("c",))
 def test_what_is_own_is_let_go_at_the_end(ranks: Ranks) -> None:
-    begun = group_of(ranks).begin_reduce_scatter(torch.empty(10), drawn(ranks, 10, seed=1), own=[own := torch.ones(10)])
+    begun = group_of(ranks).begin_reduce_scatter(
+        torch.empty(10), drawn(ranks, 10, seed=1), own=[own := torch.ones(10)]
+    )
     kept = weakref.ref(own)
     del own
     assert kept() is not None
@@ -164,7 +179,11 @@ def test_ranks_that_begin_different_things_are_told_and_go_on(ranks: Ranks) -> N
         with raises(MismatchError) as caught:
             group.begin_reduce_scatter(torch.empty(mine), drawn(ranks, mine)).end()
         assert "begun reduce_scatter" in str(caught[0])
-        assert len(set(ranks.told_by_all(str(caught[0])))) == 1 if ranks.size == dist.get_world_size() else True
+        assert (
+            len(set(ranks.told_by_all(str(caught[0])))) == 1
+            if ranks.size == dist.get_world_size()
+            else True
+        )
         same(at_once(ranks, torch.ones(6)), torch.full((2,), 3.0))
 
 
@@ -211,7 +230,9 @@ def test_all_reduces_give_the_same_bits_as_at_once(ranks: Ranks) -> None:
 
 
 @on_ranks(2, 4, backends=DURE)
-def test_many_all_reduces_are_under_way_among_scatters_and_ended_by_each_other(ranks: Ranks) -> None:
+def test_many_all_reduces_are_under_way_among_scatters_and_ended_by_each_other(
+    ranks: Ranks,
+) -> None:
     group, chance = group_of(ranks), random.Random(8)
     for turn in range(6):
         messages = [drawn(ranks, chance.choice(SIZES[1:]), seed=number) for number in range(9)]
@@ -233,7 +254,10 @@ def test_many_all_reduces_are_under_way_among_scatters_and_ended_by_each_other(r
 
 @on_ranks(2, 3, backends=DURE)
 def test_an_all_reduce_that_is_prepared_is_begun_again_and_again(ranks: Ranks) -> None:
-    for tensor in (drawn(ranks, 1_000, seed=1), torch.zeros(20, 30).T):  # in shared memory, and neither there nor dense
+    for tensor in (
+        drawn(ranks, 1_000, seed=1),
+        torch.zeros(20, 30).T,
+    ):  # in shared memory, and neither there nor dense
         begin = group_of(ranks).prepare_all_reduce(tensor, AVG)
         for turn in range(4):
             tensor.fill_(turn + ranks.rank)

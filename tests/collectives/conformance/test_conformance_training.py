@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -26,16 +26,21 @@ Program = Callable[[], Results]
 
 
 def same_on_both(program: Program, ranks: int = 2, tolerance: float = 0.0) -> None:
-    """Runs on gloo, then on dure; rank 0's results have the same bits, or differ by no more than `tolerance`."""
+    """Runs on gloo, then on dure; rank 0's results have the same bits, or differ by no more than
+    `tolerance`."""
     need("torch")
     gloo, ours = (
-        dure.Processes(ranks, 60, backend=backend).run(partial(on_rank, program), lambda event: None)  # type: ignore[arg-type]
+        dure.Processes(ranks, 60, backend=backend).run(
+            partial(on_rank, program), lambda event: None
+        )  # type: ignore[arg-type]
         for backend in ("gloo", "dure")
     )
     assert len(gloo) == len(ours) > 0
     for number, (one, other) in enumerate(zip(gloo, ours, strict=True)):
         assert bool(one.isfinite().all())
-        assert torch.allclose(other, one, tolerance, tolerance), f"result {number}: {other}, not {one}"
+        assert torch.allclose(other, one, tolerance, tolerance), (
+            f"result {number}: {other}, not {one}"
+        )
 
 
 def on_rank(program: Program, place: Place) -> Results:
@@ -62,7 +67,9 @@ def batch(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(12, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)
 
 
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, own: bool = True) -> None:
+def learn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, own: bool = True
+) -> None:
     """A few steps; own: every rank has data of its own."""
     for step in range(steps):
         inputs, targets = batch(step, dist.get_rank() if own else 0)
@@ -158,7 +165,9 @@ def test_fully_sharded_data_parallel(ranks: int) -> None:
             fully_shard(layer)
         fully_shard(model)
         learn(model, sgd(model))
-        return [value.full_tensor() if isinstance(value, DTensor) else value for value in state(model)]
+        return [
+            value.full_tensor() if isinstance(value, DTensor) else value for value in state(model)
+        ]
 
     same_on_both(program, ranks, 0.0 if ranks == 2 else 1e-5)
 
@@ -171,7 +180,12 @@ def test_distributed_tensors_change_their_placement() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
         whole = torch.arange(30.0).view(6, 5)
         results = []
-        for begin in ((Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))):
+        for begin in (
+            (Shard(0), Shard(1)),
+            (Shard(1), Replicate()),
+            (Replicate(), Shard(0)),
+            (Shard(0), Shard(0)),
+        ):
             tensor = distribute_tensor(whole, mesh, begin)
             for end in ((Replicate(), Replicate()), (Shard(1), Shard(0)), (Shard(0), Replicate())):
                 results.append(tensor.redistribute(mesh, end).full_tensor())
@@ -195,13 +209,19 @@ def test_tensor_parallel() -> None:
     def program() -> Results:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         mesh = init_device_mesh("cpu", (2,))
         model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         learn(model, sgd(model), own=False)
-        return [value.full_tensor() if isinstance(value, DTensor) else value for value in state(model)]
+        return [
+            value.full_tensor() if isinstance(value, DTensor) else value for value in state(model)
+        ]
 
     same_on_both(program)
 
@@ -234,7 +254,9 @@ def test_sequence_parallel_with_data_parallel() -> None:
         parallelize_module(model, mesh["tensor"], plan)
         fully_shard(model, mesh=mesh["data"])
         learn(model, sgd(model), own=False)
-        return [value.full_tensor() if isinstance(value, DTensor) else value for value in state(model)]
+        return [
+            value.full_tensor() if isinstance(value, DTensor) else value for value in state(model)
+        ]
 
     same_on_both(program, 4, 1e-6)
 
@@ -282,7 +304,10 @@ def test_a_checkpoint_of_shards_is_saved_and_loaded(tmp_path: Path) -> None:
         checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
         restored = get_model_state_dict(again)
         checkpoint.load(restored, checkpoint_id=folder)
-        return [value.full_tensor() if hasattr(value, "full_tensor") else value for value in restored.values()]
+        return [
+            value.full_tensor() if hasattr(value, "full_tensor") else value
+            for value in restored.values()
+        ]
 
     same_on_both(program)
 
@@ -296,7 +321,9 @@ def test_collectives_that_pass_gradients() -> None:
         total = collectives.all_reduce(tensor * 2)
         parts = collectives.all_gather(tensor)
         moved = collectives.all_to_all_single(torch.empty(4), tensor)
-        (total.sum() + sum(part.pow(2).sum() for part in parts) + (moved * (rank + 3)).sum()).backward()
+        (
+            total.sum() + sum(part.pow(2).sum() for part in parts) + (moved * (rank + 3)).sum()
+        ).backward()
         assert tensor.grad is not None
         return [total, *parts, moved, tensor.grad]
 
@@ -344,7 +371,12 @@ def test_dures_own_strategies_have_the_bits_they_have_on_gloo(all_reduce: Any) -
 
     need("torch")
     one, other = (
-        dure.train(small_task(), dure.DataParallel(8, all_reduce), dure.Processes(2, 30, backend), dure.Stop(steps=5))
+        dure.train(
+            small_task(),
+            dure.DataParallel(8, all_reduce),
+            dure.Processes(2, 30, backend),
+            dure.Stop(steps=5),
+        )
         for backend in ("gloo", "dure")
     )
     assert same_bits(one, other)

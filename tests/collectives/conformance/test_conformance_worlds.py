@@ -1,4 +1,5 @@
-"""The backend as a job's own: registered by the import, joined, left, joined again, under torchrun, from a script."""
+"""The backend as a job's own: registered by the import, joined, left, joined again, under torchrun,
+from a script."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from harness import need, same
 
 import dure
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 from process_tree import descendants
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -38,7 +39,10 @@ def test_a_world_of_processes_stands_on_it(ranks: int) -> None:
         summed()
         return dist.get_backend(), place.group.all_gather_values([float(place.group.rank)])
 
-    assert dure.Processes(ranks, 30, "dure").run(program, lambda event: None) == ("dure", [[r] for r in range(ranks)])
+    assert dure.Processes(ranks, 30, "dure").run(program, lambda event: None) == (
+        "dure",
+        [[r] for r in range(ranks)],
+    )
 
 
 def test_it_is_left_and_joined_again() -> None:
@@ -59,7 +63,12 @@ def test_it_is_left_and_joined_again() -> None:
         return backends  # torch's own name of the second differs between its versions
 
     backends = dure.Processes(3, 30, "dure").run(program, lambda event: None)
-    assert [backend.removeprefix("cpu:") for backend in backends] == ["dure", "dure", "gloo", "dure"]
+    assert [backend.removeprefix("cpu:") for backend in backends] == [
+        "dure",
+        "dure",
+        "gloo",
+        "dure",
+    ]
 
 
 def test_options_choose_the_core_of_a_world() -> None:
@@ -72,7 +81,9 @@ def test_options_choose_the_core_of_a_world() -> None:
             dist.destroy_process_group()
             again = dist.PrefixStore(f"with {number}", store)
             options = Options(core=core)  # type: ignore[arg-type]
-            dist.init_process_group("dure", store=again, rank=rank, world_size=size, pg_options=options)
+            dist.init_process_group(
+                "dure", store=again, rank=rank, world_size=size, pg_options=options
+            )
             summed()
 
     dure.Processes(2, 30, "dure").run(program, lambda event: None)
@@ -97,9 +108,8 @@ def python(code: str, *arguments: str, cwd: Path | None = None) -> str:
 
 def test_the_import_registers_it_whichever_comes_first_and_stays_light() -> None:
     python("import sys, dure; assert 'torch' not in sys.modules")
-    known = (
-        "assert 'dure' in dist.Backend.backend_list; assert dist.Backend.default_device_backend_map['cpu'] == 'gloo'"
-    )
+    known = "assert 'dure' in dist.Backend.backend_list"
+    known += "; assert dist.Backend.default_device_backend_map['cpu'] == 'gloo'"
     python(f"import dure, torch.distributed as dist; {known}")
     python(f"import torch.distributed as dist, dure; {known}")
 
@@ -126,9 +136,13 @@ JOB = """
 @pytest.mark.parametrize("how", ["politely", "without a word"])
 def test_scripts_without_a_world_of_dure_use_it_and_end(how: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    commands = [[sys.executable, "-c", textwrap.dedent(JOB), str(rank), str(tmp_path / "f"), how] for rank in range(2)]
+    commands = [
+        [sys.executable, "-c", textwrap.dedent(JOB), str(rank), str(tmp_path / "f"), how]
+        for rank in range(2)
+    ]
     jobs = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for command in commands
     ]
     for rank, job in enumerate(jobs):
         output, errors = job.communicate(timeout=120)
@@ -140,8 +154,29 @@ def test_scripts_without_a_world_of_dure_use_it_and_end(how: str, tmp_path: Path
 
 
 def test_a_torchrun_job_trains_on_it(tmp_path: Path) -> None:
-    train = ["-m", "dure", "train", "digits", "data-parallel", "--backend", "dure", "--steps", "3", "--json"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *train]
-    done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
+    train = [
+        "-m",
+        "dure",
+        "train",
+        "digits",
+        "data-parallel",
+        "--backend",
+        "dure",
+        "--steps",
+        "3",
+        "--json",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *train,
+    ]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert '"backend": "dure"' in (tmp_path / "run" / "config.json").read_text()

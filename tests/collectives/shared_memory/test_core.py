@@ -1,4 +1,5 @@
-"""The C core alone, with threads as ranks: right values under random delays, and no race that a sanitizer sees."""
+"""The C core alone, with threads as ranks: right values under random delays, and no race that a
+sanitizer sees."""
 
 from __future__ import annotations
 
@@ -20,15 +21,37 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 RACES = ("-O1", "-fsanitize=thread")
 
 
-def compiled(folder: Path, name: str, flags: tuple[str, ...], source: Path = CORE, *ready: Path) -> Path:
-    """A program of this folder with the core, or an object if the name is one's; `ready` stand for their sources."""
+def compiled(
+    folder: Path, name: str, flags: tuple[str, ...], source: Path = CORE, *ready: Path
+) -> Path:
+    """A program of this folder with the core, or an object if the name is one's; `ready` stand for
+    their sources."""
     assert COMPILER is not None
     made = folder / name
-    files = [path for path in sorted(source.glob("*.c")) if path.stem not in {other.stem for other in ready}]
+    files = [
+        path
+        for path in sorted(source.glob("*.c"))
+        if path.stem not in {other.stem for other in ready}
+    ]
     files += [*ready, Path(__file__).with_name(f"{made.stem}.c")]
     which = ["-c", str(source / f"{made.stem}.c")] if made.suffix == ".o" else map(str, files)
-    common = ["-g", "-std=c11", "-fwrapv", "-Wall", "-Wextra", "-Werror", "-I", str(source), "-pthread"]
-    subprocess.run([COMPILER, *common, *flags, *which, "-o", str(made)], check=True, capture_output=True, text=True)
+    common = [
+        "-g",
+        "-std=c11",
+        "-fwrapv",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-I",
+        str(source),
+        "-pthread",
+    ]
+    subprocess.run(
+        [COMPILER, *common, *flags, *which, "-o", str(made)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return made
 
 
@@ -74,7 +97,9 @@ def test_a_sanitizer_sees_no_race(sanitized: Path, ranks: int, spin: int) -> Non
 
 
 @pytest.fixture(scope="module")
-def sanitized_duplex(sanitized: Path, kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sanitized_duplex(
+    sanitized: Path, kernels: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """sanitized: it is skipped where there is no sanitizer, and only there."""
     return compiled(tmp_path_factory.mktemp("duplex"), "stress_duplex", RACES, CORE, kernels)
 
@@ -95,7 +120,9 @@ def test_a_sanitizer_sees_no_race_in_exchanges_of_two_hosts(sanitized_duplex: Pa
     ],
     ids=["sums over what has not left", "over before all has left", "an exchange lost"],
 )
-def test_an_exchange_that_is_broken_on_purpose_is_seen(kernels: Path, tmp_path: Path, right: str, wrong: str) -> None:
+def test_an_exchange_that_is_broken_on_purpose_is_seen(
+    kernels: Path, tmp_path: Path, right: str, wrong: str
+) -> None:
     shutil.copytree(CORE, tmp_path / "core")
     broken = tmp_path / "core" / "duplex.c"
     assert right in broken.read_text()
@@ -118,9 +145,14 @@ def test_an_exchange_that_is_broken_on_purpose_is_seen(kernels: Path, tmp_path: 
         (
             "sync.c",
             "atomic_store(&core->seats[core->rank].arrived, core->syncs)",
-            "atomic_store_explicit(&core->seats[core->rank].arrived, core->syncs, memory_order_relaxed)",
+            "atomic_store_explicit(&core->seats[core->rank].arrived, core->syncs, "
+            "memory_order_relaxed)",
         ),
-        ("channel.c", "head + first + second, memory_order_release", "head + first + second, memory_order_relaxed"),
+        (
+            "channel.c",
+            "head + first + second, memory_order_release",
+            "head + first + second, memory_order_relaxed",
+        ),
         ("channel.c", "ready < header_bytes + bytes", "ready < header_bytes"),
         ("calls.c", "(window & 1)", "(window & 0)"),
         (
@@ -128,7 +160,11 @@ def test_an_exchange_that_is_broken_on_purpose_is_seen(kernels: Path, tmp_path: 
             "atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share)",
             "atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share / 2)",
         ),
-        ("split_phase.c", "seats[core->rank].read, split.number)", "seats[core->rank].read, split.number + 2)"),
+        (
+            "split_phase.c",
+            "seats[core->rank].read, split.number)",
+            "seats[core->rank].read, split.number + 2)",
+        ),
         ("split_phase.c", "status == DONE && reduces ?", "status > UNFINISHED && reduces ?"),
         ("core.h", "#define CALLS (2 * UNDER_WAY)", "#define CALLS UNDER_WAY"),
     ],
@@ -146,7 +182,8 @@ def test_an_exchange_that_is_broken_on_purpose_is_seen(kernels: Path, tmp_path: 
 def test_what_is_broken_on_purpose_is_seen(
     sanitized: Path, kernels: Path, tmp_path: Path, file: str, right: str, wrong: str
 ) -> None:
-    """A check of the checker: without each of these pieces of the argument there is a race or a wrong value.
+    """A check of the checker: without each of these pieces of the argument there is a race or a
+    wrong value.
 
     One run may have the luck that nothing overtakes anything, hence several.
     """
@@ -155,5 +192,7 @@ def test_what_is_broken_on_purpose_is_seen(
     assert right in broken.read_text()
     broken.write_text(broken.read_text().replace(right, wrong))
     program = compiled(tmp_path, "stress", RACES, tmp_path / "core", kernels)
-    runs = (ran([*NOWHERE_NEAR, str(program), "3", "300", str(seed), "0"]).stderr for seed in range(20))
+    runs = (
+        ran([*NOWHERE_NEAR, str(program), "3", "300", str(seed), "0"]).stderr for seed in range(20)
+    )
     assert any("ThreadSanitizer: data race" in seen or ": wrong " in seen for seen in runs)

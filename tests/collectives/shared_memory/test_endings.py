@@ -1,4 +1,5 @@
-"""How processes end that use the backend: quietly, on Ctrl-C with what Python does, and under torchrun."""
+"""How processes end that use the backend: quietly, on Ctrl-C with what Python does, and under
+torchrun."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_ctrl_c_ends_a_script_that_waits_as_it_ends_any_other(tmp_path: Path) ->
         """,
     )
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
     ]
     try:
         until = time.monotonic() + 60
@@ -102,11 +104,14 @@ def test_ctrl_c_ends_a_script_that_waits_as_it_ends_any_other(tmp_path: Path) ->
             rank.kill()
             rank.wait()
     assert ranks[1].returncode == -signal.SIGINT
-    last = [text.splitlines()[-1].partition("]: ")[2] for text in told]  # torch says [rank1]: before every line
+    last = [
+        text.splitlines()[-1].partition("]: ")[2] for text in told
+    ]  # torch says [rank1]: before every line
     assert last[1] == "KeyboardInterrupt"
     assert ranks[0].returncode == 1
     assert last[0].startswith(
-        "dure.errors.PeerLostError: rank 1 was interrupted (KeyboardInterrupt), during all_reduce(sum, 1 float32)"
+        "dure.errors.PeerLostError: rank 1 was interrupted (KeyboardInterrupt), during "
+        "all_reduce(sum, 1 float32)"
     )
 
 
@@ -130,7 +135,14 @@ def test_a_script_under_torchrun_finds_its_ranks_and_uses_either_core(tmp_path: 
         dist.destroy_process_group()
         """,
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
         [*torchrun, path, str(tmp_path)],
         capture_output=True,

@@ -1,4 +1,5 @@
-"""Messages within a host: by source and tag, of any size, in both directions at once, whatever their ranks do."""
+"""Messages within a host: by source and tag, of any size, in both directions at once, whatever
+their ranks do."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def send(group: SharedMemoryGroup, tensor: torch.Tensor, to: int, tag: int = 0) 
     return group.send([tensor], to, tag)
 
 
-def receive(group: SharedMemoryGroup, tensor: torch.Tensor, source: int, tag: int = 0) -> torch.Tensor:
+def receive(
+    group: SharedMemoryGroup, tensor: torch.Tensor, source: int, tag: int = 0
+) -> torch.Tensor:
     group.recv([tensor], source, tag).wait()
     return tensor
 
@@ -36,7 +39,9 @@ def receive(group: SharedMemoryGroup, tensor: torch.Tensor, source: int, tag: in
 @pytest.mark.parametrize("n", [10, LARGE])
 def test_tags_are_taken_in_any_order_and_one_tag_in_its_own(core: Core, n: int) -> None:
     with groups(2, core) as (one, two):
-        works = [send(one, numbers(n, 10 * tag + copy), 1, tag) for copy in range(2) for tag in (3, 1, 2)]
+        works = [
+            send(one, numbers(n, 10 * tag + copy), 1, tag) for copy in range(2) for tag in (3, 1, 2)
+        ]
         got = [(tag, receive(two, torch.empty(n), 0, tag)) for tag in (2, 3, 2, 1, 1, 3)]
         for work in works:
             work.wait()
@@ -52,7 +57,9 @@ def test_both_directions_at_once_and_oneself(core: Core, n: int) -> None:
     with groups(3, core) as ranks:
 
         def body(group: SharedMemoryGroup) -> None:
-            works = [send(group, numbers(n, group.rank()), to) for to in range(3)]  # oneself as well
+            works = [
+                send(group, numbers(n, group.rank()), to) for to in range(3)
+            ]  # oneself as well
             for source in (2, 0, 1):
                 assert torch.equal(receive(group, torch.empty(n), source), numbers(n, source))
             for work in works:
@@ -79,7 +86,11 @@ def test_two_that_both_send_large_messages_first_finish(core: Core) -> None:
 @on_both_cores
 def test_any_source_is_told_and_a_named_source_is_left_for_its_own_receive(core: Core) -> None:
     with groups(3, core) as (zero, one, two):
-        works = [send(one, numbers(5, 1), 0, 7), send(two, numbers(5, 2), 0, 7), send(two, numbers(5, 3), 0, 8)]
+        works = [
+            send(one, numbers(5, 1), 0, 7),
+            send(two, numbers(5, 2), 0, 7),
+            send(two, numbers(5, 3), 0, 8),
+        ]
         assert torch.equal(receive(zero, torch.empty(5), 2, 8), numbers(5, 3))
         sources = []
         for _ in range(2):
@@ -120,11 +131,17 @@ def test_what_was_sent_is_what_arrives_though_the_tensor_changes_afterwards(core
 
 
 @on_both_cores
-def test_what_is_posted_arrives_in_the_order_of_sends_and_is_done_where_it_has_left(core: Core) -> None:
+def test_what_is_posted_arrives_in_the_order_of_sends_and_is_done_where_it_has_left(
+    core: Core,
+) -> None:
     with groups(2, core) as (one, two):
         works: list[Any] = [one.post(numbers(3, 1), 1)]
         assert works[0].is_completed()
-        works += [one.post(numbers(LARGE, 2), 1), one.post(numbers(4, 3), 1), send(one, numbers(5, 4), 1)]
+        works += [
+            one.post(numbers(LARGE, 2), 1),
+            one.post(numbers(4, 3), 1),
+            send(one, numbers(5, 4), 1),
+        ]
         assert not works[1].is_completed()  # no channel holds it
         assert not works[2].is_completed()  # it does not overtake
         works.append(one.post(numbers(6, 5), 0))
@@ -139,7 +156,10 @@ def test_what_is_posted_arrives_in_the_order_of_sends_and_is_done_where_it_has_l
 
 PLANS = st.lists(
     st.tuples(
-        st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0, 1, 7, 4000, 70_000, 200_000])
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.sampled_from([0, 1, 7, 4000, 70_000, 200_000]),
     ),
     max_size=25,
 )
@@ -156,7 +176,11 @@ def test_many_interleaved_messages_all_find_their_receives(
     messages = list(enumerate(plan))
 
     def body(group: SharedMemoryGroup) -> None:
-        works = [send(group, numbers(n, i), to, tag) for i, (source, to, tag, n) in messages if source == group.rank()]
+        works = [
+            send(group, numbers(n, i), to, tag)
+            for i, (source, to, tag, n) in messages
+            if source == group.rank()
+        ]
         mine = [message for message in messages if message[1][1] == group.rank()]
         wanted = sorted(mine, key=lambda message: order[3 * message[1][0] + message[1][2]])
         incoming = [torch.empty(n) for _, (_, _, _, n) in wanted]
@@ -197,7 +221,8 @@ def test_a_message_that_does_not_fit_is_told_and_later_ones_arrive(
         with pytest.raises(MismatchError) as caught:
             receiving.wait()
         assert str(caught.value) == (
-            f"the ranks disagree at a message: rank 0 called send of {sent.nbytes} bytes with tag 5; "
+            f"the ranks disagree at a message: rank 0 called send of {sent.nbytes} bytes with tag "
+            f"5; "
             f"rank 1 called recv of {room.nbytes} bytes of {str(room.dtype).removeprefix('torch.')}"
         )
         sending.wait()
@@ -249,7 +274,9 @@ def test_nobody_has_to_wait_for_a_message_to_arrive(core: Core) -> None:
         incoming = torch.empty(LARGE)
         receiving, sending = two.recv([incoming], 0), send(one, numbers(LARGE, 0), 1)
         until = time.monotonic() + 20
-        while not (receiving.is_completed() and sending.is_completed()) and time.monotonic() < until:
+        while (
+            not (receiving.is_completed() and sending.is_completed()) and time.monotonic() < until
+        ):
             time.sleep(0.002)
         assert receiving.is_completed()
         assert torch.equal(incoming, numbers(LARGE, 0))
@@ -332,7 +359,9 @@ def test_what_is_fetched_is_the_next_message_whether_it_has_come_or_not(
 
 
 @on_both_cores
-def test_fetching_finds_what_was_put_aside_what_comes_from_oneself_and_wakes_no_thread(core: Core) -> None:
+def test_fetching_finds_what_was_put_aside_what_comes_from_oneself_and_wakes_no_thread(
+    core: Core,
+) -> None:
     with groups(2, core) as (one, two):
         send(one, numbers(9, 1), 1, tag=4).wait()
         send(one, numbers(5, 2), 1).wait()
@@ -351,7 +380,12 @@ def test_fetching_finds_what_was_put_aside_what_comes_from_oneself_and_wakes_no_
         two.fetch(holes := torch.zeros(3, 2).t()[0], 0)
         assert torch.equal(holes, numbers(3, 5))
         late = torch.empty(3)
-        together([lambda: two.fetch(late, 0), lambda: (time.sleep(0.05), one.post(numbers(3, 4), 1).wait())])
+        together(
+            [
+                lambda: two.fetch(late, 0),
+                lambda: (time.sleep(0.05), one.post(numbers(3, 4), 1).wait()),
+            ]
+        )
         assert torch.equal(late, numbers(3, 4))
         assert two._mailbox._thread is None
 
@@ -360,7 +394,10 @@ def test_fetching_finds_what_was_put_aside_what_comes_from_oneself_and_wakes_no_
 def test_fetching_what_does_not_fit_or_does_not_come_is_told(core: Core) -> None:
     with groups(2, core, seconds=0.5) as (one, two):
         send(one, torch.ones(4), 1).wait()
-        with pytest.raises(MismatchError, match="rank 0 called send of 16 bytes with tag 0; rank 1 called recv of 12"):
+        with pytest.raises(
+            MismatchError,
+            match="rank 0 called send of 16 bytes with tag 0; rank 1 called recv of 12",
+        ):
             two.fetch(torch.empty(3), 0)
         send(one, numbers(2, 1), 1).wait()
         two.fetch(got := torch.empty(2), 0)

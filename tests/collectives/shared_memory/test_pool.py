@@ -1,4 +1,5 @@
-"""The shared pool: memory is lent once at a time, comes back with the last tensor, and leaves no trace."""
+"""The shared pool: memory is lent once at a time, comes back with the last tensor, and leaves no
+trace."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def in_child(body: Callable[[], object]) -> int:
 @settings(max_examples=60)
 @given(st.lists(st.one_of(sizes, st.integers(-20, -1)), max_size=60))
 def test_what_is_lent_never_overlaps_and_comes_back_as_one_piece(steps: list[int]) -> None:
-    """A step: so many bytes are asked for, or the block at that place from the end is given back."""
+    """A step: so many bytes are asked for, or the block at that place from the end is given
+    back."""
     own = small_pool(10_000)
     lent: list[tuple[int, int]] = []
     for step in steps:
@@ -63,7 +65,10 @@ def test_what_is_lent_never_overlaps_and_comes_back_as_one_piece(steps: list[int
             own.release(*lent.pop(step % len(lent)))
         elif step >= 0:
             lent.append((own.allocate(step), step))
-        spans = sorted([(at, at + max(1, length)) for at, length in lent] + [(at, at + n) for at, n in own._free])
+        spans = sorted(
+            [(at, at + max(1, length)) for at, length in lent]
+            + [(at, at + n) for at, n in own._free]
+        )
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
         assert all(at % PAGE == 0 for at, _ in lent)
     for block in lent:
@@ -85,7 +90,14 @@ def test_a_pool_that_is_used_up_says_so_and_lends_again_what_comes_back() -> Non
 
 @pytest.mark.parametrize(
     ("given", "shape"),
-    [((), ()), ((0,), (0,)), ((3,), (3,)), ((2, 3), (2, 3)), (([2, 3],), (2, 3)), ((2, 0, 5), (2, 0, 5))],
+    [
+        ((), ()),
+        ((0,), (0,)),
+        ((3,), (3,)),
+        ((2, 3), (2, 3)),
+        (([2, 3],), (2, 3)),
+        ((2, 0, 5), (2, 0, 5)),
+    ],
 )
 def test_shapes_are_those_of_torch_empty(given: tuple[int, ...], shape: tuple[int, ...]) -> None:
     tensor = empty_shared(*given)
@@ -97,7 +109,9 @@ def test_shapes_are_those_of_torch_empty(given: tuple[int, ...], shape: tuple[in
     assert float(tensor.sum()) == 2 * tensor.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex128]
+)
 def test_dtypes_are_those_of_torch_empty(dtype: torch.dtype) -> None:
     tensor = empty_shared(5, dtype=dtype)
     assert tensor.dtype is dtype
@@ -114,7 +128,13 @@ def test_memory_comes_back_with_the_last_tensor_that_uses_it() -> None:
     free = list(pool.pool()._free)
     tensor = empty_shared(3, 1000)
     address = tensor.data_ptr()
-    views = [tensor.view(-1)[5:], tensor.t(), tensor.detach(), tensor.view(torch.int32), torch.nn.Parameter(tensor)]
+    views = [
+        tensor.view(-1)[5:],
+        tensor.t(),
+        tensor.detach(),
+        tensor.view(torch.int32),
+        torch.nn.Parameter(tensor),
+    ]
     tensor.fill_(1)
     del tensor
     while views:

@@ -1,4 +1,5 @@
-"""The cores agree: what the C core computes is, bit for bit, what the core in torch computes, and torch itself."""
+"""The cores agree: what the C core computes is, bit for bit, what the core in torch computes, and
+torch itself."""
 
 from __future__ import annotations
 
@@ -32,20 +33,26 @@ BORDERS = (64, 4096, native.SLOT_BYTES, native.STAGE_BYTES, 2 * native.STAGE_BYT
 
 on_every_reduction = pytest.mark.parametrize(("dtype", "op"), WHAT, ids=NAMES)
 lengths = st.one_of(
-    st.integers(0, 300), st.tuples(st.sampled_from(BORDERS), st.integers(-65, 65)).map(lambda pair: max(0, sum(pair)))
+    st.integers(0, 300),
+    st.tuples(st.sampled_from(BORDERS), st.integers(-65, 65)).map(lambda pair: max(0, sum(pair))),
 )
 """Bytes of a tensor, near what the cores treat differently."""
 
 
 def results(
-    core: str, size: int, call: Callable[[SharedMemoryGroup, Tensor], Tensor], given: Sequence[Tensor]
+    core: str,
+    size: int,
+    call: Callable[[SharedMemoryGroup, Tensor], Tensor],
+    given: Sequence[Tensor],
 ) -> list[Tensor]:
     """What the call makes of each rank's tensor, of which it gets a copy."""
     with groups(size, core) as ranks:  # type: ignore[arg-type]
         return on_every(ranks, lambda group: call(group, given[group.rank()].clone()))
 
 
-def agree(size: int, call: Callable[[SharedMemoryGroup, Tensor], Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def agree(
+    size: int, call: Callable[[SharedMemoryGroup, Tensor], Tensor], given: Sequence[Tensor]
+) -> list[Tensor]:
     """The results of both cores, which have to be the same."""
     of_c, of_torch = (results(core, size, call, given) for core in ("c", "torch"))
     for ours, theirs in zip(of_c, of_torch, strict=True):
@@ -63,7 +70,9 @@ def all_reduced(op: int) -> Callable[[SharedMemoryGroup, Tensor], Tensor]:
 
 @built
 @on_every_reduction
-def test_all_reduce_is_the_same_in_both_cores_and_the_fold_in_order(dtype: torch.dtype, op: int) -> None:
+def test_all_reduce_is_the_same_in_both_cores_and_the_fold_in_order(
+    dtype: torch.dtype, op: int
+) -> None:
     for size, n in ((2, 1000), (3, 777), (4, 40_000)):
         given = [random_bits(n, dtype, 10 * size + rank) for rank in range(size)]
         for result in agree(size, all_reduced(op), given):
@@ -73,7 +82,9 @@ def test_all_reduce_is_the_same_in_both_cores_and_the_fold_in_order(dtype: torch
 @built
 @pytest.mark.parametrize("op", [MIN, MAX])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_which_of_two_zeros_is_taken_does_not_depend_on_where_they_stand(dtype: torch.dtype, op: int) -> None:
+def test_which_of_two_zeros_is_taken_does_not_depend_on_where_they_stand(
+    dtype: torch.dtype, op: int
+) -> None:
     given = [torch.zeros(39, dtype=dtype), -torch.zeros(39, dtype=dtype)]
     for result in agree(2, all_reduced(op), given):
         same_bits(result, reduced(given, op))
@@ -83,7 +94,9 @@ def test_which_of_two_zeros_is_taken_does_not_depend_on_where_they_stand(dtype: 
 @built
 @settings(max_examples=30)
 @given(st.sampled_from(WHAT), st.integers(1, 5), lengths, st.integers(0, 1000))
-def test_all_reduce_of_any_length_is_the_same(what: tuple[torch.dtype, int], size: int, nbytes: int, seed: int) -> None:
+def test_all_reduce_of_any_length_is_the_same(
+    what: tuple[torch.dtype, int], size: int, nbytes: int, seed: int
+) -> None:
     dtype, op = what
     given = [random_bits(nbytes // dtype.itemsize, dtype, seed + rank) for rank in range(size)]
     for result in agree(size, all_reduced(op), given):
@@ -93,7 +106,9 @@ def test_all_reduce_of_any_length_is_the_same(what: tuple[torch.dtype, int], siz
 @built
 @settings(max_examples=15)
 @given(st.integers(2, 4), lengths, st.integers(0, 15), st.integers(0, 1000))
-def test_all_reduce_of_shared_tensors_is_the_same(size: int, nbytes: int, which: int, seed: int) -> None:
+def test_all_reduce_of_shared_tensors_is_the_same(
+    size: int, nbytes: int, which: int, seed: int
+) -> None:
     """which: a bit for each rank whose tensor is shared."""
     given = [random_bits(nbytes // 4, torch.float32, seed + rank) for rank in range(size)]
 
@@ -117,7 +132,10 @@ def test_reduce_and_reduce_scatter_are_the_same(
     n = nbytes // dtype.itemsize // size
     given = [random_bits(n * size, dtype, seed + rank) for rank in range(size)]
     options = torch.distributed.ReduceOptions()
-    options.rootRank, options.reduceOp = size - 1, getattr(torch.distributed.ReduceOp, OPERATIONS[op].upper())
+    options.rootRank, options.reduceOp = (
+        size - 1,
+        getattr(torch.distributed.ReduceOp, OPERATIONS[op].upper()),
+    )
     scattering = torch.distributed.ReduceScatterOptions()
     scattering.reduceOp = options.reduceOp
 
@@ -194,7 +212,11 @@ def kernels_here() -> list[str]:
     """The kernels that were installed, and those for other instructions that this processor has."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next((line for line in lines if line.startswith("flags")), "").split())
-    others = [name for name, needed in FEATURES.items() if flags.issuperset(needed) and name != native.instructions()]
+    others = [
+        name
+        for name, needed in FEATURES.items()
+        if flags.issuperset(needed) and name != native.instructions()
+    ]
     return ["as installed", *(others if COMPILER else [])]
 
 
@@ -212,7 +234,15 @@ def core_reduce(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         "#define __builtin_cpu_supports(name) pretend(name)\n"
     )
     library = folder / "kernels.so"
-    command = [COMPILER, *FLAGS, "-shared", "-fPIC", "-include", folder / "pretend.h", CORE / "kernels.c"]
+    command = [
+        COMPILER,
+        *FLAGS,
+        "-shared",
+        "-fPIC",
+        "-include",
+        folder / "pretend.h",
+        CORE / "kernels.c",
+    ]
     subprocess.run([*command, "-o", library], check=True, capture_output=True, text=True)
     kernels = ctypes.CDLL(str(library))
     kernels.core_instructions.restype = ctypes.c_char_p
@@ -229,7 +259,9 @@ def test_kernels_compute_what_torch_does(core_reduce: Kernel, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_every_half_survives_and_meets_every_kind_of_other(core_reduce: Kernel, dtype: torch.dtype) -> None:
+def test_every_half_survives_and_meets_every_kind_of_other(
+    core_reduce: Kernel, dtype: torch.dtype
+) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     same_bits(core_reduce([every], SUM), every)
     for seed in range(4):
@@ -240,17 +272,24 @@ def test_every_half_survives_and_meets_every_kind_of_other(core_reduce: Kernel, 
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_halves_are_summed_in_float32_and_rounded_once(core_reduce: Kernel, dtype: torch.dtype) -> None:
+def test_halves_are_summed_in_float32_and_rounded_once(
+    core_reduce: Kernel, dtype: torch.dtype
+) -> None:
     given = [random_bits(5000, dtype, rank) for rank in range(6)]
     sums = reduce(torch.add, [tensor.float() for tensor in given])
     same_bits(core_reduce(given, SUM), sums.to(dtype))
-    one, tiny = torch.ones(3, dtype=dtype), torch.full((3,), torch.finfo(dtype).eps / 4, dtype=dtype)
+    one, tiny = (
+        torch.ones(3, dtype=dtype),
+        torch.full((3,), torch.finfo(dtype).eps / 4, dtype=dtype),
+    )
     assert (core_reduce([one, *[tiny] * 16], SUM) > 1).all(), "each alone would be rounded away"
 
 
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_source_may_be_where_the_result_goes(core_reduce: Kernel, dtype: torch.dtype, place: int) -> None:
+def test_a_source_may_be_where_the_result_goes(
+    core_reduce: Kernel, dtype: torch.dtype, place: int
+) -> None:
     given = [random_bits(5000, dtype, rank) for rank in range(3)]
     expected = reduced(given, SUM)
     core_reduce(given, SUM, given[place])

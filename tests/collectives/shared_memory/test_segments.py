@@ -20,8 +20,8 @@ from thread_ranks import Core, groups, on_both_cores, on_every
 
 import dure
 from dure.collectives.shared_memory import Options, empty_shared
+from dure.contracts.strategy import Place
 from dure.errors import DureError
-from dure.strategy import Place
 
 for module in (sys.modules[__name__], thread_ranks):
     cloudpickle.register_pickle_by_value(module)  # a rank need not import pytest
@@ -71,7 +71,9 @@ def test_no_memory_outlives_the_ranks(core: Core, deed: str, tmp_path: Path) -> 
 
     def program(place: Place) -> None:
         rank = dist.get_rank()
-        group = dist.new_group(backend="dure", timeout=timedelta(seconds=20), pg_options=Options(core=core))
+        group = dist.new_group(
+            backend="dure", timeout=timedelta(seconds=20), pg_options=Options(core=core)
+        )
         tensor = empty_shared(100_000).fill_(1)
         dist.all_reduce(tensor, group=group)
         (tmp_path / str(rank)).write_text(" ".join(map(str, memory_files())))
@@ -99,7 +101,9 @@ def test_a_process_that_lives_on_keeps_nothing_of_a_group_but_its_pool(core: Cor
     def cycle() -> tuple[int, set[int], list[str]]:
         with groups(3, core) as ranks:
             on_every(ranks, lambda group: group.all_reduce(torch.ones(10)))
-            on_every(ranks, lambda group: group.send([torch.ones(1)], (group.rank() + 1) % 3).wait())
+            on_every(
+                ranks, lambda group: group.send([torch.ones(1)], (group.rank() + 1) % 3).wait()
+            )
         del ranks
         gc.collect()
         links = sorted(descriptors())

@@ -27,10 +27,15 @@ def test_a_sum_and_a_scattered_minimum_are_different_calls(core: Core) -> None:
         if group.rank() == 0:
             group.all_reduce(torch.ones(64))
         else:
-            group.reduce_scatter_single(torch.ones(32), torch.ones(64), reduce_options(dist.ReduceOp.MIN))
+            group.reduce_scatter_single(
+                torch.ones(32), torch.ones(64), reduce_options(dist.ReduceOp.MIN)
+            )
 
     with groups(2, core) as ranks:
-        with pytest.raises(MismatchError, match=r"rank 0 called all_reduce\(sum, 64 float32\); rank 1 called reduce_s"):
+        with pytest.raises(
+            MismatchError,
+            match=r"rank 0 called all_reduce\(sum, 64 float32\); rank 1 called reduce_s",
+        ):
             on_every(ranks, call)
         on_every(ranks, lambda group: group.all_reduce(torch.ones(3)))
 
@@ -45,7 +50,12 @@ def test_no_two_operations_are_taken_for_each_other() -> None:
                     continue
                 wanted = {0: one, 1: other}
                 with pytest.raises(MismatchError):
-                    on_every(ranks, lambda g, w=wanted, d=dtype: g.all_reduce(torch.ones(4, dtype=d), w[g.rank()]))
+                    on_every(
+                        ranks,
+                        lambda g, w=wanted, d=dtype: g.all_reduce(
+                            torch.ones(4, dtype=d), w[g.rank()]
+                        ),
+                    )
 
 
 @on_both_cores
@@ -83,7 +93,11 @@ def test_a_destroyed_group_says_so_to_every_call(core: Core) -> None:
         options = dist.BarrierOptions()
         options.asyncOp = False
         for group, reduce in zip(ranks, kept, strict=True):
-            calls = (lambda g=group: g.barrier(options), lambda g=group: g.barrier(), lambda r=reduce: r(torch.ones(2)))
+            calls = (
+                lambda g=group: g.barrier(options),
+                lambda g=group: g.barrier(),
+                lambda r=reduce: r(torch.ones(2)),
+            )
             for call in calls:
                 with pytest.raises(RuntimeError, match="this process group was destroyed"):
                     call()

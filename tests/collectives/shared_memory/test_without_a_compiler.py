@@ -1,4 +1,5 @@
-"""Where there is no C compiler dure installs all the same, and does with torch what the C core would do."""
+"""Where there is no C compiler dure installs all the same, and does with torch what the C core
+would do."""
 
 from __future__ import annotations
 
@@ -26,10 +27,23 @@ def alone(core: str) -> SharedMemoryGroup:
 
 def test_the_package_builds_without_a_compiler_and_works(tmp_path: Path) -> None:
     source, wheels, package = tmp_path / "source", tmp_path / "wheels", tmp_path / "package"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        ROOT / "src",
+        source / "src",
+        ignore=shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__"),
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+    ]
     built = subprocess.run(
         [*pip, "--wheel-dir", str(wheels), str(source)],
         capture_output=True,
@@ -65,7 +79,9 @@ def test_the_package_builds_without_a_compiler_and_works(tmp_path: Path) -> None
         cwd=tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("the C core was not built: install dure again where there is a C compiler")
+    assert done.stdout.startswith(
+        "the C core was not built: install dure again where there is a C compiler"
+    )
 
 
 def test_auto_is_torch_where_the_c_core_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

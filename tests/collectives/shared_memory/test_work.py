@@ -117,11 +117,16 @@ def after(work: Work, call: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("when", [before, after], ids=["asked for before", "asked for after"])
-def test_a_future_holds_the_tensors_and_what_is_chained_to_it_runs(when: Callable[..., None]) -> None:
+def test_a_future_holds_the_tensors_and_what_is_chained_to_it_runs(
+    when: Callable[..., None],
+) -> None:
     tensor = torch.ones(2)
     work = Work([tensor])
     held: list[Any] = []
-    when(work, lambda: held.append(work.get_future().then(lambda future: [t * 3 for t in future.value()])))
+    when(
+        work,
+        lambda: held.append(work.get_future().then(lambda future: [t * 3 for t in future.value()])),
+    )
     assert torch.equal(held[0].wait()[0], torch.full((2,), 3.0))
     assert work.result()[0] is tensor
 

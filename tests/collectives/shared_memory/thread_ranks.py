@@ -1,4 +1,5 @@
-"""Groups of the backend whose ranks are threads of this process: made in milliseconds, and all ranks in one view."""
+"""Groups of the backend whose ranks are threads of this process: made in milliseconds, and all
+ranks in one view."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    threads = [
+        threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -68,15 +71,19 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def random_bits(n: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Any pattern of bits: normal and subnormal numbers, zeros of both signs, infinities, NaN; bools are 0 or 1."""
+    """Any pattern of bits: normal and subnormal numbers, zeros of both signs, infinities, NaN;
+    bools are 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, (n,), generator=generator).bool()
-    bits = torch.randint(0, 256, (n * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    bits = torch.randint(
+        0, 256, (n * dtype.itemsize,), generator=generator, dtype=torch.uint8
+    ).view(dtype)
     if dtype.is_floating_point:  # random bits of a float32 are hardly ever any of these
         tiny = torch.finfo(dtype).smallest_normal
         special = torch.tensor(
-            [0.0, -0.0, 1.0, -1.0, tiny, -tiny / 4, float("inf"), float("-inf"), float("nan")], dtype=torch.float64
+            [0.0, -0.0, 1.0, -1.0, tiny, -tiny / 4, float("inf"), float("-inf"), float("nan")],
+            dtype=torch.float64,
         ).to(dtype)
         where = torch.randint(0, 4 * len(special), (n,), generator=generator)
         bits = torch.where(where < len(special), special[where % len(special)], bits)
@@ -87,12 +94,15 @@ def same_bits(actual: Tensor, expected: Tensor) -> None:
     """Raises AssertionError unless all bits agree; a NaN is a NaN, whatever it carries."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.dtype.itemsize]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        actual.dtype.itemsize
+    ]
     different = actual.view(integer) != expected.view(integer)
     if actual.dtype.is_floating_point:
         different &= ~(actual.isnan() & expected.isnan())
     if bool(different.any()):
         at = int(different.nonzero()[0])
         raise AssertionError(
-            f"{int(different.sum())} of {actual.numel()} differ, first at {at}: {actual[at]}, not {expected[at]}"
+            f"{int(different.sum())} of {actual.numel()} differ, first at {at}: {actual[at]}, not "
+            f"{expected[at]}"
         )

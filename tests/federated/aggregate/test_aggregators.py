@@ -78,7 +78,9 @@ def test_updates_that_are_moved_move_the_result(rule, d, seed, size):
 @given(DIMENSIONS, SEEDS, st.integers(-60, 60))
 def test_updates_that_are_scaled_scale_the_result(rule, d, seed, power):
     values, scale = normal(M, d, seed), 2.0**power
-    scaled = {RFA: RFA(0.1 * scale), CentredClipping: CentredClipping(2.0 * scale, 2)}.get(type(rule), rule)
+    scaled = {RFA: RFA(0.1 * scale), CentredClipping: CentredClipping(2.0 * scale, 2)}.get(
+        type(rule), rule
+    )
     close(combine(scaled, scale * values) / scale, combine(rule, values), 1e-7)
 
 
@@ -90,13 +92,22 @@ def test_equal_updates_give_that_update(rule, d, seed):
     close(combine(rule, value.expand(M, d)), value[0], 1e-14)
 
 
-@given(DIMENSIONS, SEEDS, st.lists(st.integers(1, 10**6), min_size=1, max_size=M), st.randoms(use_true_random=False))
+@given(
+    DIMENSIONS,
+    SEEDS,
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=M),
+    st.randoms(use_true_random=False),
+)
 def test_the_mean_hangs_on_who_weighs_what_and_not_on_the_order(
     d: int, seed: int, weights: list[int], draws: random.Random
 ) -> None:
     values, order = normal(len(weights), d, seed), list(range(len(weights)))
     draws.shuffle(order)
-    close(combine(Mean(), values[order], [weights[k] for k in order]), combine(Mean(), values, weights), 1e-13)
+    close(
+        combine(Mean(), values[order], [weights[k] for k in order]),
+        combine(Mean(), values, weights),
+        1e-13,
+    )
     close(combine(Mean(), values[:1].expand_as(values), weights), values[0], 1e-13)
 
 
@@ -137,12 +148,17 @@ def test_more_broken_updates_than_expected_still_give_something_finite(rule):
 @all_of(SYMMETRIC, DRAWING, NOT_EQUIVARIANT)
 def test_the_result_has_the_shapes_and_dtypes_of_an_update_and_the_updates_are_left_alone(rule):
     dtypes = (torch.float16, torch.float32, torch.float64)
-    updates = [[part.to(dtype) for part, dtype in zip(normal(3, 5, k), dtypes, strict=True)] for k in range(M)]
+    updates = [
+        [part.to(dtype) for part, dtype in zip(normal(3, 5, k), dtypes, strict=True)]
+        for k in range(M)
+    ]
     before = [[tensor.clone() for tensor in one] for one in updates]
     result, _ = rule.combine(Rows(updates, [1.0] * M), TURN, None)
     assert [(t.shape, t.dtype) for t in result] == [((5,), dtype) for dtype in dtypes]
     assert all(
-        torch.equal(a, b) for one, other in zip(updates, before, strict=True) for a, b in zip(one, other, strict=True)
+        torch.equal(a, b)
+        for one, other in zip(updates, before, strict=True)
+        for a, b in zip(one, other, strict=True)
     )
     wide = torch.stack([vector([tensor.double() for tensor in one]) for one in updates])
     close(vector([tensor.double() for tensor in result]), combine(rule, wide), 2e-3)
@@ -151,7 +167,14 @@ def test_the_result_has_the_shapes_and_dtypes_of_an_update_and_the_updates_are_l
 @given(st.integers(1, 9), DIMENSIONS, SEEDS)
 def test_what_leaves_nobody_out_is_the_mean(m, d, seed):
     values = normal(m, d, seed)
-    rules = [Mean(), TrimmedMean(0), GeometricMedianOfMeans(1), Mixing(0), Bucketing(m), CentredClipping(1e6)]
+    rules = [
+        Mean(),
+        TrimmedMean(0),
+        GeometricMedianOfMeans(1),
+        Mixing(0),
+        Bucketing(m),
+        CentredClipping(1e6),
+    ]
     for rule in rules + ([Krum(0, m), Bulyan(0)] if m >= 3 else []):
         close(combine(rule, values), values.mean(0))
 

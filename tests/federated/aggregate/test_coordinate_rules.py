@@ -13,7 +13,7 @@ from update_matrices import DIMENSIONS, SEEDS, close, combine, normal, tied
 
 from dure.federated.aggregate import Bulyan, Median, Rows, TrimmedMean
 from dure.federated.aggregate.bulyan import around_the_median
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 MATRICES = st.sampled_from([normal, tied])
 
@@ -21,7 +21,9 @@ MATRICES = st.sampled_from([normal, tied])
 @given(st.integers(1, 15), DIMENSIONS, SEEDS, MATRICES)
 def test_the_median_is_that_of_each_column(m, d, seed, matrix):
     values = matrix(m, d, seed)
-    expected = torch.tensor([statistics.median(column) for column in values.T.tolist()], dtype=torch.float64)
+    expected = torch.tensor(
+        [statistics.median(column) for column in values.T.tolist()], dtype=torch.float64
+    )
     result = combine(Median(), values)
     assert torch.equal(result, expected)
     if m % 2:
@@ -43,11 +45,14 @@ def test_the_trimmed_mean_leaves_out_as_many_at_each_end(m, d, seed, matrix, bet
 
 
 def test_a_share_that_is_a_whole_number_of_updates_trims_as_many():
-    assert [TrimmedMean(beta).trimmed(m) for beta, m in ((0.29, 100), (0.1, 30), (0.3, 10), (0.25, 7))] == [29, 3, 3, 1]
+    assert [
+        TrimmedMean(beta).trimmed(m) for beta, m in ((0.29, 100), (0.1, 30), (0.3, 10), (0.25, 7))
+    ] == [29, 3, 3, 1]
 
 
 def bulyan(values: torch.Tensor, f: int) -> list[float]:
-    """Bulyan as the paper has it, slowly; ties by value, for two that are each other's nearest have equal scores."""
+    """Bulyan as the paper has it, slowly; ties by value, for two that are each other's nearest have
+    equal scores."""
     n, left, chosen = len(values), list(range(len(values))), []
     while len(chosen) < n - 2 * f:
         score = {}
@@ -74,9 +79,13 @@ def test_bulyan_is_the_papers(f, more, d, seed):
 @given(st.integers(1, 9), st.integers(1, 9), SEEDS, MATRICES)
 def test_the_window_around_the_median_holds_the_closest_values(n, keep, seed, matrix):
     values, keep = matrix(n, 6, seed), min(keep, n)
-    for column, result in zip(values.T.tolist(), around_the_median(values.clone(), keep).tolist(), strict=True):
+    for column, result in zip(
+        values.T.tolist(), around_the_median(values.clone(), keep).tolist(), strict=True
+    ):
         median = statistics.median(column)
-        least = min(sum(abs(v - median) for v in some) for some in itertools.combinations(column, keep))
+        least = min(
+            sum(abs(v - median) for v in some) for some in itertools.combinations(column, keep)
+        )
         best = [
             statistics.fmean(some)
             for some in itertools.combinations(column, keep)

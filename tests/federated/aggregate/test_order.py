@@ -11,7 +11,8 @@ from dure.federated.aggregate.order import MOST, comparators, sorted_rows
 
 @pytest.mark.parametrize("n", range(1, 17))
 def test_the_network_sorts_all_columns_of_zeros_and_ones_and_so_everything(n):
-    """The zero-one principle: comparators that sort every sequence of zeros and ones sort every sequence."""
+    """The zero-one principle: comparators that sort every sequence of zeros and ones sort every
+    sequence."""
     columns = (torch.arange(2**n) >> torch.arange(n)[:, None]) & 1
     assert torch.equal(torch.stack(sorted_rows(columns.clone())), columns.sort(0).values)
 

@@ -29,7 +29,9 @@ def test_distances_and_sums_are_those_of_the_matrix_whatever_the_block(m, d, see
 def test_mixtures_are_rows_like_others(new, m, d, seed, numbers):
     matrix, mix, again = normal(m, d, seed), normal(new, m, seed + 1), normal(3, new, seed + 2)
     made = rows(matrix, numbers=numbers).mixed(mix, [1.0] * new)
-    close(made.squared_distances(), (mix @ matrix)[:, None].sub((mix @ matrix)[None]).square().sum(2))
+    close(
+        made.squared_distances(), (mix @ matrix)[:, None].sub((mix @ matrix)[None]).square().sum(2)
+    )
     close(vector(made.row(new - 1)), (mix @ matrix)[new - 1])
     close(vector(made.mixed(again, [1.0] * 3).only([2, 0]).row(1)), (again @ mix @ matrix)[0])
     close(vector(made.map(lambda values: values.amax(0), own_dtype=True)), (mix @ matrix).amax(0))
@@ -59,7 +61,10 @@ def test_distances_of_nearly_equal_float32_models_are_right_to_a_thousandth(size
 
 
 def test_one_coefficient_among_zeros_gives_the_row_to_the_bit_in_its_dtypes():
-    updates = [[torch.randn(5).to(dtype) for dtype in (torch.float16, torch.float32, torch.float64)] for _ in range(3)]
+    updates = [
+        [torch.randn(5).to(dtype) for dtype in (torch.float16, torch.float32, torch.float64)]
+        for _ in range(3)
+    ]
     for tensor, like in zip(Rows(updates, [1, 1, 1]).row(1), updates[1], strict=True):
         assert tensor.dtype == like.dtype
         assert torch.equal(tensor, like)
@@ -83,7 +88,9 @@ def test_a_half_precision_row_is_not_lost_where_its_square_would_overflow():
 
 @given(st.permutations(range(5)))
 def test_equal_keys_are_ordered_by_value(permutation):
-    matrix = torch.tensor([[0, 1, 2.0], [0, 1, 3], [0, 2, 0], [1, 0, 0], [0, 0, 9]], dtype=torch.float64)
+    matrix = torch.tensor(
+        [[0, 1, 2.0], [0, 1, 3], [0, 2, 0], [1, 0, 0], [0, 0, 9]], dtype=torch.float64
+    )
     keys = torch.tensor([7.0, 7, 7, 7, 8])
     order = rows(matrix[list(permutation)], numbers=2).order(keys[list(permutation)])
     assert [permutation[place] for place in order] == [0, 1, 2, 3, 4]

@@ -14,7 +14,7 @@ from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, row
 
 from dure.federated.aggregate import RFA, GeometricMedian, GeometricMedianOfMeans
 from dure.federated.aggregate.weiszfeld import coordinates, descent
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 Matrix = Callable[[int, int, int], torch.Tensor]
 POINTS = st.integers(1, 12)
@@ -26,7 +26,8 @@ def objective(values: torch.Tensor, z: torch.Tensor, weights: torch.Tensor | Non
 
 
 def excess(values: torch.Tensor, z: torch.Tensor) -> float:
-    """How far the pull of all others exceeds what the points at z withstand: 0 where z is the geometric median."""
+    """How far the pull of all others exceeds what the points at z withstand: 0 where z is the
+    geometric median."""
     towards = values - z
     distances = towards.norm(dim=1)
     here = distances <= 1e-12 * values.norm(dim=1)
@@ -51,9 +52,11 @@ def test_its_objective_is_no_worse_than_anywhere_else(m, d, seed, matrix):
 
 
 def no_less_than(values: torch.Tensor, z: torch.Tensor) -> float:
-    """A bound that the objective is nowhere below: (sum of u_i·x_i) for any u_i no longer than 1 that sum to 0.
+    """A bound that the objective is nowhere below: (sum of u_i·x_i) for any u_i no longer than 1
+    that sum to 0.
 
-    They are chosen to make it high: as unit vectors from z to the points, and at z so that they sum to 0.
+    They are chosen to make it high: as unit vectors from z to the points, and at z so that they sum
+    to 0.
     """
     towards = values - z
     distances = towards.norm(dim=1, keepdim=True)
@@ -67,8 +70,11 @@ def no_less_than(values: torch.Tensor, z: torch.Tensor) -> float:
 
 
 @given(POINTS, DIMENSIONS, SEEDS, st.sampled_from([normal, tied]))
-def test_its_objective_is_the_least_to_a_relative_accuracy_of_1e_12(m: int, d: int, seed: int, matrix: Matrix) -> None:
-    """But where the others pull at an update by barely more than it withstands: it only creeps away from there."""
+def test_its_objective_is_the_least_to_a_relative_accuracy_of_1e_12(
+    m: int, d: int, seed: int, matrix: Matrix
+) -> None:
+    """But where the others pull at an update by barely more than it withstands: it only creeps away
+    from there."""
     values = matrix(m, d, seed)
     assume(not any(1e-9 < excess(values, value) < 5e-3 for value in values))
     result = combine(GeometricMedian(), values)
@@ -79,7 +85,9 @@ def test_its_objective_is_the_least_to_a_relative_accuracy_of_1e_12(m: int, d: i
 @given(POINTS, DIMENSIONS, SEEDS, st.sampled_from([0.0, 0.3]))
 def test_the_objective_falls_with_every_step(m, d, seed, smoothing):
     values = normal(m, d, seed)
-    weights = torch.rand(m, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    weights = (
+        torch.rand(m, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    )
     start = values.mean(0)
 
     def smoothed(z: torch.Tensor) -> float:
@@ -130,7 +138,9 @@ def test_it_ends_at_an_update_only_where_that_is_the_median():
     corners = torch.tensor([[0, 0], [4, 0], [0, 4]], dtype=torch.float64)
     inside = torch.cat([corners, torch.tensor([[1.0, 1.0]], dtype=torch.float64)])
     assert torch.equal(combine(GeometricMedian(), inside), inside[3])
-    started_at_a_point = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 1], [1, 1], [1, 1.1]], dtype=torch.float64)
+    started_at_a_point = torch.tensor(
+        [[0, 0], [0, 0], [1, 0], [0, 1], [1, 1], [1, 1.1]], dtype=torch.float64
+    )
     assert excess(started_at_a_point, combine(GeometricMedian(), started_at_a_point)) < 1e-6
 
 
@@ -187,7 +197,9 @@ def test_groups_are_drawn_anew_in_every_turn():
 
 
 @pytest.mark.parametrize(("liars", "holds"), [(2, True), (4, True), (5, False)])
-def test_ten_groups_of_twenty_withstand_four_liars_each_in_a_group_of_its_own_and_not_five(liars, holds):
+def test_ten_groups_of_twenty_withstand_four_liars_each_in_a_group_of_its_own_and_not_five(
+    liars, holds
+):
     values, rule = normal(20, 30, 0), GeometricMedianOfMeans(10)
     for group in rule.groups(20, TURN)[:liars]:
         values[group[0]] = 1e6
@@ -196,11 +208,12 @@ def test_ten_groups_of_twenty_withstand_four_liars_each_in_a_group_of_its_own_an
 
 
 def of_liars(liars: list[int], seed: int) -> tuple[float, float, int]:
-    """Of twenty updates in ten groups of turn `seed` the liars' are far out: (how far the result is from the centre of
-    the honest groups' means, how far it can be, how many groups are spoiled).
+    """Of twenty updates in ten groups of turn `seed` the liars' are far out: (how far the result is
+    from the centre of the honest groups' means, how far it can be, how many groups are spoiled).
 
-    The means are h points no farther than r from their centre. Seen from a distance D > r, each pulls towards it with
-    at least sqrt(1 - (r/D)²), and each of the q other groups away with at most 1: D is at most h·r / sqrt(h² - q²).
+    The means are h points no farther than r from their centre. Seen from a distance D > r, each
+    pulls towards it with at least sqrt(1 - (r/D)²), and each of the q other groups away with at
+    most 1: D is at most h·r / sqrt(h² - q²).
     """
     values, rule, turn = normal(20, 5, seed), GeometricMedianOfMeans(10), Turn(seed, 0)
     honest = [group for group in rule.groups(20, turn) if not set(group) & set(liars)]
@@ -208,7 +221,11 @@ def of_liars(liars: list[int], seed: int) -> tuple[float, float, int]:
     values[liars] = 1e6
     h, q, centre = len(honest), 10 - len(honest), means.mean(0)
     r = float((means - centre).norm(dim=1).max())
-    return float((combine(rule, values, turn=turn) - centre).norm()), h * r / math.sqrt(h**2 - q**2) if q < h else 0, q
+    return (
+        float((combine(rule, values, turn=turn) - centre).norm()),
+        h * r / math.sqrt(h**2 - q**2) if q < h else 0,
+        q,
+    )
 
 
 def at_random(liars: int, seed: int) -> list[int]:
@@ -219,7 +236,9 @@ def each_in_a_group(liars: int, seed: int) -> list[int]:
     return [group[0] for group in GeometricMedianOfMeans(10).groups(20, Turn(seed, 0))[:liars]]
 
 
-def test_four_liars_move_it_no_farther_than_the_honest_are_spread_and_at_random_less_than_at_worst() -> None:
+def test_four_liars_move_it_no_farther_than_the_honest_are_spread_and_at_random_less_than_at_worst() -> (
+    None
+):
     errors = {at_random: 0.0, each_in_a_group: 0.0}
     for place in errors:
         for seed in range(25):

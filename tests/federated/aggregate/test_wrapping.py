@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, tied
 
 from dure.federated.aggregate import Bucketing, Krum, Mean, Median, Mixing, TrimmedMean, clip
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @given(st.integers(1, 9), st.integers(1, 4), DIMENSIONS, SEEDS)
@@ -20,7 +20,10 @@ def test_bucketing_combines_the_means_of_buckets(m, s, d, seed):
     buckets = rule.buckets(m, TURN)
     assert sorted(chain(*buckets)) == list(range(m))
     assert [len(bucket) for bucket in buckets[:-1]] == [s] * (len(buckets) - 1)
-    close(combine(rule, values), combine(Median(), torch.stack([values[bucket].mean(0) for bucket in buckets])))
+    close(
+        combine(rule, values),
+        combine(Median(), torch.stack([values[bucket].mean(0) for bucket in buckets])),
+    )
 
 
 @given(st.integers(1, 9), st.integers(1, 4), DIMENSIONS, SEEDS)

@@ -1,4 +1,5 @@
-"""Updates for tests of aggregators: matrices of one update a row, and back from tensors to vectors."""
+"""Updates for tests of aggregators: matrices of one update a row, and back from tensors to
+vectors."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dure.federated.aggregate import Aggregator, Collects, Folds, Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 TURN = Turn(seed=3, number=5)
 SEEDS = st.integers(0, 10_000)

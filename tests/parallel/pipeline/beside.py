@@ -10,33 +10,43 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo.functional_export  # here, so that the fork server does it once and not every rank
+
+# here, so that the fork server does it once and not every rank
+import torch._dynamo.functional_export
 import torch._export.non_strict_utils
 import torch.export._trace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import Place, examples_for, seeded_model
 from dure.data.batches import Batches
-from dure.parallel import combined
-from dure.parallel.combined import Parallel, ParallelLearner
-from dure.parallel.mesh import Mesh
+from dure.parallel.mesh import strategy as combined
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.trace import Trace
-from dure.strategy import Place, examples_for, seeded_model
 
 CLOSE = 1e-10
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def on_ranks(ranks: int, program: Callable[[Place], Any], backend: Any = "dure", deadline: float = 120) -> list[Any]:
+def on_ranks(
+    ranks: int, program: Callable[[Place], Any], backend: Any = "dure", deadline: float = 120
+) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
     def gathered(place: Place) -> list[Any]:
-        torch.set_num_threads(1)  # a rank alone would have all cores, on which some sums are rounded differently
-        return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))]
+        torch.set_num_threads(
+            1
+        )  # a rank alone would have all cores, on which some sums are rounded differently
+        return [
+            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+        ]
 
-    result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(gathered, lambda event: None)
+    result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(
+        gathered, lambda event: None
+    )
     return result
 
 
@@ -52,7 +62,8 @@ def task_of(
 
 
 class Path(NamedTuple):
-    """Where training has led. gradients: of the last step, by name; tests: of the model at the end."""
+    """Where training has led. gradients: of the last step, by name; tests: of the model at the
+    end."""
 
     state: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -84,12 +95,16 @@ def alone(task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> Pat
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     state = {**model.state_dict(), **dict(model.named_buffers())}
     assert test is not None
-    group = dure.collectives.group.Group(None, dure.record.meter.Meter("alone", dure.record.trace.Trace()))
-    tests = dure.evaluation.evaluate(task, model, test, group, 0)  # type: ignore[attr-defined]
+    group = dure.collectives.group.Group(
+        None, dure.record.meter.Meter("alone", dure.record.trace.Trace())
+    )
+    tests = dure.tasks.evaluation.evaluate(task, model, test, group, 0)  # type: ignore[attr-defined]
     return Path(state, gradients, losses, tests)
 
 
-def walk(place: Place, task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> tuple[Path, ParallelLearner]:
+def walk(
+    place: Place, task: dure.Task, strategy: Parallel, steps: int, seed: int = 0
+) -> tuple[Path, ParallelLearner]:
     """The same on the ranks, whole on rank 0."""
     learner = ParallelLearner(task, place, seed, strategy)
     place.group.step = "step"
@@ -111,12 +126,17 @@ def distance(one: Path, other: Path) -> float:
             return float("inf")
         for name in others:
             far = max(
-                far, float((mine[name].double() - others[name].double()).abs().max()) if others[name].numel() else 0
+                far,
+                float((mine[name].double() - others[name].double()).abs().max())
+                if others[name].numel()
+                else 0,
             )
     return far
 
 
-def compare(place: Place, task: dure.Task, strategy: Parallel, steps: int = 4, seed: int = 0) -> float:
+def compare(
+    place: Place, task: dure.Task, strategy: Parallel, steps: int = 4, seed: int = 0
+) -> float:
     """How far the pipeline's path is from the undivided model's, on rank 0; 0 elsewhere."""
     path, _ = walk(place, task, strategy, steps, seed)
     if place.group.rank > 0:
@@ -126,8 +146,8 @@ def compare(place: Place, task: dure.Task, strategy: Parallel, steps: int = 4, s
 
 @contextmanager
 def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
-    """All learners that are made inside have one model, with fresh weights, and its traces: these take the most time,
-    and are the same for every schedule."""
+    """All learners that are made inside have one model, with fresh weights, and its traces: these
+    take the most time, and are the same for every schedule."""
     model, traces = make(), {}
 
     class Traced(CutModel):

@@ -21,10 +21,16 @@ aten = torch.ops.aten
 
 def gradients(operation: Any, arguments: list[Any], remaining: Remaining) -> list[Tensor | None]:
     """Of all tensors among the arguments, twice added, as for two micro-batches."""
-    leaves = [argument.detach().clone().requires_grad_() for argument in arguments if isinstance(argument, Tensor)]
+    leaves = [
+        argument.detach().clone().requires_grad_()
+        for argument in arguments
+        if isinstance(argument, Tensor)
+    ]
     given = iter(leaves)
     for _ in range(2):
-        again = [next(given) if isinstance(argument, Tensor) else argument for argument in arguments]
+        again = [
+            next(given) if isinstance(argument, Tensor) else argument for argument in arguments
+        ]
         (operation(*again).abs() ** 2).sum().backward()
         given = iter(leaves)
     for compute in remaining:
@@ -50,8 +56,16 @@ def agree(operation: Any, arguments: list[Any]) -> None:
 DTYPES = st.sampled_from([torch.float64, torch.complex128])
 
 
-@given(st.lists(st.integers(1, 4), max_size=3), st.integers(1, 5), st.integers(1, 5), st.booleans(), DTYPES)
-def test_a_linear_layer(leading: list[int], ins: int, outs: int, biased: bool, dtype: torch.dtype) -> None:
+@given(
+    st.lists(st.integers(1, 4), max_size=3),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.booleans(),
+    DTYPES,
+)
+def test_a_linear_layer(
+    leading: list[int], ins: int, outs: int, biased: bool, dtype: torch.dtype
+) -> None:
     x, weight = torch.randn(*leading, ins, dtype=dtype), torch.randn(outs, ins, dtype=dtype)
     agree(aten.linear.default, [x, weight, *([torch.randn(outs, dtype=dtype)] if biased else [])])
 
@@ -63,9 +77,15 @@ def test_a_product_with_a_weight(rows: int, ins: int, outs: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
-@pytest.mark.parametrize(("stride", "padding", "dilation", "groups"), [(1, 0, 1, 1), (2, 1, 1, 2), (1, 2, 2, 1)])
-def test_a_convolution(dimensions: int, stride: int, padding: int, dilation: int, groups: int) -> None:
-    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1](4, 6, 3, groups=groups, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "groups"), [(1, 0, 1, 1), (2, 1, 1, 2), (1, 2, 2, 1)]
+)
+def test_a_convolution(
+    dimensions: int, stride: int, padding: int, dilation: int, groups: int
+) -> None:
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1](
+        4, 6, 3, groups=groups, dtype=torch.float64
+    )
     operation = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[dimensions - 1]
     assert layer.bias is not None
     x = torch.randn(2, 4, *(7 for _ in range(dimensions)), dtype=torch.float64)
@@ -75,12 +95,15 @@ def test_a_convolution(dimensions: int, stride: int, padding: int, dilation: int
 
 def test_what_has_no_such_form_stays_with_autograd() -> None:
     agree(aten.linear.default, [torch.randn(3, 4), torch.randn(4)])
-    complex_numbers = [torch.randn(*shape, dtype=torch.complex128) for shape in [(2, 4, 7), (6, 4, 3), (6,)]]
+    complex_numbers = [
+        torch.randn(*shape, dtype=torch.complex128) for shape in [(2, 4, 7), (6, 4, 3), (6,)]
+    ]
     agree(aten.conv1d.default, [*complex_numbers, [1], [0], [1], 1])
 
 
 def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
-    """A backward pass that fails in the middle has left weight gradients that belong to no micro-batch yet."""
+    """A backward pass that fails in the middle has left weight gradients that belong to no
+    micro-batch yet."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -106,7 +129,13 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
     program = Program(Module(), (0,), (), (), False, (), (None,))
     structure = tree_flatten(torch.zeros(()))[1]
     stage = Stage(
-        0, True, lambda n: program, lambda n: structure, lambda out, _: out.sum(), Stream(0, False), remaining
+        0,
+        True,
+        lambda n: program,
+        lambda n: structure,
+        lambda out, _: out.sum(),
+        Stream(0, False),
+        remaining,
     )
     batch = Microbatch(2, 1.0, lambda: (torch.ones(2, 3), None))
 
@@ -129,7 +158,11 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "addmm", "conv1d"])
 def test_weights_that_are_frozen_watched_or_saved_elsewhere_are_as_in_autograd(name: str) -> None:
-    shapes = {"linear": [(3, 4), (5, 4), (5,)], "addmm": [(5,), (3, 4), (4, 5)], "conv1d": [(3, 4, 7), (5, 4, 2), (5,)]}
+    shapes = {
+        "linear": [(3, 4), (5, 4), (5,)],
+        "addmm": [(5,), (3, 4), (4, 5)],
+        "conv1d": [(3, 4, 7), (5, 4, 2), (5,)],
+    }
     remaining: Remaining = []
     for later in (now, remaining.append):
         place, deferred = apart(getattr(aten, name).default, later)
@@ -137,7 +170,9 @@ def test_weights_that_are_frozen_watched_or_saved_elsewhere_are_as_in_autograd(n
         tensors = [torch.randn(*shape, requires_grad=True) for shape in shapes[name]]
         weight, seen = tensors[place], []
 
-        def gradient(tensors: list[Tensor] = tensors, deferred: Any = deferred, weight: Tensor = weight) -> Any:
+        def gradient(
+            tensors: list[Tensor] = tensors, deferred: Any = deferred, weight: Tensor = weight
+        ) -> Any:
             weight.grad = None
             with torch.autograd.graph.save_on_cpu():
                 loss = deferred(*tensors).sum()

@@ -29,7 +29,9 @@ from dure.parallel.pipeline.trace import Trace
 def costs(draw: st.DrawFn) -> Costs:
     n = draw(st.integers(3, 9))
     own = draw(st.lists(st.floats(0, 10), min_size=n, max_size=n))
-    return Costs(tuple(own), tuple(draw(st.lists(st.integers(0, 100), min_size=n, max_size=n))), 0.05)
+    return Costs(
+        tuple(own), tuple(draw(st.lists(st.integers(0, 100), min_size=n, max_size=n))), 0.05
+    )
 
 
 @settings(max_examples=60)
@@ -40,14 +42,19 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(case: Costs, stages: int) -> N
     def dearest(starts: tuple[int, ...]) -> float:
         ends = [*starts, n]
         leaving = [case.link * case.crossing[end] for end in starts] + [0.0]
-        return max(sum(case.own[a:b]) + c for a, b, c in zip([0, *starts], ends, leaving, strict=True))
+        return max(
+            sum(case.own[a:b]) + c for a, b, c in zip([0, *starts], ends, leaving, strict=True)
+        )
 
     cuts = list(combinations(range(1, n), stages - 1))
     best = min(map(dearest, cuts))
     found = tuple(best_starts(case, stages))
     assert dearest(found) <= SLACK * best + 1e-9
     close = [cut for cut in cuts if dearest(cut) <= SLACK * best]
-    assert sum(case.crossing[p] for p in found) <= min(sum(case.crossing[p] for p in cut) for cut in close) + 1e-9
+    assert (
+        sum(case.crossing[p] for p in found)
+        <= min(sum(case.crossing[p] for p in cut) for cut in close) + 1e-9
+    )
 
 
 class Products(nn.Module):
@@ -69,18 +76,24 @@ class Squared(nn.Module):
     """Products of a value with itself alone."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(inputs, inputs, inputs) @ torch.bmm(inputs, inputs)
+        return nn.functional.scaled_dot_product_attention(inputs, inputs, inputs) @ torch.bmm(
+            inputs, inputs
+        )
 
 
 @pytest.mark.parametrize(("model", "shape"), [(Squared(), (2, 5, 5)), (Products(), (2, 1, 8, 6))])
-def test_what_operations_are_estimated_to_cost_are_all_their_products(model: nn.Module, shape: tuple[int, ...]) -> None:
+def test_what_operations_are_estimated_to_cost_are_all_their_products(
+    model: nn.Module, shape: tuple[int, ...]
+) -> None:
     inputs = torch.randn(*shape)
     trace = Trace(model, inputs)
     with FlopCounterMode(display=False) as counter:
         model(inputs)
     numbers = sum(node.meta["val"].numel() for node in trace.moving)
     seconds = sum(costs_of(trace, "estimated", [inputs]).own)
-    assert seconds * SPEED / 3 - WORK_OF_AN_ELEMENT * numbers == pytest.approx(counter.get_total_flops())
+    assert seconds * SPEED / 3 - WORK_OF_AN_ELEMENT * numbers == pytest.approx(
+        counter.get_total_flops()
+    )
 
 
 class Writing(nn.Module):
@@ -105,13 +118,22 @@ class Writing(nn.Module):
 def test_what_changes_memory_is_settled() -> None:
     trace = Trace(Writing().train(), torch.randn(3, 4))
     changed = {
-        trace.names[trace.root[v]] for n in trace.operations for v in changed_by(n) if trace.root[v] in trace.names
+        trace.names[trace.root[v]]
+        for n in trace.operations
+        for v in changed_by(n)
+        if trace.root[v] in trace.names
     }
     assert changed == {"seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    assert not any(node.op == "placeholder" for node in trace.changed), "inputs are copied before they change"
+    assert not any(node.op == "placeholder" for node in trace.changed), (
+        "inputs are copied before they change"
+    )
     zeros = next(node for node in trace.moving if "zeros" in str(node.target))
     assert trace.value(zeros).differentiable, "a gradient goes through what is written into them"
-    (view,) = [changed_by(node)[0] for node in trace.moving if changed_by(node) and "slice" in str(changed_by(node)[0])]
+    (view,) = [
+        changed_by(node)[0]
+        for node in trace.moving
+        if changed_by(node) and "slice" in str(changed_by(node)[0])
+    ]
     assert trace.moving.index(view) + 1 in trace.inseparable
 
 

@@ -55,14 +55,23 @@ def test_the_picture_has_every_action_of_every_panel():
     assert len(titles) == sum(len(drawn) for _, drawn in panels)
     assert "F0.0, rank 0, 0 to 1" in titles
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"measured <1> (18 s)", "rank 2", "time in s", "forward", "weight gradient", "idle"} <= set(texts)
+    assert {
+        "measured <1> (18 s)",
+        "rank 2",
+        "time in s",
+        "forward",
+        "weight gradient",
+        "idle",
+    } <= set(texts)
     assert "backward, input gradient" in texts
     assert root.get("aria-label") == "Gantt chart of a pipeline: measured <1>, simulated"
 
 
 def test_panels_share_one_axis_and_begin_with_their_first_action():
     action = Action("forward", 0, 0)
-    root = ElementTree.fromstring(gantt_svg([("late", [Span(0, action, 5, 6)]), ("long", [Span(0, action, 0, 2)])]))
+    root = ElementTree.fromstring(
+        gantt_svg([("late", [Span(0, action, 5, 6)]), ("long", [Span(0, action, 0, 2)])])
+    )
     late, long = [next(group.iter(f"{SVG}rect")) for group in root.iter(f"{SVG}g")]
     assert late.get("x") == long.get("x")
     assert float(long.get("width")) + 1 == pytest.approx(2 * (float(late.get("width")) + 1))

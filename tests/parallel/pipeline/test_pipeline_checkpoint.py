@@ -1,4 +1,5 @@
-"""Pipelines that go on from a checkpoint: with the same bits, on other ranks, by other schedules."""
+"""Pipelines that go on from a checkpoint: with the same bits, on other ranks, by other
+schedules."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dure
-from dure.parallel.combined import Parallel
-from dure.parallel.mesh import Mesh
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.strategy import Pipeline
 from small import CLASSES, FEATURES, largest_difference, same_bits, small_task
 
 
 class Odd(nn.Module):
-    """Dropout, batch norm, a weight that two stages share, a buffer that is not kept, a layer that is not used."""
+    """Dropout, batch norm, a weight that two stages share, a buffer that is not kept, a layer that
+    is not used."""
 
     def __init__(self, chance: float = 0.2) -> None:
         super().__init__()
@@ -47,7 +49,8 @@ class Odd(nn.Module):
 
 
 def groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Short parameters have settings of their own; a rank may hold none of them, and has an empty group."""
+    """Short parameters have settings of their own; a rank may hold none of them, and has an empty
+    group."""
     own = list(parameters)
     long, short = [p for p in own if p.dim() > 1], [p for p in own if p.dim() <= 1]
     parted = [{"params": short, "lr": 0.02, "weight_decay": 0.0}, {"params": long}]
@@ -56,7 +59,13 @@ def groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def without_biases() -> nn.Module:
     """The last stage has nothing short."""
-    layers = [nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, CLASSES, False)]
+    layers = [
+        nn.Linear(FEATURES, 8),
+        nn.Tanh(),
+        nn.Linear(8, 8, bias=False),
+        nn.Tanh(),
+        nn.Linear(8, CLASSES, False),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -92,13 +101,21 @@ def test_ctrl_c_ends_all_stages_after_their_step_and_the_run_goes_on(tmp_path: P
     task, world = small_task(n=48, model=Odd, optimizer=groups), dure.Processes(2)
     strategy = Pipeline(12, 3)
     run = dure.train(
-        task, strategy, world, dure.Stop(steps=10**6), out=tmp_path, evaluate_every=1, on_progress=interrupt
+        task,
+        strategy,
+        world,
+        dure.Stop(steps=10**6),
+        out=tmp_path,
+        evaluate_every=1,
+        on_progress=interrupt,
     )
     done = run.summary["steps"]
     assert run.summary["ended"] == "interrupt"
     assert done >= 2
     more = dure.Stop(steps=done + 2)
-    assert same_bits(dure.resume(tmp_path, task=task, stop=more), dure.train(task, strategy, world, more))
+    assert same_bits(
+        dure.resume(tmp_path, task=task, stop=more), dure.train(task, strategy, world, more)
+    )
 
 
 @pytest.mark.parametrize("optimizer", [groups, MOMENTUM])
@@ -118,7 +135,9 @@ def test_a_run_goes_on_with_other_ranks_and_schedules(optimizer: Any, tmp_path: 
 def test_groups_of_the_optimizer_go_to_other_meshes(zero: Any, tmp_path: Path) -> None:
     task, out = small_task(n=48, model=without_biases, optimizer=groups), tmp_path / "run"
     one = dure.train(task, Parallel(Mesh(), 12, 2), dure.Processes(1), dure.Stop(steps=8))
-    dure.train(task, Parallel(Mesh(2), 12, 2, zero=zero), dure.Processes(2), dure.Stop(steps=3), out=out)
+    dure.train(
+        task, Parallel(Mesh(2), 12, 2, zero=zero), dure.Processes(2), dure.Stop(steps=3), out=out
+    )
     changed(out, ranks=2, mesh={"data": 1, "pipeline": 2, "tensor": 1}, zero=0)
     dure.resume(out, task=task, stop=dure.Stop(steps=5))
     changed(out, ranks=2, mesh={"data": 2, "pipeline": 1, "tensor": 1}, zero=zero)
@@ -128,7 +147,9 @@ def test_groups_of_the_optimizer_go_to_other_meshes(zero: Any, tmp_path: Path) -
 
 def test_the_weights_are_those_of_the_plain_model(tmp_path: Path) -> None:
     task = small_task(model=Odd)
-    run = dure.train(task, Pipeline(8, 2), dure.Processes(3), dure.Stop(steps=2), out=tmp_path / "run")
+    run = dure.train(
+        task, Pipeline(8, 2), dure.Processes(3), dure.Stop(steps=2), out=tmp_path / "run"
+    )
     model = Odd()
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     for name, value in run.model.state_dict().items():

@@ -1,4 +1,5 @@
-"""Random numbers and running statistics are those of the undivided model, or of one rank, to the last bit."""
+"""Random numbers and running statistics are those of the undivided model, or of one rank, to the
+last bit."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.parallel.combined import Parallel
-from dure.parallel.mesh import Mesh
+from dure.contracts.strategy import Place
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import STATE_BYTES
-from dure.strategy import Place
 from small import CLASSES, FEATURES, same_bits, small_task
 
 
@@ -37,7 +38,13 @@ def decoder() -> nn.Module:
 
 def texts() -> dure.Task:
     words = torch.randint(0, 11, (20, 6), generator=torch.Generator().manual_seed(0))
-    return dure.Task(decoder, F.cross_entropy, (words, words), None, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    return dure.Task(
+        decoder,
+        F.cross_entropy,
+        (words, words),
+        None,
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    )
 
 
 class Noisy(dure.Examples):
@@ -56,7 +63,13 @@ class Noisy(dure.Examples):
 
 
 def dropped() -> nn.Module:
-    layers = [nn.Linear(FEATURES, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.AlphaDropout(0.2), nn.Linear(8, CLASSES)]
+    layers = [
+        nn.Linear(FEATURES, 8),
+        nn.Dropout(0.4),
+        nn.Linear(8, 8),
+        nn.AlphaDropout(0.2),
+        nn.Linear(8, CLASSES),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -67,7 +80,9 @@ def noisy() -> dure.Task:
 
 def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
     made = [texts, noisy]
-    ones = [dure.train(make(), dure.SingleWorker(8), stop=dure.Stop(steps=4), seed=2) for make in made]
+    ones = [
+        dure.train(make(), dure.SingleWorker(8), stop=dure.Stop(steps=4), seed=2) for make in made
+    ]
 
     def program(place: Place) -> list[dict[str, Tensor]]:
         strategy = pipeline(place, schedule="naive", recompute=True)
@@ -84,7 +99,10 @@ def test_the_state_of_the_generator_travels_with_the_values() -> None:
         cut = learner.cut
         assert isinstance(cut, CutModel)
         there, back = cut.message_bytes(0, 8)
-        return place.group.meter.counters.bytes_sent, there + STATE_BYTES if place.group.rank == 0 else back
+        return (
+            place.group.meter.counters.bytes_sent,
+            there + STATE_BYTES if place.group.rank == 0 else back,
+        )
 
     for sent, expected in on_ranks(2, program):
         assert sent == expected
@@ -101,12 +119,19 @@ def test_several_micro_batches_draw_the_same_wherever_they_are() -> None:
 
     def program(place: Place) -> list[dict[str, Tensor]]:
         chosen = options if place.group.size == 2 else [{"schedule": "gpipe"}]
-        return [walk(place, texts(), pipeline(place, microbatches=2, **each), 3)[0].state for each in chosen]
+        return [
+            walk(place, texts(), pipeline(place, microbatches=2, **each), 3)[0].state
+            for each in chosen
+        ]
 
     (one,) = on_ranks(1, program)[0]
     for state, each in zip(on_ranks(2, program)[0], options, strict=True):
-        if each["schedule"].startswith("zero"):  # sums of a weight's gradients are rounded in another order
-            assert all(float((state[name] - value).abs().max()) < CLOSE for name, value in one.items()), each
+        if each["schedule"].startswith(
+            "zero"
+        ):  # sums of a weight's gradients are rounded in another order
+            assert all(
+                float((state[name] - value).abs().max()) < CLOSE for name, value in one.items()
+            ), each
         else:
             assert all(torch.equal(state[name], value) for name, value in one.items()), each
 
@@ -129,8 +154,15 @@ def test_running_statistics_are_those_of_accumulated_micro_batches() -> None:
     task = small_task(model=Normed, n=40)
 
     def program(place: Place) -> list[dict[str, Tensor]]:
-        choices: list[dict[str, Any]] = [{"recompute": True}, {"schedule": "gpipe"}, {"schedule": "zero-bubble"}]
-        return [walk(place, task, pipeline(place, microbatches=4, **each), 5)[0].state for each in choices]
+        choices: list[dict[str, Any]] = [
+            {"recompute": True},
+            {"schedule": "gpipe"},
+            {"schedule": "zero-bubble"},
+        ]
+        return [
+            walk(place, task, pipeline(place, microbatches=4, **each), 5)[0].state
+            for each in choices
+        ]
 
     expected = alone(task, Parallel(Mesh(), 8, 4), 5).state
     assert int(expected["norms.0.num_batches_tracked"]) == 20
@@ -143,5 +175,7 @@ def test_a_run_with_several_micro_batches_repeats_itself() -> None:
     from dure.parallel.pipeline.strategy import Pipeline
 
     task, strategy = small_task(model=dropped), Pipeline(8, 3)
-    runs = [dure.train(task, strategy, dure.Processes(ranks), dure.Stop(steps=3)) for ranks in (2, 3)]
+    runs = [
+        dure.train(task, strategy, dure.Processes(ranks), dure.Stop(steps=3)) for ranks in (2, 3)
+    ]
     assert same_bits(*runs)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
+from dure.contracts.strategy import Place
 from dure.data.batches import Batches
-from dure.parallel.combined import Parallel, ParallelLearner
-from dure.parallel.mesh import Mesh
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.apart import LONG
 from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.zero_bubble_v import v_shaped
-from dure.strategy import Place
 from small import CLASSES, FEATURES, small_task
 
 OPTIMIZERS = [
@@ -49,7 +49,11 @@ class Deep(nn.Module):
 
 
 def schedules(ranks: int, microbatches: int) -> list[dict[str, Any]]:
-    own = make("interleaved", ranks, microbatches, 2) if microbatches % 2 else in_order(v_shaped(ranks), microbatches)
+    own = (
+        make("interleaved", ranks, microbatches, 2)
+        if microbatches % 2
+        else in_order(v_shaped(ranks), microbatches)
+    )
     found: list[dict[str, Any]] = [
         {"schedule": "gpipe"},
         {"schedule": "1f1b"},
@@ -63,8 +67,8 @@ def schedules(ranks: int, microbatches: int) -> list[dict[str, Any]]:
 
 
 def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
-    """Every schedule, with fewer micro-batches than ranks and with more; what else there is to choose changes from one
-    to the next."""
+    """Every schedule, with fewer micro-batches than ranks and with more; what else there is to
+    choose changes from one to the next."""
     found = []
     for microbatches in {1: (3,), 2: (1, 2, 5), 3: (4,), 4: (3,)}[ranks]:
         for options in schedules(ranks, microbatches):
@@ -85,13 +89,19 @@ def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
     ids=["1", "2", "3", "4", "2, receives begun ahead", "3, receives begun ahead"],
 )
 def test_ten_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None:
-    """ahead: as where messages are too long to lie with their receiver until it asks, or not of this host."""
+    """ahead: as where messages are too long to lie with their receiver until it asks, or not of
+    this host."""
 
     def program(place: Place) -> list[float]:
         holds = mock.patch.object(Group, "holds", return_value=False) if ahead else nullcontext()
         with traced_once(Deep), holds:
             return [
-                compare(place, small_task(model=Deep, optimizer=optimizer), pipeline(place, **options), steps=10)
+                compare(
+                    place,
+                    small_task(model=Deep, optimizer=optimizer),
+                    pipeline(place, **options),
+                    steps=10,
+                )
                 for options, optimizer in choices(ranks)
             ]
 
@@ -108,7 +118,9 @@ def test_long_weights_whose_gradients_are_added_inside_the_product() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
-            self.layers = nn.ModuleList(nn.Linear(width, width, bias=number < 2) for number in range(4))
+            self.layers = nn.ModuleList(
+                nn.Linear(width, width, bias=number < 2) for number in range(4)
+            )
             self.double()
 
         def forward(self, inputs: Tensor) -> Tensor:
@@ -129,7 +141,10 @@ def test_long_weights_whose_gradients_are_added_inside_the_product() -> None:
     def program(place: Place) -> list[float]:
         with traced_once(Wide):
             found = [pipeline(place, batch_size=10, microbatches=4, **options) for options in ways]
-            return [compare(place, small_task(model=Wide, optimizer=OPTIMIZERS[0]), way, steps=5) for way in found]
+            return [
+                compare(place, small_task(model=Wide, optimizer=OPTIMIZERS[0]), way, steps=5)
+                for way in found
+            ]
 
     assert max(on_ranks(2, program)[0]) < CLOSE
 
@@ -140,7 +155,9 @@ def test_digits_whose_last_batch_is_smaller() -> None:
     model = task.model
 
     def program(place: Place) -> float:
-        exact = dure.Task(lambda: model().double(), task.loss, task.train, task.test, task.optimizer)
+        exact = dure.Task(
+            lambda: model().double(), task.loss, task.train, task.test, task.optimizer
+        )
         steps = -(-len(task.train) // 256) + 1
         return compare(place, exact, pipeline(place, batch_size=256, microbatches=3), steps=steps)
 
@@ -160,9 +177,15 @@ def test_data_groups_of_pipelines() -> None:
         options: dict[str, Any] = {"batch_size": 11, "clip_norm": 0.2}
         meshes = [Mesh(data=2, pipeline=2), Mesh(data=4), Mesh(pipeline=4)]
         found = [
-            compare(place, small_task(model=Deep), Parallel(mesh, microbatches=2, **options), 8) for mesh in meshes
+            compare(place, small_task(model=Deep), Parallel(mesh, microbatches=2, **options), 8)
+            for mesh in meshes
         ]
-        path, _ = walk(place, small_task(model=Normed, n=44), Parallel(Mesh(2, 2), microbatches=2, **options), 4)
+        path, _ = walk(
+            place,
+            small_task(model=Normed, n=44),
+            Parallel(Mesh(2, 2), microbatches=2, **options),
+            4,
+        )
         seen = path.state.get("norm.running_mean")
         # two groups of three micro-batches each: what the first group has seen is kept
         batches, expected = Batches(44, 11, 0), torch.zeros(FEATURES, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""A pipeline measures what one worker measures: of any targets and shapes, and of what training does not use."""
+"""A pipeline measures what one worker measures: of any targets and shapes, and of what training
+does not use."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import Place
 from dure.errors import WorkerFailedError
-from dure.strategy import Place
 from small import CLASSES, FEATURES
 
 
@@ -47,7 +48,9 @@ class Calm(Mean):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(inputs).mean(1))
-        scores: Tensor = self.last(hidden) / 1.0 if self.training else self.other(hidden) / self.temperature
+        scores: Tensor = (
+            self.last(hidden) / 1.0 if self.training else self.other(hidden) / self.temperature
+        )
         return scores
 
 
@@ -55,10 +58,15 @@ def structured() -> dure.Task:
     """Targets of two tensors, and chunks of two lengths."""
 
     def loss(outputs: Tensor, targets: Any) -> Tensor:
-        return (F.cross_entropy(outputs, targets["label"], reduction="none") * targets["weight"]).mean()
+        return (
+            F.cross_entropy(outputs, targets["label"], reduction="none") * targets["weight"]
+        ).mean()
 
     train = numbers(20, 3, FEATURES), {"label": labels(20), "weight": numbers(20).abs()}
-    test = numbers(21, 3, FEATURES), {"label": labels(21), "weight": torch.arange(21.0, dtype=torch.float64)}
+    test = (
+        numbers(21, 3, FEATURES),
+        {"label": labels(21), "weight": torch.arange(21.0, dtype=torch.float64)},
+    )
     return dure.Task(Mean, loss, train, test)
 
 
@@ -92,5 +100,7 @@ class Growing(dure.Examples):
 
 def test_examples_of_another_shape_are_refused() -> None:
     task = dure.Task(Mean, F.cross_entropy, Growing(numbers(20, 3, FEATURES), labels(20)), None)
-    with pytest.raises(WorkerFailedError, match=r"examples of shape \[6, 6\] come behind others of \[3, 6\]"):
+    with pytest.raises(
+        WorkerFailedError, match=r"examples of shape \[6, 6\] come behind others of \[3, 6\]"
+    ):
         dure.train(task, dure.Pipeline(8, 2), dure.Processes(1), dure.Stop(steps=6))

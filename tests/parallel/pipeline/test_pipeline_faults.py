@@ -32,7 +32,8 @@ class Falling(torch.optim.SGD):
 
 @torch.library.custom_op("tests::faulty", mutates_args=())
 def faulty(inputs: Tensor) -> Tensor:
-    """Gives back what it gets, until it was called for the fourth time; then it does what the environment says."""
+    """Gives back what it gets, until it was called for the fourth time; then it does what the
+    environment says."""
     calls.append(0)
     if len(calls) == 4 and os.environ["FAULT"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -67,25 +68,35 @@ class Faulty(torch.nn.Sequential):
 
 
 def run(task: dure.Task, ranks: int, **options: Any) -> None:
-    dure.train(task, Pipeline(8, 2, **options), dure.Processes(ranks, deadline=20), dure.Stop(steps=9))
+    dure.train(
+        task, Pipeline(8, 2, **options), dure.Processes(ranks, deadline=20), dure.Stop(steps=9)
+    )
 
 
 def test_a_rank_that_is_killed_between_two_steps_is_named() -> None:
     task = small_task(optimizer=lambda parameters: Falling(parameters, 0.1))
-    with pytest.raises(PeerLostError, match=r"rank 1 was killed by SIGKILL, during .* of step [34]"):
+    with pytest.raises(
+        PeerLostError, match=r"rank 1 was killed by SIGKILL, during .* of step [34]"
+    ):
         run(task, 3)
 
 
-def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FAULT", "kill")
-    with pytest.raises(PeerLostError, match=r"rank 1 was killed by SIGKILL, during .* of step [12]") as caught:
+    with pytest.raises(
+        PeerLostError, match=r"rank 1 was killed by SIGKILL, during .* of step [12]"
+    ) as caught:
         run(small_task(model=Faulty, test=None), 3, cut=("1", "2"))
     assert caught.value.ranks == (1,)
 
 
 def test_an_error_in_a_stage_reaches_the_user_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAULT", "error")
-    with pytest.raises(WorkerFailedError, match=r"rank 1 failed in step [12]: .*the layer is worn out") as caught:
+    with pytest.raises(
+        WorkerFailedError, match=r"rank 1 failed in step [12]: .*the layer is worn out"
+    ) as caught:
         run(small_task(model=Faulty, test=None), 3, cut=("1", "2"))
     assert str(caught.value).count("worn out") == 1
 
@@ -96,7 +107,9 @@ def test_an_error_in_the_loss_is_that_of_the_last_stage() -> None:
             raise KeyError("no such class")
         return F.cross_entropy(outputs, targets)
 
-    with pytest.raises(WorkerFailedError, match="rank 2 failed in step 1: KeyError: 'no such class'"):
+    with pytest.raises(
+        WorkerFailedError, match="rank 2 failed in step 1: KeyError: 'no such class'"
+    ):
         run(small_task(loss=loss), 3)
 
 
@@ -104,7 +117,9 @@ def test_a_loss_that_is_not_finite_ends_all_ranks() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) / (0.0 if outputs.requires_grad else 1.0)
 
-    with pytest.raises(LossNotFiniteError, match=r"the loss is inf at step 1 on rank \d: lower the learning rate"):
+    with pytest.raises(
+        LossNotFiniteError, match=r"the loss is inf at step 1 on rank \d: lower the learning rate"
+    ):
         run(small_task(loss=loss), 3)
 
 

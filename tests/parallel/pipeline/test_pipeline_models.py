@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.strategy import Place
+from dure.contracts.strategy import Place
 
 ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
@@ -42,14 +42,22 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=2, n_head=2, **off))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=2, n_head=2, **off)
+    )
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=19, hidden_size=8, intermediate_size=12, **heads))
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=19, hidden_size=8, intermediate_size=12, **heads)
+    )
 
 
 class Translator(nn.Module):
@@ -65,12 +73,16 @@ class Translator(nn.Module):
     def forward(self, indices: Tensor) -> Tensor:
         hidden = self.embedding(indices)
         mask = nn.Transformer.generate_square_subsequent_mask(indices.shape[1], dtype=torch.float64)
-        scores: Tensor = self.out(self.body(hidden, hidden.flip(1), tgt_mask=mask, tgt_is_causal=True))
+        scores: Tensor = self.out(
+            self.body(hidden, hidden.flip(1), tgt_mask=mask, tgt_is_causal=True)
+        )
         return scores.transpose(1, 2)
 
 
 def block(before: int, after: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
+    )
 
 
 class UNet(nn.Module):
@@ -79,7 +91,10 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down1, self.down2, self.bottom = block(1, 3), block(3, 4), block(4, 5)
-        self.up2, self.up1 = nn.ConvTranspose2d(5, 4, 2, stride=2), nn.ConvTranspose2d(4, 3, 2, stride=2)
+        self.up2, self.up1 = (
+            nn.ConvTranspose2d(5, 4, 2, stride=2),
+            nn.ConvTranspose2d(4, 3, 2, stride=2),
+        )
         self.join2, self.join1 = block(8, 4), block(6, 3)
         self.out = nn.Conv2d(3, 2, 1)
         self.double()
@@ -100,7 +115,8 @@ class Normed(nn.Module):
         super().__init__()
         self.stem, self.out = block(1, 4), nn.Linear(4, 3)
         self.blocks = nn.ModuleList(
-            nn.Sequential(block(4, 4), nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)) for _ in range(2)
+            nn.Sequential(block(4, 4), nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+            for _ in range(2)
         )
         self.double()
 
@@ -117,7 +133,10 @@ class Normed(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.out = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(15, 3)
+        self.layers, self.out = (
+            nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True),
+            nn.Linear(15, 3),
+        )
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -140,9 +159,16 @@ class Rows(nn.Module):
 class Permuted(nn.Module):
     """What travels lies in memory in another order than it is indexed."""
 
-    def __init__(self, first: nn.Module, order: tuple[int, ...], back: tuple[int, ...], numbers: int) -> None:
+    def __init__(
+        self, first: nn.Module, order: tuple[int, ...], back: tuple[int, ...], numbers: int
+    ) -> None:
         super().__init__()
-        self.first, self.order, self.rows, self.out = first, order, Rows(*back), nn.Linear(numbers, 2)
+        self.first, self.order, self.rows, self.out = (
+            first,
+            order,
+            Rows(*back),
+            nn.Linear(numbers, 2),
+        )
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -170,19 +196,24 @@ def seeing(make: Callable[[], nn.Module], *target: int) -> dure.Task:
 TASKS: dict[str, Callable[[], dure.Task]] = {
     "GPT-2": lambda: speaking(gpt2),
     "Llama": lambda: speaking(llama),
-    "torch's Transformer": lambda: task_of(Translator, words(19, 16, 6), words(19, 16, 6), optimizer=ADAM),
+    "torch's Transformer": lambda: task_of(
+        Translator, words(19, 16, 6), words(19, 16, 6), optimizer=ADAM
+    ),
     "U-Net": lambda: seeing(UNet, 8, 8),
     "ResNet with batch norm": lambda: seeing(Normed),
     "ResNet": lambda: seeing(lambda: dure.models.ResNet(1, 3, width=8).double()),
     "LSTM": lambda: task_of(Recurrent, numbers(16, 5, 4), words(3, 16)),
-    "CharLSTM": lambda: task_of(lambda: dure.models.CharLSTM(19, 4, 6).double(), words(19, 16, 6), words(19, 16, 6)),
+    "CharLSTM": lambda: task_of(
+        lambda: dure.models.CharLSTM(19, 4, 6).double(), words(19, 16, 6), words(19, 16, 6)
+    ),
 }
 
 
 def walked(ranks: int, names: list[str], options: list[dict[str, Any]]) -> dict[str, float]:
     def program(place: Place) -> dict[str, float]:
         return {
-            name: compare(place, TASKS[name](), pipeline(place, **of)) for name, of in zip(names, options, strict=True)
+            name: compare(place, TASKS[name](), pipeline(place, **of))
+            for name, of in zip(names, options, strict=True)
         }
 
     found: dict[str, float] = on_ranks(ranks, program, deadline=200)[0]
@@ -192,7 +223,10 @@ def walked(ranks: int, names: list[str], options: list[dict[str, Any]]) -> dict[
 def test_language_models_of_hugging_face() -> None:
     for name in ("gpt2", "llama"):  # here, so that the fork server does it once and not every rank
         pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
-    schedules = [{"schedule": "zero-bubble", "microbatches": 2}, {"recompute": True, "microbatches": 2}]
+    schedules = [
+        {"schedule": "zero-bubble", "microbatches": 2},
+        {"recompute": True, "microbatches": 2},
+    ]
     found = walked(2, ["GPT-2", "Llama"], schedules)
     assert all(distance < CLOSE for distance in found.values()), found
 
@@ -222,15 +256,26 @@ class Placed(nn.Module):
         self.double()
 
     def forward(self, images: Tensor) -> Tensor:
-        seen = self.patches(images.contiguous(memory_format=torch.channels_last)).flatten(2).transpose(1, 2)
-        scores: Tensor = self.out(self.rows((self.places + seen).contiguous()) + self.rows(seen.contiguous()))
+        seen = (
+            self.patches(images.contiguous(memory_format=torch.channels_last))
+            .flatten(2)
+            .transpose(1, 2)
+        )
+        scores: Tensor = self.out(
+            self.rows((self.places + seen).contiguous()) + self.rows(seen.contiguous())
+        )
         return scores
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_values_whose_memory_is_in_another_order(recompute: bool) -> None:
-    """Also in evaluation, and in a last batch of another size, whose traces are made when a rank has its stage only."""
-    tasks = [task_of(three_dimensions, numbers(16, 5, 4), words(2, 16)), seeing(four_dimensions), seeing(Placed)]
+    """Also in evaluation, and in a last batch of another size, whose traces are made when a rank
+    has its stage only."""
+    tasks = [
+        task_of(three_dimensions, numbers(16, 5, 4), words(2, 16)),
+        seeing(four_dimensions),
+        seeing(Placed),
+    ]
     tasks += [task_of(three_dimensions, numbers(19, 5, 4), words(2, 19))]
 
     def program(place: Place) -> list[float]:

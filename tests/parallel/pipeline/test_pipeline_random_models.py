@@ -12,8 +12,8 @@ from beside import CLOSE, Path, alone, distance, on_ranks, pipeline, task_of, wa
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dure.contracts.strategy import Place
 from dure.parallel.pipeline.cut import CutModel
-from dure.strategy import Place
 
 WIDTH = 4
 MODELS = 10
@@ -45,7 +45,10 @@ class Anything(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         chance = random.Random(seed)
-        self.plan = [(chance.choice(KINDS), chance.random(), chance.random()) for _ in range(chance.randint(5, 12))]
+        self.plan = [
+            (chance.choice(KINDS), chance.random(), chance.random())
+            for _ in range(chance.randint(5, 12))
+        ]
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.plan)
         self.tied, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.table = nn.Embedding(WIDTH, WIDTH)
@@ -63,7 +66,9 @@ class Anything(nn.Module):
             case "linear" | "frozen":
                 return torch.tanh(layer(one)) + two
             case "tied":
-                return torch.tanh(F.linear(one, self.tied.weight)) + F.linear(two, self.tied.weight.T)
+                return torch.tanh(F.linear(one, self.tied.weight)) + F.linear(
+                    two, self.tied.weight.T
+                )
             case "product":
                 return torch.sigmoid(one) * two
             case "in place":
@@ -111,9 +116,16 @@ class Anything(nn.Module):
         values = [inputs["numbers"], inputs["numbers"] * inputs["weights"][:, None]]
         for number, (kind, first, second) in enumerate(self.plan):
             made = self.apply_one(
-                number, kind, values[int(first**0.5 * len(values))], values[int(second * len(values))]
+                number,
+                kind,
+                values[int(first**0.5 * len(values))],
+                values[int(second * len(values))],
             )
-            values += [made["first"], made["rest"][0] + made["rest"][1][0]] if isinstance(made, dict) else [made]
+            values += (
+                [made["first"], made["rest"][0] + made["rest"][1][0]]
+                if isinstance(made, dict)
+                else [made]
+            )
         scores = self.out(torch.cat([values[-1].tanh(), values[len(values) // 2].tanh()], dim=1))
         return {"scores": scores, "more": (values[-1], torch.arange(3))}
 
@@ -149,7 +161,11 @@ def cut_anywhere(seed: int, patch: pytest.MonkeyPatch) -> None:
     """At random places, but where a model must not be cut."""
 
     def choose(cut: CutModel, names: Any, balance: Any) -> list[int]:
-        places = [place for place in range(1, len(cut.reference.moving)) if place not in cut.reference.inseparable]
+        places = [
+            place
+            for place in range(1, len(cut.reference.moving))
+            if place not in cut.reference.inseparable
+        ]
         return sorted(random.Random(seed).sample(places, cut.stages - 1))
 
     patch.setattr(CutModel, "choose", choose)

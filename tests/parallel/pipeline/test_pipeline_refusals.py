@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.parallel.combined import Parallel
-from dure.parallel.mesh import Mesh
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.builders import make
 from dure.parallel.pipeline.strategy import Pipeline
 from dure.parallel.tensor.strategy import TensorParallel
@@ -50,10 +50,22 @@ def without_the_first_forward() -> str:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "a schedule that is not there": (Pipeline(8, schedule="1f1"), "there is no schedule '1f1', did you mean '1f1b'?"),
-    "a list without a receive": (Pipeline(8, schedule=without_a_receive()), "needs RI1.1, which is missing"),
-    "a list without a forward": (Pipeline(8, schedule=without_the_first_forward()), "needs F0.0, which is missing"),
-    "a list for three": (Pipeline(8, schedule=make("1f1b", 3, 2).text()), "lists for 3 ranks, but the pipeline 2"),
+    "a schedule that is not there": (
+        Pipeline(8, schedule="1f1"),
+        "there is no schedule '1f1', did you mean '1f1b'?",
+    ),
+    "a list without a receive": (
+        Pipeline(8, schedule=without_a_receive()),
+        "needs RI1.1, which is missing",
+    ),
+    "a list without a forward": (
+        Pipeline(8, schedule=without_the_first_forward()),
+        "needs F0.0, which is missing",
+    ),
+    "a list for three": (
+        Pipeline(8, schedule=make("1f1b", 3, 2).text()),
+        "lists for 3 ranks, but the pipeline 2",
+    ),
     "no list": (Pipeline(8, schedule="schedule: mine\n"), "has no line 'home:'"),
     "no micro-batch": (Pipeline(8, 0), "microbatches is 0"),
     "no stages": (Pipeline(8, schedule="interleaved", stages_per_rank=0), "stages_per_rank is 0"),
@@ -61,8 +73,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a balance that is not there": (Pipeline(8, balance="speed"), "there is no balance 'speed'"),  # type: ignore[arg-type]
     "a norm of zero": (Pipeline(8, clip_norm=0.0), "clip_norm is 0.0"),
     "no batch": (Pipeline(0), "batch_size is 0"),
-    "a module that is not there": (Pipeline(8, cut=("layer",)), "no operation belongs to a module 'layer'"),
-    "too many modules": (Pipeline(8, cut=("2", "4")), "begin at 1 modules behind the first, not at 2: 2, 4"),
+    "a module that is not there": (
+        Pipeline(8, cut=("layer",)),
+        "no operation belongs to a module 'layer'",
+    ),
+    "too many modules": (
+        Pipeline(8, cut=("2", "4")),
+        "begin at 1 modules behind the first, not at 2: 2, 4",
+    ),
     "the first module": (Pipeline(8, cut=("0",)), "name modules in their order"),
     "modules in another order": (
         Pipeline(8, schedule="interleaved", cut=("4", "2", "3")),
@@ -74,22 +92,37 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "another mesh": (
         Parallel(Mesh(2, 3), 8),
-        "data 2 x pipeline 3 x tensor 1 are 6 ranks, but the world has 2: choose degrees whose product is 2",
+        "data 2 x pipeline 3 x tensor 1 are 6 ranks, but the world has 2: choose degrees whose "
+        "product is 2",
     ),
     "zero of four": (Parallel(Mesh(2), 8, zero=4), "zero is 4, but ZeRO has the stages 1, 2 and 3"),  # type: ignore[arg-type]
-    "gradients divided in a pipeline": (Parallel(Mesh(1, 2), 8, zero=2), "zero=1 there, or one stage"),
+    "gradients divided in a pipeline": (
+        Parallel(Mesh(1, 2), 8, zero=2),
+        "zero=1 there, or one stage",
+    ),
     "parameters divided in stages": (
         Parallel(Mesh(2), 8, schedule="interleaved", stages_per_rank=2, zero=3),
         "zero=1 there, or one stage",
     ),
-    "no schedule, and none used": (Parallel(Mesh(2), 8, schedule="bogus", zero=2), "there is no schedule 'bogus'"),
-    "a cut of one stage": (Parallel(Mesh(2), 8, cut=("2",), zero=3), "a model in one stage begins nowhere else"),
-    "more data groups than examples": (Parallel(Mesh(2), 1), "a joint batch of 1 cannot be divided over 2"),
+    "no schedule, and none used": (
+        Parallel(Mesh(2), 8, schedule="bogus", zero=2),
+        "there is no schedule 'bogus'",
+    ),
+    "a cut of one stage": (
+        Parallel(Mesh(2), 8, cut=("2",), zero=3),
+        "a model in one stage begins nowhere else",
+    ),
+    "more data groups than examples": (
+        Parallel(Mesh(2), 1),
+        "a joint batch of 1 cannot be divided over 2",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_refused_before_any_work(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_before_any_work(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dure.Processes, "run", lambda *_: pytest.fail("work has begun"))
     strategy, message = WRONG[what]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -98,7 +131,9 @@ def test_what_does_not_fit_is_refused_before_any_work(what: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("strategy", [TensorParallel(8), Parallel(Mesh(2), 8, zero=1)])
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_they_are_divided(strategy: Any) -> None:
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_they_are_divided(
+    strategy: Any,
+) -> None:
     task = small_task(optimizer=partial(torch.optim.Adafactor, lr=0.01))
     with pytest.raises(ValueError, match="Adafactor cannot be divided element by element"):
         dure.train(task, strategy, dure.Processes(2), dure.Stop(steps=1))
@@ -112,7 +147,9 @@ def test_labels_say_what_runs() -> None:
 
 
 @pytest.mark.parametrize("model", [Undecided, Counting])
-def test_a_model_that_the_data_steer_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_the_data_steer_is_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dure.Processes, "run", lambda *_: pytest.fail("work has begun"))
     with pytest.raises(ValueError, match=r"cannot be cut, .* independent") as caught:
         dure.train(small_task(model=lambda: model().double()), Pipeline(8), dure.Processes(2))

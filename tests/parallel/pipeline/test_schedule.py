@@ -1,4 +1,5 @@
-"""Schedules as data: every builder's can run, messages keep their order, and what is written is read again."""
+"""Schedules as data: every builder's can run, messages keep their order, and what is written is
+read again."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ SCHEDULE = st.builds(made, st.sampled_from(list(SCHEDULES)), RANKS, MICROBATCHES
 def test_every_schedule_is_right_and_is_read_as_it_was_written(schedule):
     check(schedule)
     assert Schedule.parse(schedule.text()) == schedule
-    assert sorted(stage for rank in range(schedule.ranks) for stage in schedule.stages_of(rank)) == list(
-        range(schedule.stages)
-    )
+    assert sorted(
+        stage for rank in range(schedule.ranks) for stage in schedule.stages_of(rank)
+    ) == list(range(schedule.stages))
 
 
 @given(SCHEDULE)
@@ -103,11 +104,16 @@ def test_small_schedules_are_those_of_the_papers():
     assert computing("zero-bubble", 2, 3, rank=1) == "F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2"
     assert computing("zero-bubble-v", 1, 1, 2, rank=0) == "F0.0 F1.0 I1.0 I0.0 W0.0 W1.0"
     assert make("naive", 2, 1).text() == (
-        "schedule: naive\nhome: 0 1\nmicrobatches: 1\nrank 0: F0.0 SO0.0 RG0.0 B0.0\nrank 1: RI1.0 F1.0 B1.0 SG1.0\n"
+        "schedule: naive\nhome: 0 1\nmicrobatches: 1\nrank 0: F0.0 SO0.0 RG0.0 B0.0\nrank 1: RI1.0 "
+        "F1.0 B1.0 SG1.0\n"
     )
 
 
-@given(st.builds(Action, st.sampled_from(list(KINDS.values())), st.integers(0, 40), st.integers(0, 400)))
+@given(
+    st.builds(
+        Action, st.sampled_from(list(KINDS.values())), st.integers(0, 40), st.integers(0, 400)
+    )
+)
 def test_an_action_is_read_as_it_was_written(action):
     assert Action.parse(str(action)) == action
     assert f"{action}" == str(action)
@@ -138,7 +144,10 @@ def test_a_schedule_can_be_written_by_hand_without_its_transfers():
     """
     read = Schedule.parse(written)
     assert read.actions == read.computing
-    assert with_transfers(read.name, read.home, 1, read.computing).actions == make("1f1b", 2, 1).actions
+    assert (
+        with_transfers(read.name, read.home, 1, read.computing).actions
+        == make("1f1b", 2, 1).actions
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from dure.parallel.pipeline.zero_bubble_v import V_TIMES
 RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 16), st.integers(1, 9)
 
 
-def simulated(name: str, ranks: int, m: int, v: int = 1, forward: float = 1, backward: float = 2) -> Simulation:
+def simulated(
+    name: str, ranks: int, m: int, v: int = 1, forward: float = 1, backward: float = 2
+) -> Simulation:
     schedule = make(name, ranks, m, v)
     return simulate(schedule, Times.uniform(schedule.stages, forward, backward))
 
@@ -72,7 +74,9 @@ def test_zero_bubble_is_idle_for_less_than_1f1b_and_holds_no_more(p, m, forward,
     assert run.makespan < simulated("1f1b", p, m, 1, forward, inputs + weights).makespan
     assert run.peak_activations == (min(m, p),) * p
     if m >= p:
-        assert run.makespan == m * work + (p - 1) * (forward + inputs - min(forward, inputs, weights))
+        assert run.makespan == m * work + (p - 1) * (
+            forward + inputs - min(forward, inputs, weights)
+        )
 
 
 @settings(max_examples=40)
@@ -90,7 +94,11 @@ def test_zero_bubble_v_is_hardly_idle_and_keeps_to_its_memory(p, m):
 @settings(max_examples=40)
 @given(st.integers(2, 8), MICROBATCHES)
 def test_zero_bubble_v_is_made_for_weight_gradients_that_take_less_than_the_rest(p, m):
-    forward, inputs, weights = V_TIMES["forward"], V_TIMES["input_gradient"], V_TIMES["weight_gradient"]
+    forward, inputs, weights = (
+        V_TIMES["forward"],
+        V_TIMES["input_gradient"],
+        V_TIMES["weight_gradient"],
+    )
 
     def time(schedule: Schedule, halves: int) -> float:
         each = [(halves * t,) * schedule.stages for t in (forward, 0, inputs, weights)]
@@ -107,7 +115,10 @@ def test_messages_take_time_but_occupy_nobody():
     assert simulate(make("naive", 2, 1), times).makespan == 1 + 0.5 + 1 + 2 + 0.5 + 2
     run = simulate(make("gpipe", 2, 2), times)
     first = [span for span in run.spans if span.rank == 0]
-    assert [(str(span.action), span.start, span.end) for span in first[:2]] == [("F0.0", 0, 1), ("F0.1", 1, 2)]
+    assert [(str(span.action), span.start, span.end) for span in first[:2]] == [
+        ("F0.0", 0, 1),
+        ("F0.1", 1, 2),
+    ]
 
 
 def test_stages_of_one_rank_hand_over_without_a_message():
@@ -162,7 +173,10 @@ def _by_hand(schedule: Schedule, seconds: dict[Action, int]) -> dict[Action, flo
 
 
 def test_measured_spans_are_judged_as_simulated_ones_are():
-    spans = (Span(0, Action("forward", 0, 0), 10.0, 11.0), Span(1, Action("forward", 1, 0), 11.0, 12.0))
+    spans = (
+        Span(0, Action("forward", 0, 0), 10.0, 11.0),
+        Span(1, Action("forward", 1, 0), 11.0, 12.0),
+    )
     run = Simulation(2, spans, (1, 1))
     assert (run.makespan, run.bubble, run.bubble_over_ideal) == (2.0, 0.5, 1.0)
     assert Simulation(1, (), (0,)).bubble == 0 == Simulation(1, (), (0,)).bubble_over_ideal

@@ -83,7 +83,9 @@ def test_what_a_trace_would_lose_is_refused(what: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["function of the inputs", "checkpoint", "cache", "straight through"])
+@pytest.mark.parametrize(
+    "what", ["function of the inputs", "checkpoint", "cache", "straight through"]
+)
 def test_what_a_trace_keeps_is_not_refused(what: str) -> None:
     Pipeline(8).check(small_task(model=lambda: Strange(what)), 2)
 

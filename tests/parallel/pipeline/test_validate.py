@@ -18,12 +18,20 @@ SCHEDULE = st.builds(
     st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
     st.integers(2, 5),
     st.integers(2, 6),
-) | st.builds(make, st.sampled_from(["interleaved", "zero-bubble-v"]), st.integers(2, 4), st.integers(2, 6), st.just(2))
+) | st.builds(
+    make,
+    st.sampled_from(["interleaved", "zero-bubble-v"]),
+    st.integers(2, 4),
+    st.integers(2, 6),
+    st.just(2),
+)
 
 
 def written(*lists: str, home: tuple[int, ...] | None = None, microbatches: int = 1) -> Schedule:
     actions = tuple(tuple(map(Action.parse, text.split())) for text in lists)
-    return Schedule("written", tuple(range(len(lists))) if home is None else home, microbatches, actions)
+    return Schedule(
+        "written", tuple(range(len(lists))) if home is None else home, microbatches, actions
+    )
 
 
 def changed(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
@@ -54,7 +62,11 @@ def chosen(draw, *kinds):
         if action.kind in kinds
     ]
     if not places:
-        places = [(rank, place) for rank, actions in enumerate(schedule.actions) for place in range(len(actions))]
+        places = [
+            (rank, place)
+            for rank, actions in enumerate(schedule.actions)
+            for place in range(len(actions))
+        ]
     return schedule, *draw(st.sampled_from(places))
 
 
@@ -66,7 +78,9 @@ def test_a_dropped_receive_is_named_by_what_needed_it(case):
     error = refused(changed(schedule, rank, actions))
     assert error.rank == rank
     assert error.action[1:] == dropped[1:]
-    assert error.action.kind in (("forward",) if dropped.kind == "receive_input" else ("backward", "input_gradient"))
+    assert error.action.kind in (
+        ("forward",) if dropped.kind == "receive_input" else ("backward", "input_gradient")
+    )
     assert f"needs {dropped}, which is missing" in str(error)
 
 
@@ -81,7 +95,11 @@ def test_a_dropped_send_is_named_by_what_waits_for_it(case):
     assert f"{dropped} is missing on rank {rank}" in str(error)
 
 
-@given(chosen("forward", "backward", "input_gradient", "weight_gradient", "send_output", "receive_input"))
+@given(
+    chosen(
+        "forward", "backward", "input_gradient", "weight_gradient", "send_output", "receive_input"
+    )
+)
 def test_an_action_that_is_there_twice_is_named(case):
     schedule, rank, place = case
     actions = [*schedule.actions[rank], schedule.actions[rank][place]]
@@ -156,7 +174,11 @@ def _to(schedule: Schedule, send: Action) -> int:
 def test_a_stage_that_computes_nothing_is_dead(schedule, data):
     stage = data.draw(st.integers(0, schedule.stages - 1))
     rank = schedule.home[stage]
-    kept = [action for action in schedule.actions[rank] if not (action.computes and action.stage == stage)]
+    kept = [
+        action
+        for action in schedule.actions[rank]
+        if not (action.computes and action.stage == stage)
+    ]
     error = refused(changed(schedule, rank, kept))
     assert f"stage {stage} is dead: rank {rank}" in str(error)
     assert error.action == Action("forward", stage, 0)
@@ -170,11 +192,21 @@ def test_two_ranks_that_wait_for_each_other_are_named_with_what_they_wait_for():
     )
     error = refused(schedule)
     assert (error.rank, error.place, str(error.action)) == (0, 2, "RG0.0")
-    assert "waits for SG1.0, which is behind RI1.1; RI1.1 waits for SO0.1, which is behind RG0.0" in str(error)
+    assert (
+        "waits for SG1.0, which is behind RI1.1; RI1.1 waits for SO0.1, which is behind RG0.0"
+        in str(error)
+    )
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "zero-bubble"]), st.integers(2, 6), st.integers(1, 6), st.data())
-def test_a_rank_that_waits_for_a_gradient_before_it_sends_an_output_deadlocks(name, ranks, microbatches, data):
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zero-bubble"]),
+    st.integers(2, 6),
+    st.integers(1, 6),
+    st.data(),
+)
+def test_a_rank_that_waits_for_a_gradient_before_it_sends_an_output_deadlocks(
+    name, ranks, microbatches, data
+):
     schedule = make(name, ranks, microbatches)
     rank = data.draw(st.integers(0, ranks - 2))
     actions = list(schedule.actions[rank])
@@ -182,7 +214,10 @@ def test_a_rank_that_waits_for_a_gradient_before_it_sends_an_output_deadlocks(na
     actions.insert(0, actions.pop(place))
     error = refused(changed(schedule, rank, actions))
     assert (error.rank, error.place, error.action) == (rank, 0, actions[0])
-    assert f"(deadlock): it waits for {actions[0].counterpart}, which is behind RI{rank + 1}.0" in str(error)
+    assert (
+        f"(deadlock): it waits for {actions[0].counterpart}, which is behind RI{rank + 1}.0"
+        in str(error)
+    )
 
 
 def test_a_deadlock_is_named_by_its_circle_and_not_by_a_rank_that_waits_outside():
@@ -234,7 +269,9 @@ def test_a_message_that_nobody_receives_is_refused():
     error = refused(schedule, require_backward=False)
     assert "needs RI1.0" in str(error)
     schedule = written("F0.0 SO0.0 RG0.0 B0.0", "RI1.0 F1.0 B1.0 SG1.0")
-    without = changed(schedule, 0, [action for action in schedule.actions[0] if action.stage == 0][:2])
+    without = changed(
+        schedule, 0, [action for action in schedule.actions[0] if action.stage == 0][:2]
+    )
     error = refused(without, require_backward=False)
     assert str(error.action) == "SG1.0"
     assert "never received: RG0.0 is missing on rank 0" in str(error)
@@ -249,5 +286,10 @@ def test_forwards_alone_are_refused_where_backwards_are_required():
 def test_the_error_reaches_another_process_whole():
     error = refused(written("F0.0"))
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.rank, copy.place, copy.action) == (str(error), 0, None, Action("backward", 0, 0))
+    assert (str(copy), copy.rank, copy.place, copy.action) == (
+        str(error),
+        0,
+        None,
+        Action("backward", 0, 0),
+    )
     assert isinstance(copy, ValueError)

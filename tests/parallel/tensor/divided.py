@@ -14,19 +14,25 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
+from dure.contracts.strategy import Place
 from dure.parallel.tensor import parallelize, plan_for, whole_state_dict
-from dure.strategy import Place
 
 Scores = Callable[[nn.Module, Tensor], Tensor]
 
 
-def on_ranks(ranks: int, program: Callable[[Place], Any], backend: Any = "dure", deadline: float = 60) -> list[Any]:
+def on_ranks(
+    ranks: int, program: Callable[[Place], Any], backend: Any = "dure", deadline: float = 60
+) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
     def gathered(place: Place) -> list[Any]:
-        return [pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))]
+        return [
+            pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
+        ]
 
-    result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(gathered, lambda event: None)
+    result: list[Any] = dure.Processes(ranks, deadline=deadline, backend=backend).run(
+        gathered, lambda event: None
+    )
     return result
 
 
@@ -46,7 +52,8 @@ def at_all_degrees(program: Callable[[Group], Any], deadline: float = 60) -> dic
 
 
 def transformer(tied: bool = False, **options: Any) -> nn.Module:
-    """A small one in float64, whose gradients are large enough to be seen. The vocabulary is odd."""
+    """A small one in float64, whose gradients are large enough to be seen. The vocabulary is
+    odd."""
     torch.manual_seed(1)
     settings = {"context": 8, "layers": 2, "heads": 4, "width": 16, **options}
     model = dure.models.Transformer(13, tied=tied, **settings).double()
@@ -59,19 +66,34 @@ def enliven(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+            parameter.add_(
+                0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            )
 
 
 def mlp() -> nn.Module:
     torch.manual_seed(1)
-    layers = [nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5)]
+    layers = [
+        nn.Linear(6, 12),
+        nn.Tanh(),
+        nn.Linear(12, 8),
+        nn.ReLU(),
+        nn.Linear(8, 16),
+        nn.GELU(),
+        nn.Linear(16, 5),
+    ]
     return nn.Sequential(*layers, nn.Softplus(), nn.Linear(5, 3)).double()
 
 
-def texts(count: int, vocabulary: int = 13, length: int = 8, batch: int = 3) -> list[tuple[Tensor, Tensor]]:
+def texts(
+    count: int, vocabulary: int = 13, length: int = 8, batch: int = 3
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(4)
     shape = (batch, length)
-    return [tuple(torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2)) for _ in range(count)]  # type: ignore[misc]
+    return [
+        tuple(torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2))
+        for _ in range(count)
+    ]  # type: ignore[misc]
 
 
 def numbers(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -98,7 +120,9 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor], scores: Scores = ow
     return loss.item()
 
 
-def train(model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], scores: Scores = own_scores) -> list[float]:
+def train(
+    model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], scores: Scores = own_scores
+) -> list[float]:
     """SGD with momentum; the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -134,7 +158,8 @@ def compare(
     scores: Scores = own_scores,
     **options: Any,
 ) -> dict[str, float]:
-    """How far the divided model is from the undivided one: gradients, losses, weights after all steps."""
+    """How far the divided model is from the undivided one: gradients, losses, weights after all
+    steps."""
     alone = make()
     model = copy.deepcopy(alone)
     parallelize(model, plan_for(model, **options), group)

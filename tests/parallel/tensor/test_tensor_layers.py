@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dure.collectives.group import Group
+from dure.contracts.strategy import Place
 from dure.parallel.tensor import ColumnParallel, RowParallel, own_draws
 from dure.parallel.tensor import functions as between
 from dure.parallel.tensor.division import Division, sharers
-from dure.strategy import Place
 
 CLOSE = 1e-10
 
@@ -54,7 +54,8 @@ SHAPES = st.builds(
 
 
 def pair(shape: Shape, group: Group) -> float:
-    """How far a column-parallel layer and a row-parallel one are from what they divide; all of their gradients too."""
+    """How far a column-parallel layer and a row-parallel one are from what they divide; all of
+    their gradients too."""
     size, rank = group.size, group.rank
     blocks = [block * size for block in shape.blocks]
     hidden = sum(blocks)
@@ -70,11 +71,19 @@ def pair(shape: Shape, group: Group) -> float:
     outputs = F.linear(torch.tanh(F.linear(inputs, first, biases[0])), second, biases[1])
     outputs.square().sum().backward()
 
-    stored = [each.detach().t().clone() if shape.transposed else each.detach().clone() for each in (first, second)]
+    stored = [
+        each.detach().t().clone() if shape.transposed else each.detach().clone()
+        for each in (first, second)
+    ]
     for each in stored:
         each.requires_grad_()
-    how: dict[str, Any] = {"transposed": shape.transposed, "sequence": 1 if shape.sequence else None}
-    column = ColumnParallel(stored[0], biases[0], group, blocks=blocks, overlap=shape.overlap, **how)
+    how: dict[str, Any] = {
+        "transposed": shape.transposed,
+        "sequence": 1 if shape.sequence else None,
+    }
+    column = ColumnParallel(
+        stored[0], biases[0], group, blocks=blocks, overlap=shape.overlap, **how
+    )
     row = RowParallel(stored[1], biases[1], group, **how)
     row_division = Division(0 if shape.transposed else 1, tuple(blocks))
     with torch.no_grad():  # its inputs come in the order of the column's blocks
@@ -90,7 +99,9 @@ def pair(shape: Shape, group: Group) -> float:
     expected.append(Division(0, tuple(blocks)).part(weights[0].grad, rank, size))
     expected.append(Division(1, tuple(blocks)).part(weights[1].grad, rank, size))
     got = [found, own.grad]
-    got += [each.weight.grad.t() if shape.transposed else each.weight.grad for each in (column, row)]
+    got += [
+        each.weight.grad.t() if shape.transposed else each.weight.grad for each in (column, row)
+    ]
     if shape.bias:
         expected += [Division(0, tuple(blocks)).part(weights[2].grad, rank, size), weights[3].grad]
         got += [column.bias.grad, row.bias.grad]
@@ -105,7 +116,8 @@ def test_a_pair_of_layers_is_what_it_divides(degree: int, shapes: list[Shape]) -
 
 
 def costs(group: Group) -> dict[str, tuple[int, int]]:
-    """Elements that a rank sends, there and back, of 48 in the whole; everything is checked against plain sums."""
+    """Elements that a rank sends, there and back, of 48 in the whole; everything is checked against
+    plain sums."""
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(2, 4, 6 * 4, generator=generator, dtype=torch.float64)
     size, rank = group.size, group.rank
@@ -155,7 +167,8 @@ def test_what_travels() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12))
 def test_units_and_ranks_go_into_each_other(units: int, width: int, size: int) -> None:
-    """Each rank has whole units, or so many ranks share one that its outputs are divided evenly; else it is said."""
+    """Each rank has whole units, or so many ranks share one that its outputs are divided evenly;
+    else it is said."""
     if units % size == 0:
         assert sharers("a layer", units * width, size, width) == 1
     elif size % units == 0 and width % (size // units) == 0:
@@ -199,21 +212,37 @@ def several(place: Place) -> None:
     assert single.weight.grad.dtype == torch.float32
 
     for kind, sizes, message in (
-        (ColumnParallel, (6, 9), "the column-parallel layer with 9 outputs has 9 to divide, not a multiple of the "),
-        (RowParallel, (7, 4), "the row-parallel layer with 7 inputs has 7 to divide, not a multiple of the degree 2"),
+        (
+            ColumnParallel,
+            (6, 9),
+            "the column-parallel layer with 9 outputs has 9 to divide, not a multiple of the ",
+        ),
+        (
+            RowParallel,
+            (7, 4),
+            "the row-parallel layer with 7 inputs has 7 to divide, not a multiple of the degree 2",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             kind.from_linear(linear(*sizes), group)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"3 \(units of 4\) to divide, not a multiple of the degree 2"):
+    with pytest.raises(
+        ValueError, match=r"3 \(units of 4\) to divide, not a multiple of the degree 2"
+    ):
         ColumnParallel.from_linear(linear(6, 12), group, unit=4)
-    with pytest.raises(ValueError, match=r"the blocks \[4, 4\] of .* do not make up its 12 outputs"):
+    with pytest.raises(
+        ValueError, match=r"the blocks \[4, 4\] of .* do not make up its 12 outputs"
+    ):
         ColumnParallel.from_linear(linear(6, 12), group, blocks=(4, 4))
-    with pytest.raises(ValueError, match="has 2 blocks, and units can be shared where there is one"):
+    with pytest.raises(
+        ValueError, match="has 2 blocks, and units can be shared where there is one"
+    ):
         ColumnParallel.from_linear(linear(6, 12), group, blocks=(6, 6), shares=True)
     with pytest.raises(ValueError, match="a Conv1d is no linear layer"):
         RowParallel.from_linear(nn.Conv1d(2, 2, 1), group)
     odd = RowParallel.from_linear(linear(6, 4), group, sequence=1, input_is_parallel=False)
-    with pytest.raises(ValueError, match="a sequence of 3 cannot be divided by the degree 2: pad it"):
+    with pytest.raises(
+        ValueError, match="a sequence of 3 cannot be divided by the degree 2: pad it"
+    ):
         odd(inputs[:, :3])
 
     torch.manual_seed(0)
@@ -231,7 +260,8 @@ def test_options_and_errors(backend: str) -> None:
 
 
 def dropping(group: Group, again: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What dropout has left inside and outside, and the gradient; again: by a checkpoint that computes it twice."""
+    """What dropout has left inside and outside, and the gradient; again: by a checkpoint that
+    computes it twice."""
     from dure.parallel.tensor import parallelize, plan_for
 
     torch.manual_seed(2)
@@ -241,7 +271,9 @@ def dropping(group: Group, again: bool) -> tuple[list[Tensor], list[Tensor], Ten
     parallelize(model, plan_for(model), group)
     seen: tuple[list[Tensor], list[Tensor]] = ([], [])
     for place, index in enumerate((1, 3)):
-        model[index].register_forward_hook(lambda m, i, o, place=place: seen[place].append((o == 0).double()))
+        model[index].register_forward_hook(
+            lambda m, i, o, place=place: seen[place].append((o == 0).double())
+        )
     output = checkpoint(model, inputs, use_reentrant=False) if again else model(inputs)
     output.square().sum().backward()
     assert inputs.grad is not None

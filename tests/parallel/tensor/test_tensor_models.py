@@ -30,7 +30,9 @@ def test_own_models() -> None:
         for tied in (False, True):
             for sequence in (False, True):
                 make = partial(transformer, tied)
-                found[f"tied {tied}, sequence {sequence}"] = compare(group, make, texts(10), sequence=sequence)
+                found[f"tied {tied}, sequence {sequence}"] = compare(
+                    group, make, texts(10), sequence=sequence
+                )
         return found
 
     check(at_all_degrees(program))
@@ -41,7 +43,9 @@ def gpt2(implementation: str = "sdpa") -> nn.Module:
 
     torch.manual_seed(1)
     none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    config = GPT2Config(vocab_size=13, n_positions=8, n_embd=16, n_layer=2, n_head=4, use_cache=False, **none)
+    config = GPT2Config(
+        vocab_size=13, n_positions=8, n_embd=16, n_layer=2, n_head=4, use_cache=False, **none
+    )
     config._attn_implementation = implementation
     return GPT2LMHeadModel(config).double()
 
@@ -77,7 +81,9 @@ def written_alike(group: Group) -> None:
         parallelize(model, plan_for(model), group)
         with torch.no_grad():
             one, other = (
-                each.generate(start, max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0)  # type: ignore[operator]
+                each.generate(
+                    start, max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0
+                )  # type: ignore[operator]
                 for each in (alone, model)
             )
         assert torch.equal(one, other)
@@ -94,7 +100,11 @@ def test_models_of_hugging_face() -> None:
                 make = partial(gpt2, implementation)
                 name = f"GPT-2, {implementation}, sequence {sequence}"
                 found[name] = compare(group, make, texts(10), face_scores, sequence=sequence)
-            for heads, tied in ((4, False), (2, True), (1, False)):  # four ranks share heads of keys, or one
+            for heads, tied in (
+                (4, False),
+                (2, True),
+                (1, False),
+            ):  # four ranks share heads of keys, or one
                 name = f"Llama, {heads} heads, tied {tied}, sequence {sequence}"
                 make = partial(llama, heads, tied)
                 found[name] = compare(group, make, texts(10), face_scores, sequence=sequence)

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from divided import apart, at_all_degrees, backward, enliven, mlp, own_scores, texts, train, transformer
+from divided import (
+    apart,
+    at_all_degrees,
+    backward,
+    enliven,
+    mlp,
+    own_scores,
+    texts,
+    train,
+    transformer,
+)
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -49,7 +59,8 @@ def bytes_of_a_step(group: Group) -> list[int]:
 
 
 def test_bytes() -> None:
-    """Two all-reduces of b·s·h elements forward and two backward a layer, one each for embedding and output layer."""
+    """Two all-reduces of b·s·h elements forward and two backward a layer, one each for embedding
+    and output layer."""
     for size, rows in at_all_degrees(bytes_of_a_step).items():
 
         def all_reduce(n: int, size: int = size) -> int:
@@ -81,11 +92,18 @@ def states(group: Group) -> list[bool]:
         found.append((model.output.weight is model.embedding.weight) == tied)
         on_root = whole_state_dict(model, everywhere=False)
         found.append(bool(on_root) == (group.rank == 0))
-        with pytest.raises(ValueError, match=r"the state misses norm\.weight: it is not that of this model"):
-            load_whole(model, {name: value for name, value in state.items() if name != "norm.weight"})
+        with pytest.raises(
+            ValueError, match=r"the state misses norm\.weight: it is not that of this model"
+        ):
+            load_whole(
+                model, {name: value for name, value in state.items() if name != "norm.weight"}
+            )
         with pytest.raises(ValueError, match="the state has beside the model's more:"):
             load_whole(model, {**state, "more": torch.zeros(1)})
-        with pytest.raises(ValueError, match=r"norm.weight has the shape \[3\] in the state, and \[16\] in the model"):
+        with pytest.raises(
+            ValueError,
+            match=r"norm.weight has the shape \[3\] in the state, and \[16\] in the model",
+        ):
             load_whole(model, {**state, "norm.weight": torch.zeros(3)})
         divided, replicated = divided_parameters(model), replicated_parameters(model)
         found.append(divided.keys() | replicated.keys() == dict(model.named_parameters()).keys())
@@ -114,7 +132,9 @@ def norms(group: Group) -> float:
         copied.zero_grad()
         before = train(copied, texts(2))
         fresh = transformer()
-        worst = max(worst, *(abs(a - b) for a, b in zip(before, train(fresh, texts(2)), strict=True)))
+        worst = max(
+            worst, *(abs(a - b) for a, b in zip(before, train(fresh, texts(2)), strict=True))
+        )
     return worst
 
 
@@ -167,7 +187,11 @@ def refusals(group: Group) -> None:
         assert apart(model.state_dict(), before) == 0
         assert not divided_parameters(model)
 
-    refused(mlp(), {"nothing.*": Column()}, r"the plan's 'nothing.\*' matches no module of this Sequential")
+    refused(
+        mlp(),
+        {"nothing.*": Column()},
+        r"the plan's 'nothing.\*' matches no module of this Sequential",
+    )
     refused(mlp(), {"0": "column"}, "the plan says 'column' for '0', which is none of the kinds")
     refused(mlp(), {"1": Column()}, "1: a Tanh is no linear layer")
     refused(mlp(), {"0": Column(), "2": Vocabulary()}, "2 is a Linear: only an nn.Embedding")
@@ -180,17 +204,27 @@ def refusals(group: Group) -> None:
         with pytest.raises(ValueError, match="there is no pair of linear layers"):
             plan_for(nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 4)))
     tied = transformer(True)
-    refused(tied, {"embedding": Vocabulary()}, "embedding and output share a parameter: the plan has to divide both")
+    refused(
+        tied,
+        {"embedding": Vocabulary()},
+        "embedding and output share a parameter: the plan has to divide both",
+    )
     with pytest.raises(ValueError, match="there is no ready plan for a Unknown; write one"):
         plan_for(Unknown())
-    with pytest.raises(ValueError, match="there is no ready plan with sequence=True for a Sequential"):
+    with pytest.raises(
+        ValueError, match="there is no ready plan with sequence=True for a Sequential"
+    ):
         plan_for(mlp(), sequence=True)
     with pytest.raises(ValueError, match="there is no pair of linear layers"):
         plan_for(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)))
     if group.size == 4:
         odd = transformer(heads=2)
         refused(odd, plan_for(odd), "blocks.0 has heads = 2, not a multiple of the degree 4")
-        refused(mlp(), {"6": Row(), "8": Column()}, "8 with 3 outputs has 3 to divide, not a multiple of the degree 4")
+        refused(
+            mlp(),
+            {"6": Row(), "8": Column()},
+            "8 with 3 outputs has 3 to divide, not a multiple of the degree 4",
+        )
     done = mlp()
     parallelize(done, plan_for(done), group)
     with pytest.raises(ValueError, match="this model is divided already"):
@@ -209,7 +243,8 @@ def test_ready_plans_of_multilayer_perceptrons() -> None:
 
 
 def test_pairs_are_where_layers_stand() -> None:
-    """Layers that stand in several places are seen in each; a linear one would end a pair and begin one."""
+    """Layers that stand in several places are seen in each; a linear one would end a pair and begin
+    one."""
     again, softmax = nn.Linear(6, 6), nn.Softmax(-1)
     several = {
         "a linear layer twice": nn.Sequential(again, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), again),
@@ -220,7 +255,9 @@ def test_pairs_are_where_layers_stand() -> None:
         with pytest.raises(ValueError, match=r"there is no (pair|ready plan)"):
             pytest.fail(f"{what}: {plan_for(model)}")
     relu = nn.ReLU()
-    model = nn.Sequential(nn.Linear(6, 8), relu, nn.Linear(8, 4), relu, nn.Linear(4, 6), relu, nn.Linear(6, 2))
+    model = nn.Sequential(
+        nn.Linear(6, 8), relu, nn.Linear(8, 4), relu, nn.Linear(4, 6), relu, nn.Linear(6, 2)
+    )
     assert plan_for(model) == {"0": Column(), "2": Row(), "4": Column(), "6": Row()}
 
 
@@ -229,7 +266,9 @@ class Repeated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        block = nn.ModuleDict({"one": nn.Linear(6, 8), "two": nn.Linear(6, 8), "back": nn.Linear(8, 6)})
+        block = nn.ModuleDict(
+            {"one": nn.Linear(6, 8), "two": nn.Linear(6, 8), "back": nn.Linear(8, 6)}
+        )
         self.blocks = nn.ModuleList([Gated(block)] * 2)
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -257,7 +296,9 @@ def repeated(group: Group) -> float:
     names = {"one": part, "two": part, "back": Row()}
     plan: dict[str, Any] = {f"blocks.*.layers.{name}": kind for name, kind in names.items()}
     parallelize(model, {"blocks.*": Enter(), **plan}, group)
-    inputs = [torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6).requires_grad_() for _ in range(2)]
+    inputs = [
+        torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6).requires_grad_() for _ in range(2)
+    ]
     for each, given in zip((alone, model), inputs, strict=True):
         each(given).square().sum().backward()
     return float((inputs[0].grad - inputs[1].grad).abs().max())  # type: ignore[operator]

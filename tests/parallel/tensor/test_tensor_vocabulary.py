@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.collectives.group import Group
-from dure.parallel.tensor import VocabularyEmbedding, VocabularyOutput, vocabulary_parallel_cross_entropy
+from dure.parallel.tensor import (
+    VocabularyEmbedding,
+    VocabularyOutput,
+    vocabulary_parallel_cross_entropy,
+)
 
 CLOSE = 1e-10
 
@@ -40,7 +44,12 @@ def losses(group: Group) -> float:
                 for reduction in ("mean", "sum", "none"):
                     alone = F.cross_entropy(scores, targets, reduction=reduction, **options)  # type: ignore[arg-type]
                     (expected,) = torch.autograd.grad(alone.square().sum(), scores)
-                    part = scores.detach().tensor_split(group.size, dim)[group.rank].clone().requires_grad_()
+                    part = (
+                        scores.detach()
+                        .tensor_split(group.size, dim)[group.rank]
+                        .clone()
+                        .requires_grad_()
+                    )
                     known = vocabulary if reduction == "sum" else None
                     loss = vocabulary_parallel_cross_entropy(
                         part, targets, group, reduction=reduction, vocabulary=known, **options
@@ -50,7 +59,9 @@ def losses(group: Group) -> float:
                         assert bool(loss.isnan().all())
                         continue
                     worst = max(worst, distance(loss, alone))
-                    worst = max(worst, distance(found, expected.tensor_split(group.size, dim)[group.rank]))
+                    worst = max(
+                        worst, distance(found, expected.tensor_split(group.size, dim)[group.rank])
+                    )
     return worst
 
 
@@ -105,7 +116,9 @@ def embeddings(group: Group) -> float:
         assert alone.weight.grad is not None
         own = alone.weight.grad.tensor_split(group.size)[group.rank]
         worst = max(worst, distance(layer.weight.grad, own))
-        with pytest.raises(IndexError, match="outside of the vocabulary" if group.size > 1 else "out of range"):
+        with pytest.raises(
+            IndexError, match="outside of the vocabulary" if group.size > 1 else "out of range"
+        ):
             layer(indices + symbols)
     return worst
 

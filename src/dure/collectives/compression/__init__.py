@@ -8,7 +8,8 @@
     Sign            signs and one mean magnitude a tensor, error feedback       Karimireddy
     PowerSGD        a matrix of low rank, error feedback                        Vogels
 
-What they have in common is in `compression.py`. As text, `top-k:0.01`, `power-sgd:2`: `parse` reads what `str` writes.
+What they have in common is in `compression.py`. As text, `top-k:0.01`, `power-sgd:2`: `parse` reads
+what `str` writes.
 """
 
 from dure.collectives.compression.cast import Cast
@@ -20,10 +21,11 @@ from dure.collectives.compression.power_sgd import PowerSGD
 from dure.collectives.compression.qsgd import QSGD
 from dure.collectives.compression.sign import Sign
 from dure.collectives.compression.top_k import TopK
-from dure.written import read
+from dure.settings import read
 
 COMPRESSIONS: dict[str, type[Compression]] = {
-    compression.name: compression for compression in (NoCompression, Cast, TopK, QSGD, OneBit, Sign, PowerSGD)
+    compression.name: compression
+    for compression in (NoCompression, Cast, TopK, QSGD, OneBit, Sign, PowerSGD)
 }
 """Every compression by the name its text form begins with."""
 
@@ -31,7 +33,8 @@ COMPRESSIONS: dict[str, type[Compression]] = {
 def parse(text: str) -> Compression:
     """The compression that `text` names: "none", "cast:float16", "top-k:0.01", …
 
-    Raises ValueError for an unknown name, for too many values, and for values that are not what they should be.
+    Raises ValueError for an unknown name, for too many values, and for values that are not what
+    they should be.
     """
     return read(text, COMPRESSIONS, "compression")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.arguments import check_writable
-from dure.flat import views_of
+from dure.tensors.flat import views_of
 
 
 class Bucket:
@@ -33,8 +33,9 @@ class Bucket:
                 raise ValueError(f"only floating-point numbers are compressed, not {tensor.dtype}")
             if tensor.dtype != self.dtype or tensor.device != self.device:
                 raise ValueError(
-                    f"a bucket has one dtype and device, not {self.dtype} on {self.device} and {tensor.dtype} on "
-                    f"{tensor.device}: make a compressor for each (dure.flat.by_dtype)"
+                    f"a bucket has one dtype and device, not {self.dtype} on {self.device} and "
+                    f"{tensor.dtype} on "
+                    f"{tensor.device}: make a compressor for each (dure.tensors.flat.by_dtype)"
                 )
         self.work = torch.float32 if self.dtype.itemsize < 4 else self.dtype
         self.lengths = [shape.numel() for shape in self.shapes]
@@ -51,7 +52,8 @@ class Bucket:
             check_writable(tensor)
             if tensor.dtype != self.dtype or tensor.device != self.device:
                 raise ValueError(
-                    f"the compressor was made for {self.dtype} on {self.device}, not {tensor.dtype} on {tensor.device}"
+                    f"the compressor was made for {self.dtype} on {self.device}, not "
+                    f"{tensor.dtype} on {tensor.device}"
                 )
 
     def zeros(self) -> Tensor:
@@ -59,16 +61,23 @@ class Bucket:
         return torch.zeros(self.n, dtype=self.work, device=self.device)
 
     def vector(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All elements, in the work dtype: the tensors' own memory if it is one piece of that dtype, or else a copy."""
+        """All elements, in the work dtype: the tensors' own memory if it is one piece of that
+        dtype, or else a copy."""
         whole = one_piece(tensors) if self.work == self.dtype else None
         return (
-            whole if whole is not None else torch.cat([tensor.detach().reshape(-1).to(self.work) for tensor in tensors])
+            whole
+            if whole is not None
+            else torch.cat([tensor.detach().reshape(-1).to(self.work) for tensor in tensors])
         )
 
     def tensors(self, vector: Tensor) -> list[Tensor]:
-        """The vector as tensors of the bucket's shapes and dtype; views of it, where the dtype is the same."""
+        """The vector as tensors of the bucket's shapes and dtype; views of it, where the dtype is
+        the same."""
         pieces = torch.split(vector, self.lengths)
-        return [piece.to(self.dtype).view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        return [
+            piece.to(self.dtype).view(shape)
+            for piece, shape in zip(pieces, self.shapes, strict=True)
+        ]
 
     def give_back(self, vector: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the vector's elements into the tensors, unless they are there already."""
@@ -83,7 +92,8 @@ class Bucket:
 
 
 def one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The vector whose consecutive pieces the tensors are, as the gradients of a flat buffer; None if they are not."""
+    """The vector whose consecutive pieces the tensors are, as the gradients of a flat buffer; None
+    if they are not."""
     first = tensors[0].detach()
     storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:

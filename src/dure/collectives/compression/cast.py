@@ -3,14 +3,15 @@
     bfloat16    float32's range with 8 bits of precision: off by at most 2^-9 of the number
     float16     11 bits of precision, off by at most 2^-12, between 6e-5 and 65504; smaller ones lose bits, or are 0
 
-The sum is an all-reduce of halves, whose additions are made in float32 (`dure.collectives.operation`): `one_shot`
-rounds the sum once, a ring rounds each partial sum. In float16 each part is divided by N before it is cast, and the
-sum is multiplied by N at the end, so it overflows where the mean would overflow and not before; what overflows is
-infinite on all ranks.
+The sum is an all-reduce of halves, whose additions are made in float32
+(`dure.collectives.operation`): `one_shot` rounds the sum once, a ring rounds each partial sum. In
+float16 each part is divided by N before it is cast, and the sum is multiplied by N at the end, so
+it overflows where the mean would overflow and not before; what overflows is infinite on all ranks.
 
 Cost: the all-reduce's elements, 2 bytes each. Nothing is remembered.
 
-Source: the halves of mixed-precision training, P. Micikevicius et al., ICLR 2018; as a hook, torch's `fp16_compress`.
+Source: the halves of mixed-precision training, P. Micikevicius et al., ICLR 2018; as a hook,
+torch's `fp16_compress`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Numbers travel as halves: `bfloat16` (any size, 8 bits) or `float16` (up to 65504, 11 bits)."""
+    """Numbers travel as halves: `bfloat16` (any size, 8 bits) or `float16` (up to 65504, 11
+    bits)."""
 
     name: ClassVar[str] = "cast"
     dtype: str = "bfloat16"
@@ -86,7 +88,8 @@ class CastCompressor:
         self.bucket.give_back(vector.mul_(group.size) if divided else vector, tensors)
 
     def _memory(self, group: Group) -> Tensor:
-        """Where the halves are, for all calls: shared memory, if the backend reduces there in place."""
+        """Where the halves are, for all calls: shared memory, if the backend reduces there in
+        place."""
         if self.bucket.device.type == "cpu" and group.backend(self.bucket.device) == "dure":
             return empty_shared(self.bucket.n, dtype=self.half)
         return torch.empty(self.bucket.n, dtype=self.half, device=self.bucket.device)

@@ -1,11 +1,13 @@
 """What a compression is: settings, and what they make for a bucket of tensors.
 
-A *compression* is a frozen dataclass of the paper's hyperparameters. For a bucket of tensors it makes a *compressor*,
-which sums over the ranks of a group while fewer bytes travel, and keeps what has to be remembered from call to call.
-Most have a *codec* too, which makes bytes of tensors and tensors of bytes; their compressor all-gathers the ranks'
-bytes and adds what they decode to, in order of rank (`dure.collectives.compression.gathered`).
+A *compression* is a frozen dataclass of the paper's hyperparameters. For a bucket of tensors it
+makes a *compressor*, which sums over the ranks of a group while fewer bytes travel, and keeps what
+has to be remembered from call to call. Most have a *codec* too, which makes bytes of tensors and
+tensors of bytes; their compressor all-gathers the ranks' bytes and adds what they decode to, in
+order of rank (`dure.collectives.compression.gathered`).
 
-As text: the name and the values, `top-k:0.01`, `power-sgd:2`, `none`; `parse` reads what `str` writes.
+As text: the name and the values, `top-k:0.01`, `power-sgd:2`, `none`; `parse` reads what `str`
+writes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.gathered import GatheredCompressor
 from dure.collectives.group import Group
-from dure.written import write
+from dure.settings import write
 
 
 class Compressor(Protocol):
@@ -33,33 +35,39 @@ class Compressor(Protocol):
         group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
-        """Replaces each tensor, in place, by an approximation of its sum over the ranks: the same bits on all ranks.
+        """Replaces each tensor, in place, by an approximation of its sum over the ranks: the same
+        bits on all ranks.
 
-        tensors: of the shapes and the dtype that the compressor was made for; all ranks call it together.
-        algorithm: what carries the bytes. A compression whose ranks' bytes are gathered takes `ring` and `native` as
-        they are, `auto` as `native` on a backend that is made for the device, and for all others sends directly to
-        everybody; the bytes are the same.
+        tensors: of the shapes and the dtype that the compressor was made for; all ranks call it
+            together.
+        algorithm: what carries the bytes. A compression whose ranks' bytes are gathered takes
+        `ring` and `native` as they are, `auto` as `native` on a backend that is made for the
+        device, and for all others sends directly to everybody; the bytes are the same.
 
-        A number that is not finite on any rank arrives as one on all ranks, and error feedback is then left as it was.
-        Raises ValueError for other tensors than expected; PeerLostError if a rank is lost.
+        A number that is not finite on any rank arrives as one on all ranks, and error feedback is
+        then left as it was. Raises ValueError for other tensors than expected; PeerLostError if a
+        rank is lost.
         """
 
     def state(self) -> dict[str, Any]:
-        """All that it needs to go on with the same bits: tensors, numbers, and lists of them. They are its own."""
+        """All that it needs to go on with the same bits: tensors, numbers, and lists of them. They
+        are its own."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`. Raises ValueError if it is another bucket's."""
 
 
 class Codec(Protocol):
-    """Bytes of a bucket's vector, and back. The vector has shape (n,) and the bucket's `work` dtype."""
+    """Bytes of a bucket's vector, and back. The vector has shape (n,) and the bucket's `work`
+    dtype."""
 
     bucket: Bucket
     nbytes: int
     """Length of a payload: the same for every content."""
 
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
-        """Fills `payload`, uint8 of shape (nbytes,). seed, position: what random numbers are a function of."""
+        """Fills `payload`, uint8 of shape (nbytes,). seed, position: what random numbers are a
+        function of."""
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         """into += sign · (what the payload decodes to); sign is 1 or -1."""
@@ -73,7 +81,8 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Compression:
-    """What all compressions have in common: a name, a text form, compressors and, for most, a codec."""
+    """What all compressions have in common: a name, a text form, compressors and, for most, a
+    codec."""
 
     name: ClassVar[str]
     remembers: ClassVar[bool] = False
@@ -90,8 +99,9 @@ class Compression:
     def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
         """The compressor of a bucket.
 
-        like: tensors with the shapes, the dtype and the device of those that will be summed, of one floating-point
-        dtype; shapes matter for `PowerSGD`, `OneBit` and `Sign`. seed: the same on all ranks, another for each bucket.
+        like: tensors with the shapes, the dtype and the device of those that will be summed, of one
+        floating-point dtype; shapes matter for `PowerSGD`, `OneBit` and `Sign`. seed: the same on
+        all ranks, another for each bucket.
         """
         return GatheredCompressor(self.codec(Bucket(like)), self.remembers, seed)
 
@@ -103,21 +113,26 @@ class Compression:
         algorithm: Algorithm = "one_shot",
         call: int | None = None,
     ) -> int:
-        """Bytes that `rank` of `size` sends in an `all_reduce`; gathered payloads: N-1 times their length.
+        """Bytes that `rank` of `size` sends in an `all_reduce`; gathered payloads: N-1 times their
+        length.
 
-        call: the number of the call, from 0, for those whose first calls differ (`PowerSGD`); None: a later one.
+        call: the number of the call, from 0, for those whose first calls differ (`PowerSGD`); None:
+        a later one.
         """
         return (size - 1) * self.codec(Bucket(like)).nbytes
 
     def payload_bytes(self, like: Sequence[Tensor]) -> int:
-        """Length of what `encode` makes of tensors of these shapes. Raises ValueError where there is no codec."""
+        """Length of what `encode` makes of tensors of these shapes. Raises ValueError where there
+        is no codec."""
         return self.codec(Bucket(like)).nbytes
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor], seed: int = 0, *position: int) -> Tensor:
-        """The tensors as bytes: uint8 of shape (payload_bytes(tensors),), for a message to somebody else.
+        """The tensors as bytes: uint8 of shape (payload_bytes(tensors),), for a message to somebody
+        else.
 
-        seed, position: what the random numbers of `QSGD` are a function of; give the round and the client. Nothing is
+        seed, position: what the random numbers of `QSGD` are a function of; give the round and the
+            client. Nothing is
         remembered: for error feedback there is `ErrorFeedback`.
         """
         codec = self.codec(Bucket(tensors))
@@ -134,8 +149,10 @@ class Compression:
         codec = self.codec(Bucket(like))
         if payload.dtype != torch.uint8 or payload.shape != (codec.nbytes,):
             raise ValueError(
-                f"{self}: {codec.nbytes} bytes were expected for these shapes, not {payload.dtype} of shape "
-                f"{tuple(payload.shape)}; sender and receiver have to name the same compression and shapes"
+                f"{self}: {codec.nbytes} bytes were expected for these shapes, not {payload.dtype} "
+                f"of shape "
+                f"{tuple(payload.shape)}; sender and receiver have to name the same compression "
+                f"and shapes"
             )
         codec.check(payload)
         vector = codec.bucket.zeros()

@@ -1,9 +1,9 @@
-"""The sum of compressed parts: every rank encodes its part, all parts are all-gathered, and each rank decodes and adds
-them in order of rank.
+"""The sum of compressed parts: every rank encodes its part, all parts are all-gathered, and each
+rank decodes and adds them in order of rank.
 
-Parts that are not linear (signs, levels, indices) cannot be added on the way, so a rank sends its payload of L bytes to
-all N-1 others: (N-1)·L bytes in N-1 messages. The sum of N parts is not compressed once more, so nothing but a rank's
-own encoding is approximate.
+Parts that are not linear (signs, levels, indices) cannot be added on the way, so a rank sends its
+payload of L bytes to all N-1 others: (N-1)·L bytes in N-1 messages. The sum of N parts is not
+compressed once more, so nothing but a rank's own encoding is approximate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from dure.collectives import auto
+from dure.collectives.algorithms import auto
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression.error_feedback import ErrorFeedback
@@ -24,12 +24,17 @@ if TYPE_CHECKING:
     from dure.collectives.compression.compression import Codec
 
 
-def carrier(algorithm: Algorithm, group: Group, payload: Tensor) -> Literal["ring", "one_shot", "native"]:
+def carrier(
+    algorithm: Algorithm, group: Group, payload: Tensor
+) -> Literal["ring", "one_shot", "native"]:
     """The all-gather that stands for an all-reduce by `algorithm`."""
     if algorithm == "ring" or algorithm == "native":
         return algorithm
     kind = payload.device.type
-    made_for_it = auto.choose(len(payload), group.size, backend=group.backend(payload.device), device=kind) == "native"
+    made_for_it = (
+        auto.choose(len(payload), group.size, backend=group.backend(payload.device), device=kind)
+        == "native"
+    )
     return "native" if algorithm == "auto" and made_for_it else "one_shot"
 
 
@@ -77,6 +82,8 @@ class GatheredCompressor:
         if self.feedback is not None:
             error = state.get("error")
             if error is None or error.shape != self.feedback.error.shape:
-                raise ValueError(f"this state is not that of a compressor of {self.codec.bucket.n} numbers")
+                raise ValueError(
+                    f"this state is not that of a compressor of {self.codec.bucket.n} numbers"
+                )
             self.feedback.error.copy_(error)
         self.calls = int(state["calls"])

@@ -44,9 +44,12 @@ class NoCompression(Compression):
 
 
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
-    """Elements that a rank sends in an all-reduce. Raises ValueError for `auto`, which may be any of the others."""
+    """Elements that a rank sends in an all-reduce. Raises ValueError for `auto`, which may be any
+    of the others."""
     if algorithm not in MODULES:
-        raise ValueError(f"what {algorithm!r} sends depends on its choice; name one of {', '.join(MODULES)}")
+        raise ValueError(
+            f"what {algorithm!r} sends depends on its choice; name one of {', '.join(MODULES)}"
+        )
     return int(MODULES[algorithm].elements_sent(n, size, rank)) if size > 1 else 0
 
 
@@ -87,7 +90,11 @@ class PlainCompressor:
     ) -> None:
         self.bucket.check(tensors)
         whole = one_piece(tensors)
-        vector = whole if whole is not None else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        vector = (
+            whole
+            if whole is not None
+            else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        )
         all_reduce(vector, group, algorithm)
         self.bucket.give_back(vector, tensors)
 

@@ -1,17 +1,20 @@
-"""1-bit SGD: of each number the sign travels, and of each column the means of its positive and its negative ones.
+"""1-bit SGD: of each number the sign travels, and of each column the means of its positive and its
+negative ones.
 
     p = g + e                                  error feedback
     sent_ij = mean of the p_ij ≥ 0 in column j, where p_ij ≥ 0;  mean of the others, elsewhere
     e = p - sent
 
-A column is what belongs to one unit of a layer: a row of a weight of torch, (out, in, …), whose first dimension counts
-the units. A tensor of one dimension, such as a bias, is one column. The two means are those with the least ‖e‖ for
-these signs. A column with a number that is not finite is not finite on arrival.
+A column is what belongs to one unit of a layer: a row of a weight of torch, (out, in, …), whose
+first dimension counts the units. A tensor of one dimension, such as a bias, is one column. The two
+means are those with the least ‖e‖ for these signs. A column with a number that is not finite is not
+finite on arrival.
 
-Cost: a column of L numbers is ⌈L/8⌉ bytes of signs and two means of 4 bytes (8 in float64), to each of N-1 others.
+Cost: a column of L numbers is ⌈L/8⌉ bytes of signs and two means of 4 bytes (8 in float64), to each
+of N-1 others.
 
-Source: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-Bit Stochastic Gradient Descent and its Application to
-Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
+Source: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-Bit Stochastic Gradient Descent and its
+Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ from torch import Tensor
 
 from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.compression import Codec, Compression
-from dure.collectives.compression.packing import bits_table, in_columns, numbers, pack_signs, sign_bytes, unpack_signs
+from dure.collectives.compression.packing import (
+    bits_table,
+    in_columns,
+    numbers,
+    pack_signs,
+    sign_bytes,
+    unpack_signs,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,8 @@ def columns_of(shape: torch.Size) -> tuple[int, int]:
 
 
 class OneBitCodec:
-    """Payload: the means of what is at least 0, one a column; those of the others; then each column's signs."""
+    """Payload: the means of what is at least 0, one a column; those of the others; then each
+    column's signs."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

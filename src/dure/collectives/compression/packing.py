@@ -1,7 +1,8 @@
 """Bits side by side: signs as 8 a byte, and whole numbers of b bits as 8 in b bytes.
 
-Everything is done for many numbers at once: signs by numpy's packbits, numbers by shifting the bytes of 64-bit words
-together. On a CPU numpy does it, on a GPU torch. The first of 8 is in the lowest bits, and words are little-endian.
+Everything is done for many numbers at once: signs by numpy's packbits, numbers by shifting the
+bytes of 64-bit words together. On a CPU numpy does it, on a GPU torch. The first of 8 is in the
+lowest bits, and words are little-endian.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 1 << 17
-"""Elements that are worked on at once, so that what one pass leaves is in the cache for the next."""
+"""Elements that are worked on at once, so that what one pass leaves is in the cache for the
+next."""
 
 Array = np.ndarray[Any, Any]
 Words = TypeVar("Words", Array, Tensor)
@@ -25,7 +27,8 @@ _GATHER_BITS = 0x0102040810204080  # brings the lowest bits of a word's bytes in
 
 
 def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns; on a GPU, in one piece."""
+    """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns; on a
+    GPU, in one piece."""
     block = BLOCK if device.type == "cpu" else max(rows * length, 1)
     height, width = max(1, block // max(length, 1)), min(length, block)
     for top in range(0, rows, height):
@@ -36,10 +39,11 @@ def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[sl
 def in_columns(
     columns: Sequence[tuple[int, int]], vector: Tensor, signs: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A vector of n numbers that stands for columns, and their signs, each column's in whole bytes; in pieces.
+    """A vector of n numbers that stands for columns, and their signs, each column's in whole bytes;
+    in pieces.
 
-    columns: (how many, length of each), as they lie behind each other in the vector. Yields which columns, their
-    numbers (columns, length) and their signs (columns, ⌈length/8⌉), both as views.
+    columns: (how many, length of each), as they lie behind each other in the vector. Yields which
+    columns, their numbers (columns, length) and their signs (columns, ⌈length/8⌉), both as views.
     """
     start, at, first = 0, 0, 0
     for count, length in columns:
@@ -64,11 +68,14 @@ def numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_signs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Which numbers of a matrix (rows, L) are at least 0: uint8 (rows, ⌈L/8⌉); and how many of a row, int64 (rows,)."""
+    """Which numbers of a matrix (rows, L) are at least 0: uint8 (rows, ⌈L/8⌉); and how many of a
+    row, int64 (rows,)."""
     if matrix.device.type == "cpu":
         at_least_0 = np.greater_equal(matrix.numpy(), 0)
         counts = np.count_nonzero(at_least_0, axis=1)
-        return torch.from_numpy(np.packbits(at_least_0, axis=1, bitorder="little")), torch.from_numpy(counts)
+        return torch.from_numpy(
+            np.packbits(at_least_0, axis=1, bitorder="little")
+        ), torch.from_numpy(counts)
     return pack_signs_in_torch(matrix)
 
 
@@ -100,8 +107,8 @@ def packed_bytes(n: int, bits: int) -> int:
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     """Numbers below 2^bits, side by side.
 
-    codes: uint8 (n,), or int32 for 9 to 16 bits, of which the lowest 8 lie apart from the rest. out: uint8
-    (packed_bytes(n, bits),).
+    codes: uint8 (n,), or int32 for 9 to 16 bits, of which the lowest 8 lie apart from the rest.
+    out: uint8 (packed_bytes(n, bits),).
     """
     if bits > 8:
         low = len(codes)
@@ -175,7 +182,8 @@ def unpack_in_torch(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def _closer(words: Words, bits: int, lane: int) -> Words:
-    """In every lane of so many bits, what the upper half holds is brought down onto what the lower half holds.
+    """In every lane of so many bits, what the upper half holds is brought down onto what the lower
+    half holds.
 
     Before, half a lane of 8, 16 or 32 bits holds 1, 2 or 4 numbers.
     """

@@ -1,6 +1,8 @@
-"""PowerSGD: a gradient is sent as a matrix of low rank, by one step of a power iteration that all ranks make together.
+"""PowerSGD: a gradient is sent as a matrix of low rank, by one step of a power iteration that all
+ranks make together.
 
-For each weight, as a matrix M_w (n, m) of n = its first dimension on rank w, with the same Q (m, r) on all ranks:
+For each weight, as a matrix M_w (n, m) of n = its first dimension on rank w, with the same Q (m, r)
+on all ranks:
 
     M_w = g_w + e_w                        error feedback
     P = Σ_w M_w Q, orthonormalised         all-reduced
@@ -8,19 +10,21 @@ For each weight, as a matrix M_w (n, m) of n = its first dimension on rank w, wi
     sum = P Q'ᵀ                            on every rank, from the same P and Q'
     e_w = M_w - P Q'ᵀ / N
 
-M_w Q and M_wᵀ P are linear in M_w, so sums of factors are the factors of the sum, and an all-reduce carries them.
-The first Q is normal, a function of the seed; each is orthonormalised before it is used, so that gradients of a rank
-lower than r, and the first ones that are not, find the whole space. With r = min(n, m) the sum is exact.
+M_w Q and M_wᵀ P are linear in M_w, so sums of factors are the factors of the sum, and an all-reduce
+carries them. The first Q is normal, a function of the seed; each is orthonormalised before it is
+used, so that gradients of a rank lower than r, and the first ones that are not, find the whole
+space. With r = min(n, m) the sum is exact.
 
-Compressed are weights of at least two dimensions for which r(n+m)·min_compression < n·m; the rest travels as it is with
-the factors P. With `start_after`, so many first calls are not compressed (the authors' library waits for 100).
-What is not finite makes its matrix NaN on arrival. P and Q' have the same bits on all ranks; so have the sums, where
-the ranks' processors and libraries are alike, for each rank orthonormalises and multiplies by itself.
+Compressed are weights of at least two dimensions for which r(n+m)·min_compression < n·m; the rest
+travels as it is with the factors P. With `start_after`, so many first calls are not compressed (the
+authors' library waits for 100). What is not finite makes its matrix NaN on arrival. P and Q' have
+the same bits on all ranks; so have the sums, where the ranks' processors and libraries are alike,
+for each rank orthonormalises and multiplies by itself.
 
 Cost: two all-reduces, of Σ r·n + the rest, and of Σ r·m elements; halves travel as float32.
 
-Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization", NeurIPS 2019, and the authors' library.
+Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression
+for Distributed Optimization", NeurIPS 2019, and the authors' library.
 """
 
 from __future__ import annotations
@@ -38,15 +42,16 @@ from dure.collectives.compression.compression import Codec, Compression, Compres
 from dure.collectives.compression.error_feedback import ErrorFeedback
 from dure.collectives.compression.none import elements_sent
 from dure.collectives.group import Group
-from dure.randomness import generator
+from dure.randomness.seeds import generator
 
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
     """Low rank, with error feedback.
 
-    rank: of the approximation. min_compression: how many times smaller a matrix has to become to be compressed; 0
-    compresses all. start_after: calls before the first compressed one. Raises ValueError for negative ones.
+    rank: of the approximation. min_compression: how many times smaller a matrix has to become to be
+    compressed; 0 compresses all. start_after: calls before the first compressed one. Raises
+    ValueError for negative ones.
     """
 
     name: ClassVar[str] = "power-sgd"
@@ -59,13 +64,16 @@ class PowerSGD(Compression):
         if self.rank < 1:
             raise ValueError(f"power-sgd: the rank is at least 1, not {self.rank}")
         if not self.min_compression >= 0:
-            raise ValueError(f"power-sgd: the least compression is at least 0, not {self.min_compression}")
+            raise ValueError(
+                f"power-sgd: the least compression is at least 0, not {self.min_compression}"
+            )
         if self.start_after < 0:
             raise ValueError(f"power-sgd: it starts after 0 calls or more, not {self.start_after}")
 
     def codec(self, bucket: Bucket) -> Codec:
         raise ValueError(
-            "power-sgd: only ranks together make its factors; to send to somebody, take another compression"
+            "power-sgd: only ranks together make its factors; to send to somebody, take another "
+            "compression"
         )
 
     def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
@@ -86,7 +94,8 @@ class PowerSGD(Compression):
 
 
 class Matrix(NamedTuple):
-    """A tensor that is compressed: which one, where it begins in the vector, rows, columns, rank."""
+    """A tensor that is compressed: which one, where it begins in the vector, rows, columns,
+    rank."""
 
     tensor: int
     start: int
@@ -116,7 +125,9 @@ def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Ma
 def message_lengths(bucket: Bucket, matrices: Sequence[Matrix]) -> tuple[int, int]:
     """Elements of the two messages."""
     rest = bucket.n - sum(matrix.n * matrix.m for matrix in matrices)
-    return rest + sum(matrix.r * matrix.n for matrix in matrices), sum(matrix.r * matrix.m for matrix in matrices)
+    return rest + sum(matrix.r * matrix.n for matrix in matrices), sum(
+        matrix.r * matrix.m for matrix in matrices
+    )
 
 
 def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
@@ -127,7 +138,8 @@ def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """Orthonormal rows, as many, whose span contains that of the factor's (r, n), r ≤ n, whatever its rank is."""
+    """Orthonormal rows, as many, whose span contains that of the factor's (r, n), r ≤ n, whatever
+    its rank is."""
     rows: Tensor = torch.linalg.qr(factor.t()).Q.t().contiguous()
     return rows
 
@@ -142,8 +154,8 @@ def factors_in(message: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tenso
 class PowerSGDCompressor:
     """The factors of one bucket's matrices, and what they have left over.
 
-    Factors are kept and sent transposed, (r, n) and (r, m): BLAS is up to 25 times faster with few long rows than with
-    few long columns.
+    Factors are kept and sent transposed, (r, n) and (r, m): BLAS is up to 25 times faster with few
+    long rows than with few long columns.
     """
 
     def __init__(self, bucket: Bucket, settings: PowerSGD, seed: int) -> None:
@@ -181,7 +193,9 @@ class PowerSGDCompressor:
         first, second = map(vector.new_empty, message_lengths(self.bucket, self.matrices))
         lefts = factors_in(first, [(matrix.r, matrix.n) for matrix in self.matrices])
         rights = factors_in(second, [(matrix.r, matrix.m) for matrix in self.matrices])
-        rest = torch.split(first, [*map(Tensor.numel, lefts), *(part.stop - part.start for part in self.rest)])
+        rest = torch.split(
+            first, [*map(Tensor.numel, lefts), *(part.stop - part.start for part in self.rest)]
+        )
         rest = rest[len(lefts) :]
 
         for matrix, factor, left in zip(self.matrices, self.factors, lefts, strict=True):
@@ -216,8 +230,14 @@ class PowerSGDCompressor:
     def restore(self, state: Mapping[str, Any]) -> None:
         error, factors = state.get("error"), state.get("factors", [])
         known = [factor.shape for factor in self.factors]
-        if error is None or error.shape != self.feedback.error.shape or [f.shape for f in factors] != known:
-            raise ValueError(f"this state is not that of a compressor of {self.bucket.n} numbers with this rank")
+        if (
+            error is None
+            or error.shape != self.feedback.error.shape
+            or [f.shape for f in factors] != known
+        ):
+            raise ValueError(
+                f"this state is not that of a compressor of {self.bucket.n} numbers with this rank"
+            )
         self.feedback.error.copy_(error)
         for mine, given in zip(self.factors, factors, strict=True):
             mine.copy_(given)

@@ -1,17 +1,20 @@
-"""QSGD: numbers are rounded at random to one of 2s+1 levels, so that the mean of what arrives is what was sent.
+"""QSGD: numbers are rounded at random to one of 2s+1 levels, so that the mean of what arrives is
+what was sent.
 
 For a bucket v of numbers, with a random choice of its own for each number:
 
     Q(v)_i = ‖v‖ · sign(v_i) · l_i / s      l_i = ⌊x⌋ + 1 with probability x - ⌊x⌋, else ⌊x⌋;  x = s |v_i| / ‖v‖
 
-E[Q(v)] = v, E‖Q(v) - v‖² ≤ min(n/s², √n/s) ‖v‖² and at most s(s + √n) numbers of a bucket of n are expected to be other
-than 0. A bucket of zeros is sent as zeros, one with a number that is not finite as NaN. Nothing is remembered.
+E[Q(v)] = v, E‖Q(v) - v‖² ≤ min(n/s², √n/s) ‖v‖² and at most s(s + √n) numbers of a bucket of n are
+expected to be other than 0. A bucket of zeros is sent as zeros, one with a number that is not
+finite as NaN. Nothing is remembered.
 
-Cost: b = ⌈log2(2s+1)⌉ bits a number side by side, and the norm of each bucket, 4 bytes (8 in float64): ⌈n·b/8⌉ +
-4⌈n/bucket⌉ bytes to each of N-1 others. (The paper's Elias code is shorter where most levels are 0, and varies.)
-Random numbers are a function of (seed, call, rank).
+Cost: b = ⌈log2(2s+1)⌉ bits a number side by side, and the norm of each bucket, 4 bytes (8 in
+float64): ⌈n·b/8⌉ + 4⌈n/bucket⌉ bytes to each of N-1 others. (The paper's Elias code is shorter
+where most levels are 0, and varies.) Random numbers are a function of (seed, call, rank).
 
-Source: D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017.
+Source: D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
+Encoding", NeurIPS 2017.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ from torch.nn.functional import pad
 from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.compression import Codec, Compression
 from dure.collectives.compression.packing import BLOCK, numbers, pack, packed_bytes, unpack
-from dure.randomness import derive
+from dure.randomness.seeds import derive
 
 
 @dataclass(frozen=True)
 class QSGD(Compression):
-    """Random rounding to `levels` on each side of 0, relative to the norm of every `bucket` numbers.
+    """Random rounding to `levels` on each side of 0, relative to the norm of every `bucket`
+    numbers.
 
-    levels: 1 are 2 bits a number, 7 are 4 bits, 127 are 8 bits; at most 32767. bucket: a multiple of 8; short ones are
-    more exact. Raises ValueError for others.
+    levels: 1 are 2 bits a number, 7 are 4 bits, 127 are 8 bits; at most 32767. bucket: a multiple
+    of 8; short ones are more exact. Raises ValueError for others.
     """
 
     name: ClassVar[str] = "qsgd"
@@ -62,7 +66,12 @@ class QSGDCodec:
     """Payload: the norm of each bucket in the work dtype; then levels plus s, of b bits."""
 
     def __init__(self, bucket: Bucket, settings: QSGD) -> None:
-        self.bucket, self.levels, self.bits, self.length = bucket, settings.levels, settings.bits, settings.bucket
+        self.bucket, self.levels, self.bits, self.length = (
+            bucket,
+            settings.levels,
+            settings.bits,
+            settings.bucket,
+        )
         self.code = torch.uint8 if self.bits <= 8 else torch.int32
         self.split = -(-bucket.n // self.length) * bucket.work.itemsize
         on_cpu = bucket.device.type == "cpu"
@@ -70,7 +79,8 @@ class QSGDCodec:
         self.nbytes = self.split + packed_bytes(bucket.n, self.bits)
 
     def _blocks(self) -> Iterator[tuple[int, int, slice]]:
-        """Where pieces begin and end, of whole buckets but for the last one; and which buckets they are."""
+        """Where pieces begin and end, of whole buckets but for the last one; and which buckets they
+        are."""
         for start in range(0, self.bucket.n, self.step):
             end = min(start + self.step, self.bucket.n)
             yield start, end, slice(start // self.length, -(-end // self.length))
@@ -91,20 +101,26 @@ class QSGDCodec:
         units = torch.where(norms > 0, norms, 1) / self.levels
         for start, end, buckets in self._blocks():
             rows = self._rows(vector[start:end])
-            exact = torch.div(rows, units[buckets, None], out=scratch[: len(rows)]).view(-1)[: end - start]
+            exact = torch.div(rows, units[buckets, None], out=scratch[: len(rows)]).view(-1)[
+                : end - start
+            ]
             exact.add_(noise.from_1_to_2(end - start)).floor_().add_(self.levels - 1)
             codes = exact.to(torch.int32).clamp_(0, 2 * self.levels).to(self.code)
             pack(codes, self.bits, levels[start * self.bits // 8 : packed_bytes(end, self.bits)])
 
     def _codes(self, payload: Tensor, start: int, end: int) -> Tensor:
         levels = payload[self.split :]
-        return unpack(levels[start * self.bits // 8 : packed_bytes(end, self.bits)], self.bits, end - start)
+        return unpack(
+            levels[start * self.bits // 8 : packed_bytes(end, self.bits)], self.bits, end - start
+        )
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         units = numbers(payload[: self.split], into.dtype) / self.levels
         for start, end, buckets in self._blocks():
             rows = self._rows(self._codes(payload, start, end).to(into.dtype).sub_(self.levels))
-            into[start:end].add_(rows.mul_(units[buckets, None]).view(-1)[: end - start], alpha=sign)
+            into[start:end].add_(
+                rows.mul_(units[buckets, None]).view(-1)[: end - start], alpha=sign
+            )
 
     def is_finite(self, payload: Tensor) -> bool:
         return bool(numbers(payload[: self.split], self.bucket.work).isfinite().all())
@@ -132,7 +148,8 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 class Noise:
-    """Random numbers, uniform in [1, 2), that depend on the seed alone: the bits of the mantissa are drawn."""
+    """Random numbers, uniform in [1, 2), that depend on the seed alone: the bits of the mantissa
+    are drawn."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -147,9 +164,13 @@ class Noise:
     def from_1_to_2(self, count: int) -> Tensor:
         """The next `count` of them."""
         if self.device.type != "cpu":
-            bits = torch.empty(count, dtype=self.bits, device=self.device).random_(generator=self.generator)
+            bits = torch.empty(count, dtype=self.bits, device=self.device).random_(
+                generator=self.generator
+            )
             return bits.bitwise_and_(self.mask).bitwise_or_(self.one).view(self.dtype)
-        drawn = self.words.random_raw(-(-count * self.dtype.itemsize // 8)).view(f"i{self.dtype.itemsize}")[:count]
+        drawn = self.words.random_raw(-(-count * self.dtype.itemsize // 8)).view(
+            f"i{self.dtype.itemsize}"
+        )[:count]
         drawn &= self.mask
         drawn |= self.one
         return torch.from_numpy(drawn).view(self.dtype)

@@ -1,14 +1,16 @@
-"""Signs with error feedback: of each number only the sign travels, and of each tensor the mean magnitude.
+"""Signs with error feedback: of each number only the sign travels, and of each tensor the mean
+magnitude.
 
     p = g + e        sent = ‖p‖₁/d · sgn(p) for a tensor of d numbers, sgn(0) = 1        e = p - sent
 
-Contraction: ‖sent - p‖² = (1 - ‖p‖₁² / (d ‖p‖²)) ‖p‖² for each tensor. The sign alone, without the error kept, is
-known not to converge. A tensor with a number that is not finite is not finite on arrival.
+Contraction: ‖sent - p‖² = (1 - ‖p‖₁² / (d ‖p‖²)) ‖p‖² for each tensor. The sign alone, without the
+error kept, is known not to converge. A tensor with a number that is not finite is not finite on
+arrival.
 
 Cost: ⌈d/8⌉ + 4 bytes a tensor (+ 8 in float64), to each of N-1 others.
 
-Source: S. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression
-Schemes", ICML 2019.
+Source: S. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error Feedback Fixes SignSGD and other
+Gradient Compression Schemes", ICML 2019.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from torch import Tensor
 
 from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.compression import Codec, Compression
-from dure.collectives.compression.packing import bits_table, in_columns, numbers, pack_signs, sign_bytes, unpack_signs
+from dure.collectives.compression.packing import (
+    bits_table,
+    in_columns,
+    numbers,
+    pack_signs,
+    sign_bytes,
+    unpack_signs,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,9 @@ class SignCodec:
         scales = self._scales(payload)
         table = bits_table(-1.0, 1.0, into.dtype, into.device)
         for which, piece, signs in in_columns(self.columns, into, payload[self.split :]):
-            piece.addcmul_(unpack_signs(signs, piece.shape[1], table), scales[which, None], value=sign)
+            piece.addcmul_(
+                unpack_signs(signs, piece.shape[1], table), scales[which, None], value=sign
+            )
 
     def is_finite(self, payload: Tensor) -> bool:
         return bool(self._scales(payload).isfinite().all())

@@ -1,19 +1,22 @@
-"""Top-k: the k numbers of largest magnitude travel, with their places; what stays is kept for later.
+"""Top-k: the k numbers of largest magnitude travel, with their places; what stays is kept for
+later.
 
     p = g + e                     error feedback
     sent = the k largest |p|      e = p - sent, which is 0 at the places that were sent
 
-k is the ratio of the bucket's n numbers, rounded up: of all its tensors together, not of each. Of numbers that are
-equally large the first ones are sent. NaN counts as larger than infinity, so what is not finite is sent first.
+k is the ratio of the bucket's n numbers, rounded up: of all its tensors together, not of each. Of
+numbers that are equally large the first ones are sent. NaN counts as larger than infinity, so what
+is not finite is sent first.
 
-Cost: a rank sends k numbers and k places of 4 bytes to N-1 others: 8k(N-1) bytes in float32 (halves travel as float32).
-The contraction ‖e‖² ≤ (1 - k/n) ‖p‖² is what makes it converge.
+Cost: a rank sends k numbers and k places of 4 bytes to N-1 others: 8k(N-1) bytes in float32 (halves
+travel as float32). The contraction ‖e‖² ≤ (1 - k/n) ‖p‖² is what makes it converge.
 
-The largest are found without sorting: the threshold is guessed from a sample, what lies above the guess is collected in
-one pass, and the k largest of those are exact, or the guess is repeated with all numbers.
+The largest are found without sorting: the threshold is guessed from a sample, what lies above the
+guess is collected in one pass, and the k largest of those are exact, or the guess is repeated with
+all numbers.
 
-Sources: D. Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018; S. Stich, J.-B. Cordonnier,
-M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
+Sources: D. Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018; S.
+Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ from dure.collectives.compression.compression import Codec, Compression
 from dure.collectives.compression.packing import numbers
 
 SAMPLE = 1 << 14
-"""Numbers that the threshold is guessed from; buckets shorter than 8 times as many are searched whole."""
+"""Numbers that the threshold is guessed from; buckets shorter than 8 times as many are searched
+whole."""
 
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The `ratio` of the numbers that is largest, with error feedback. Raises ValueError unless it is in (0, 1]."""
+    """The `ratio` of the numbers that is largest, with error feedback. Raises ValueError unless it
+    is in (0, 1]."""
 
     name: ClassVar[str] = "top-k"
     remembers: ClassVar[bool] = True
@@ -52,12 +57,14 @@ class TopK(Compression):
 
 
 class TopKCodec:
-    """Payload: the k numbers in the work dtype, in the order of their places; then the places, int32, ascending."""
+    """Payload: the k numbers in the work dtype, in the order of their places; then the places,
+    int32, ascending."""
 
     def __init__(self, bucket: Bucket, ratio: float) -> None:
         if bucket.n >= 2**31:
             raise ValueError(
-                f"top-k: places of 32 bits reach up to {2**31 - 1} numbers, not {bucket.n}: use more buckets"
+                f"top-k: places of 32 bits reach up to {2**31 - 1} numbers, not {bucket.n}: use "
+                f"more buckets"
             )
         self.bucket = bucket
         self.k = min(bucket.n, math.ceil(ratio * bucket.n))
@@ -81,7 +88,8 @@ class TopKCodec:
         return torch.from_numpy(places[first_largest(magnitudes[places], self.k)])
 
     def _bits(self, vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers without their signs as whole numbers, which have the same order, infinity and NaN at the end."""
+        """The numbers without their signs as whole numbers, which have the same order, infinity and
+        NaN at the end."""
         whole = np.dtype(f"i{vector.itemsize}")
         if len(self._magnitudes) != len(vector):
             self._magnitudes = np.empty(len(vector), dtype=whole)
@@ -89,12 +97,15 @@ class TopKCodec:
         return self._magnitudes
 
     def _candidates(self, magnitudes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Ascending places that hold the k largest and few others: those above a guess, or else all."""
+        """Ascending places that hold the k largest and few others: those above a guess, or else
+        all."""
         n, k = len(magnitudes), self.k
         if n >= 8 * SAMPLE and 4 * k <= n:
             sample = magnitudes[np.random.Generator(np.random.PCG64(n)).integers(0, n, SAMPLE)]
             expected = k / n * SAMPLE
-            rank = SAMPLE - 1 - math.ceil(expected + 4 * math.sqrt(expected) + 4)  # four deviations on the safe side
+            rank = (
+                SAMPLE - 1 - math.ceil(expected + 4 * math.sqrt(expected) + 4)
+            )  # four deviations on the safe side
             places = np.flatnonzero(magnitudes >= np.partition(sample, rank)[rank])
             if len(places) >= k:
                 return places
@@ -105,14 +116,20 @@ class TopKCodec:
         into.index_add_(0, places, values, alpha=sign)
 
     def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        return numbers(payload[: self.split], self.bucket.work), numbers(payload[self.split :], torch.int32)
+        return numbers(payload[: self.split], self.bucket.work), numbers(
+            payload[self.split :], torch.int32
+        )
 
     def is_finite(self, payload: Tensor) -> bool:
         return bool(self._parts(payload)[0].isfinite().all())
 
     def check(self, payload: Tensor) -> None:
         places = self._parts(payload)[1]
-        if self.k and (int(places[0]) < 0 or int(places[-1]) >= self.bucket.n or not bool((places.diff() > 0).all())):
+        if self.k and (
+            int(places[0]) < 0
+            or int(places[-1]) >= self.bucket.n
+            or not bool((places.diff() > 0).all())
+        ):
             raise ValueError(f"top-k: the places are not ascending within 0 … {self.bucket.n - 1}")
 
 

@@ -1,10 +1,11 @@
-"""Collectives at the speed of memory: the torch.distributed backend `dure` for the ranks of one host.
+"""Collectives at the speed of memory: the torch.distributed backend `dure` for the ranks of one
+host.
 
     import dure
     torch.distributed.init_process_group("dure")
 
-What travels within a host is read where its owner wrote it, or passes through a cache-sized stage; nothing goes
-through sockets. `empty_shared` gives tensors that are reduced in place.
+What travels within a host is read where its owner wrote it, or passes through a cache-sized stage;
+nothing goes through sockets. `empty_shared` gives tensors that are reduced in place.
 
     calls       what a rank asks for, and what is wrong with it
     pool        shared memory for tensors

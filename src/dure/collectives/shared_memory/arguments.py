@@ -1,4 +1,5 @@
-"""Tensors as the backend's calls take them: what is refused with ValueError or TypeError, and parts laid end to end."""
+"""Tensors as the backend's calls take them: what is refused with ValueError or TypeError, and parts
+laid end to end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def single(values: list[Any]) -> Any:
 def check_like(tensor: Tensor, other: Tensor) -> None:
     check_tensor(tensor)
     if tensor.dtype != other.dtype:
-        raise ValueError(f"all tensors of a call have one dtype, not {tensor.dtype} and {other.dtype}")
+        raise ValueError(
+            f"all tensors of a call have one dtype, not {tensor.dtype} and {other.dtype}"
+        )
 
 
 def reducible(tensor: Tensor, op: int) -> Tensor:
@@ -40,7 +43,11 @@ def unequal(sizes: Sequence[int]) -> int:
 
 def dense_like(tensor: Tensor) -> Tensor:
     """The tensor itself if it is contiguous, else room for its values."""
-    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return (
+        tensor
+        if tensor.is_contiguous()
+        else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    )
 
 
 def copy_back(dense: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -62,7 +69,8 @@ def split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
 
 
 def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
-    """Raises ValueError unless `output` is one of as many equal parts of `source` as there are ranks."""
+    """Raises ValueError unless `output` is one of as many equal parts of `source` as there are
+    ranks."""
     _check_dtypes("reduce_scatter", output, source)
     if source.numel() != output.numel() * ranks:
         raise ValueError(
@@ -78,10 +86,15 @@ def own_block(own: Sequence[Tensor], output: Tensor, op: int) -> list[Tensor]:
     """
     parts, dtype = [reducible(part, op) for part in own], output.dtype
     elements = sum(part.numel() for part in parts)
-    if parts and (elements != output.numel() or any(part.dtype != dtype or not part.is_contiguous() for part in parts)):
+    if parts and (
+        elements != output.numel()
+        or any(part.dtype != dtype or not part.is_contiguous() for part in parts)
+    ):
         raise ValueError(
-            f"a reduce_scatter into {output.numel()} elements of {dtype} takes an own block of as many, in "
-            f"contiguous parts; these have {elements}, of {', '.join(sorted({str(part.dtype) for part in parts}))}"
+            f"a reduce_scatter into {output.numel()} elements of {dtype} takes an own block of as "
+            f"many, in "
+            f"contiguous parts; these have {elements}, of "
+            f"{', '.join(sorted({str(part.dtype) for part in parts}))}"
         )
     return parts
 

@@ -1,12 +1,14 @@
 """The torch.distributed backend `dure`: a process group of CPU tensors over shared memory.
 
-Within a host everything goes through `Host`; between hosts through gloo, or a connection of our own (`across`).
-Collectives run in the order of their issue: on the caller's thread when nothing is under way, else on the group's own.
-Sends and receives do not wait for collectives, nor these for them.
+Within a host everything goes through `Host`; between hosts through gloo, or a connection of our own
+(`across`). Collectives run in the order of their issue: on the caller's thread when nothing is
+under way, else on the group's own. Sends and receives do not wait for collectives, nor these for
+them.
 """
 
 # mypy: disable-error-code="override, assignment"
-# torch's stubs list conveniences for single tensors beside what c10d itself calls, which is what is here.
+# torch's stubs list conveniences for single tensors beside what c10d itself calls, which is what is
+# here.
 
 from __future__ import annotations
 
@@ -27,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from dure.collectives.shared_memory.across import Across, UnderWay
 from dure.collectives.shared_memory.arguments import (
     check_gathered,
     check_like,
@@ -59,6 +60,7 @@ from dure.collectives.shared_memory.host import Collectives, Deal, Pull
 from dure.collectives.shared_memory.mailbox import ANY, Mailbox
 from dure.collectives.shared_memory.meeting import Core, meet
 from dure.collectives.shared_memory.pool import empty_shared, pool
+from dure.collectives.shared_memory.two_hosts.across import Across, UnderWay
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
 from dure.errors import DureError
 
@@ -70,16 +72,16 @@ _unread: list[Tensor] = []  # what peers of groups that this process has left ma
 class Options:
     """What can be chosen for a group: pass it as `pg_options`.
 
-    core: "c" is the compiled core; "torch" does without; "auto" is C if it was built. A host uses C only if all of
-    its ranks do.
+    core: "c" is the compiled core; "torch" does without; "auto" is C if it was built. A host uses C
+    only if all of its ranks do.
     """
 
     core: Core = "auto"
 
 
 class Begun(NamedTuple):
-    """A call under way. end: waits until the result is there, and tells since when, in seconds of `time.perf_counter`;
-    is_read: whether the source may be written to again."""
+    """A call under way. end: waits until the result is there, and tells since when, in seconds of
+    `time.perf_counter`; is_read: whether the source may be written to again."""
 
     end: Callable[[], float]
     is_read: Callable[[], bool]
@@ -102,14 +104,20 @@ def create(backend_options: Any, options: Options | None = None) -> SharedMemory
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group of the backend `dure`. Users get it from init_process_group and new_group.
 
-    Beside what every process group has: `all_reduce`, the shortest way to a sum, and `monitored_barrier`.
-    Every call checks that all ranks have called the same, raises MismatchError on all ranks if not, and goes on
-    working. A rank that dies, leaves, or does not come within the group's time-out raises PeerLostError on all
-    others, which ends the group.
+    Beside what every process group has: `all_reduce`, the shortest way to a sum, and
+    `monitored_barrier`. Every call checks that all ranks have called the same, raises MismatchError
+    on all ranks if not, and goes on working. A rank that dies, leaves, or does not come within the
+    group's time-out raises PeerLostError on all others, which ends the group.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int], options: Options
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        names: Sequence[int],
+        options: Options,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
@@ -117,9 +125,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._store = store
         self._process = os.getpid()
         self._group_name, self._description = "", ""
-        store = PrefixStore(f"group {store.add(f'groups of {rank}', 1)}", store)  # keys of an earlier group may stand
+        store = PrefixStore(
+            f"group {store.add(f'groups of {rank}', 1)}", store
+        )  # keys of an earlier group may stand
         self.hosts, self._host = meet(store, rank, names, timeout.total_seconds(), options.core)
-        self._across = Across(store, rank, self.hosts, self._host, names) if len(self.hosts) > 1 else None
+        self._across = (
+            Across(store, rank, self.hosts, self._host, names) if len(self.hosts) > 1 else None
+        )
         self._ranks: Collectives = self._across or self._host
         self._line = Line(f"dure group of {size}")
         if self._across is None:
@@ -128,8 +140,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._here = next(host for host in self.hosts if rank in host)
         self._reduce = self._ranks.all_reduce
         self._closed = False
-        self._lent: deque[tuple[int, Tensor, list[object]]] = deque()  # a call's number, what all read, what it uses
-        self._starting: list[object] = []  # what the call uses that was begun last, even if an interrupt came then
+        self._lent: deque[tuple[int, Tensor, list[object]]] = (
+            deque()
+        )  # a call's number, what all read, what it uses
+        self._starting: list[
+            object
+        ] = []  # what the call uses that was begun last, even if an interrupt came then
         _groups.add(self)
 
     # What torch asks of a group.
@@ -172,21 +188,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_reduce(self, tensor: Tensor, op: int = SUM) -> None:
         """The reduction over all ranks, in place and at once; tensor: dense, on the CPU.
 
-        op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers around it.
+        op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers
+        around it.
         """
         tensor = reducible(tensor, op)
-        self._line.now(self._telling(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op))))
+        self._line.now(
+            self._telling(lambda: self._in_place(tensor, lambda dense: self._reduce(dense, op)))
+        )
 
     def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
-        """`all_reduce`, where all ranks know that all of them begin it, for as many elements, as by a plan.
+        """`all_reduce`, where all ranks know that all of them begin it, for as many elements, as by
+        a plan.
 
-        What is returned waits for its end, and tells when that was, in seconds of `time.perf_counter`. Where ranks
-        share memory by the C core nobody waits in between: up to four are under way, what all have begun is summed by
-        ranks that begin last or have come to the end, and all are ended together, by all ranks alike; any other call
-        ends them. Where ranks are `apart` the next one may be begun before, and nobody asks the others first, which
-        takes longer than a short sum: between two hosts with the core in C ranks that begin different things are told
-        when these have come, and otherwise they wait until the group's time-out is over. Elsewhere it is done at once,
-        and checked.
+        What is returned waits for its end, and tells when that was, in seconds of
+        `time.perf_counter`. Where ranks share memory by the C core nobody waits in between: up to
+        four are under way, what all have begun is summed by ranks that begin last or have come to
+        the end, and all are ended together, by all ranks alike; any other call ends them. Where
+        ranks are `apart` the next one may be begun before, and nobody asks the others first, which
+        takes longer than a short sum: between two hosts with the core in C ranks that begin
+        different things are told when these have come, and otherwise they wait until the group's
+        time-out is over. Elsewhere it is done at once, and checked.
         """
         across, tensor = self._across, reducible(tensor, op)
         if self.split_phase and tensor.numel():
@@ -197,10 +218,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return lambda: ended
         return self._begin(lambda: across.begin_all_reduce(tensor, op))
 
-    def prepare_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], Callable[[], float]]:
-        """`begin_all_reduce` of one tensor, for those who begin it again and again: all that can be is looked at here.
+    def prepare_all_reduce(
+        self, tensor: Tensor, op: int = SUM
+    ) -> Callable[[], Callable[[], float]]:
+        """`begin_all_reduce` of one tensor, for those who begin it again and again: all that can be
+        is looked at here.
 
-        It is begun by calling what is returned, when the one before has ended. MPI calls it a persistent request.
+        It is begun by calling what is returned, when the one before has ended. MPI calls it a
+        persistent request.
         """
         tensor = reducible(tensor, op)
         if not self.split_phase or not tensor.numel():
@@ -235,7 +260,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return begin
 
     def _lend(self, number: int, source: Tensor, used: list[object]) -> None:
-        """Keeps what a call that was begun reads and writes until no rank needs it; `used`: what only this one does."""
+        """Keeps what a call that was begun reads and writes until no rank needs it; `used`: what
+        only this one does."""
         lent, host = self._lent, self._host
         while lent and host.is_read(lent[0][0]):
             lent.popleft()
@@ -243,7 +269,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def apart(self) -> bool:
-        """Whether every rank has a host of its own, so that what all begin by a plan is begun at once."""
+        """Whether every rank has a host of its own, so that what all begin by a plan is begun at
+        once."""
         return self._across is not None and len(self.hosts) == self._size
 
     @property
@@ -300,17 +327,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._issue(run, opts, [tensor])
 
-    def _checked_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> tuple[Tensor, list[Tensor]]:
+    def _checked_blocks(
+        self, output: Tensor, blocks: Sequence[Tensor], op: int
+    ) -> tuple[Tensor, list[Tensor]]:
         output, blocks = reducible(output, op), [reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
-            raise ValueError(f"reduce_scatter among {self._size} ranks takes as many inputs, not {len(blocks)}")
+            raise ValueError(
+                f"reduce_scatter among {self._size} ranks takes as many inputs, not {len(blocks)}"
+            )
         own = blocks[self._rank].numel()
         if own != output.numel():
             raise ValueError(
-                f"reduce_scatter into {output.numel()} elements, but the input for rank {self._rank} has {own}"
+                f"reduce_scatter into {output.numel()} elements, but the input for rank "
+                f"{self._rank} has {own}"
             )
         if any(block.dtype != output.dtype for block in blocks):
-            raise ValueError(f"reduce_scatter into {output.dtype} of inputs that are not all {output.dtype}")
+            raise ValueError(
+                f"reduce_scatter into {output.dtype} of inputs that are not all {output.dtype}"
+            )
         return output, blocks
 
     def _reduce_blocks(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> None:
@@ -322,7 +356,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._ranks.reduce_scatter(dense, out, op, call)
         copy_back([out], [output])
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         output, blocks = single(outputs), single(inputs)
         output, blocks = self._checked_blocks(output, blocks, op)
@@ -333,28 +369,35 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Whether what is begun is ended later; the same on all ranks."""
         return self._across is None and self._host.split_phase
 
-    def begin_reduce_scatter(self, output: Tensor, source: Tensor, op: int = SUM, own: Sequence[Tensor] = ()) -> Begun:
-        """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between, nothing is copied.
+    def begin_reduce_scatter(
+        self, output: Tensor, source: Tensor, op: int = SUM, own: Sequence[Tensor] = ()
+    ) -> Begun:
+        """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between,
+        nothing is copied.
 
-        output, source: contiguous. Where ranks share memory by the C core a source that is not in shared memory
-        (`empty_shared`) is copied there first, and any other call ends those that are under way. Where ranks are
-        `apart`, all must know that all begin it, as with `begin_all_reduce`; where gloo carries it, it ends a process
-        that was sent another number of elements. Elsewhere it is done at once.
+        output, source: contiguous. Where ranks share memory by the C core a source that is not in
+        shared memory (`empty_shared`) is copied there first, and any other call ends those that are
+        under way. Where ranks are `apart`, all must know that all begin it, as with
+        `begin_all_reduce`; where gloo carries it, it ends a process that was sent another number of
+        elements. Elsewhere it is done at once.
 
-        own: contiguous tensors that together are this rank's own block, which nobody else reads, if it does not lie in
-        `source`; left alone until the end.
+        own: contiguous tensors that together are this rank's own block, which nobody else reads, if
+        it does not lie in `source`; left alone until the end.
         """
         return self.prepare_reduce_scatter(output, source, op)(own)
 
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """`begin_reduce_scatter` of the same tensors again and again: what is returned begins it, when the message of
-        the one before is read (`Begun.is_read`), and is given what is this rank's own."""
+        """`begin_reduce_scatter` of the same tensors again and again: what is returned begins it,
+        when the message of the one before is read (`Begun.is_read`), and is given what is this
+        rank's own."""
         check_scattered(output, source, self._size)
         output, source = reducible(output, op), reducible(source, op)
         if not (output.is_contiguous() and source.is_contiguous()):
-            raise ValueError("begin_reduce_scatter takes contiguous tensors: call contiguous() first")
+            raise ValueError(
+                "begin_reduce_scatter takes contiguous tensors: call contiguous() first"
+            )
         across = self._across
         if self.split_phase and source.numel():
             start = self._prepare_scatter(output, source, op)
@@ -366,12 +409,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return lambda own: start(own_block(own, output, op))
 
-    def _from_source(self, source: Tensor, begin: Callable[[], Begun]) -> Callable[[Sequence[Tensor]], Begun]:
+    def _from_source(
+        self, source: Tensor, begin: Callable[[], Begun]
+    ) -> Callable[[Sequence[Tensor]], Begun]:
         """Begins after the rank's own block was copied to where it belongs."""
 
         def begun(own: Sequence[Tensor]) -> Begun:
             if own and source.numel():
-                torch.cat([part.view(-1) for part in own], out=source.view(self._size, -1)[self._rank])
+                torch.cat(
+                    [part.view(-1) for part in own], out=source.view(self._size, -1)[self._rank]
+                )
             return begin()
 
         return begun
@@ -382,7 +429,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ended = time.perf_counter()
         return Begun(lambda: ended, lambda: True)
 
-    def _prepare_scatter(self, output: Tensor, source: Tensor, op: int) -> Callable[[Sequence[Tensor]], Begun]:
+    def _prepare_scatter(
+        self, output: Tensor, source: Tensor, op: int
+    ) -> Callable[[Sequence[Tensor]], Begun]:
         message, host = source, self._host
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
@@ -400,7 +449,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             if message is not source:
                 message.copy_(source)
             block = own
-            used = self._starting = [output, own, start]  # and what `start` keeps: the list that C has of what is own
+            used = self._starting = [
+                output,
+                own,
+                start,
+            ]  # and what `start` keeps: the list that C has of what is own
             self._promptly(beginning)
             block = ()
             self._lend(number, message, used)
@@ -422,15 +475,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         for output, source in zip(outputs, inputs, strict=True):
             check_scattered(output, source, self._size)
-        pairs = [(reducible(output, op), reducible(source, op)) for output, source in zip(outputs, inputs, strict=True)]
+        pairs = [
+            (reducible(output, op), reducible(source, op))
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
 
         def run() -> None:
             for output, source in pairs:
-                blocks = split(source.contiguous().view(-1), [output.numel()] * self._size, self._size)
+                blocks = split(
+                    source.contiguous().view(-1), [output.numel()] * self._size, self._size
+                )
                 self._reduce_blocks(output, blocks, op)
 
         return self._issue(run, opts, outputs)
@@ -462,19 +522,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for tensor in (source, *outputs):
             check_tensor(tensor)
         if len(outputs) != self._size:
-            raise ValueError(f"all_gather among {self._size} ranks takes as many outputs, not {len(outputs)}")
+            raise ValueError(
+                f"all_gather among {self._size} ranks takes as many outputs, not {len(outputs)}"
+            )
         own = outputs[self._rank]
         if own.numel() != source.numel() or any(output.dtype != source.dtype for output in outputs):
             raise ValueError(
-                f"all_gather of {source.numel()} elements of {source.dtype}, but the output for rank {self._rank} has "
+                f"all_gather of {source.numel()} elements of {source.dtype}, but the output for "
+                f"rank {self._rank} has "
                 f"{own.numel()} of {own.dtype}"
             )
 
     def _gather_all(self, outputs: Sequence[Tensor], source: Tensor) -> None:
-        """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to all."""
+        """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known
+        to all."""
         sizes = [output.numel() for output in outputs]
         extra = unequal(sizes)
-        call = Call(ALL_GATHER, NUMBER_OF[source.dtype], 0, -1, sum(sizes) if extra else source.numel(), extra)
+        call = Call(
+            ALL_GATHER,
+            NUMBER_OF[source.dtype],
+            0,
+            -1,
+            sum(sizes) if extra else source.numel(),
+            extra,
+        )
         dense = source.contiguous()
         pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
         self._ranks.exchange(call, [dense], pulls)
@@ -482,7 +553,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if own.data_ptr() != dense.data_ptr():
             own.view(-1).copy_(dense.view(-1))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         source, targets = single(inputs), single(outputs)
         self._check_gathered(targets, source)
 
@@ -493,9 +566,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._issue(run, opts, targets)
 
-    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         """output_lists[rank][k]: what `rank` gives as inputs[k]."""
-        gathers = [([outputs[index] for outputs in output_lists], source) for index, source in enumerate(inputs)]
+        gathers = [
+            ([outputs[index] for outputs in output_lists], source)
+            for index, source in enumerate(inputs)
+        ]
         for targets, source in gathers:
             self._check_gathered(targets, source)
 
@@ -510,7 +588,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [source], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
             check_tensor(output)
             check_tensor(source)
@@ -519,16 +599,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 dense = dense_like(output)
-                self._gather_all(dense.view(-1).chunk(self._size) if dense.numel() else [source] * self._size, source)
+                self._gather_all(
+                    dense.view(-1).chunk(self._size) if dense.numel() else [source] * self._size,
+                    source,
+                )
                 copy_back([dense], [output])
 
         return self._issue(run, opts, outputs)
 
     def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
-        """`all_gather_single`, begun on all ranks and ended by what is returned, which tells when it had ended.
+        """`all_gather_single`, begun on all ranks and ended by what is returned, which tells when
+        it had ended.
 
-        output, source: contiguous; the source may be its place in the output. Where ranks are `apart`, all must know
-        that all begin it, as with `begin_reduce_scatter`; elsewhere it is done at once.
+        output, source: contiguous; the source may be its place in the output. Where ranks are
+        `apart`, all must know that all begin it, as with `begin_reduce_scatter`; elsewhere it is
+        done at once.
         """
         check_tensor(output)
         check_tensor(source)
@@ -538,7 +623,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         across = self._across
         if across is not None and self.apart and source.numel():
             return self._begin(lambda: across.begin_all_gather(output, source))
-        blocks = list(output.view(-1).chunk(self._size)) if output.numel() else [source] * self._size
+        blocks = (
+            list(output.view(-1).chunk(self._size)) if output.numel() else [source] * self._size
+        )
         self._line.now(self._telling(lambda: self._gather_all(blocks, source)))
         ended = time.perf_counter()
         return lambda: ended
@@ -552,11 +639,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for tensor in (source, *targets):
             check_like(tensor, source)
         if root == self._rank and len(targets) != self._size:
-            raise ValueError(f"gather among {self._size} ranks takes as many outputs, not {len(targets)}")
+            raise ValueError(
+                f"gather among {self._size} ranks takes as many outputs, not {len(targets)}"
+            )
 
         def run() -> None:
             dense = [dense_like(target) for target in targets]
-            pulls = {rank: Pull(0, target) for rank, target in enumerate(dense) if rank != self._rank}
+            pulls = {
+                rank: Pull(0, target) for rank, target in enumerate(dense) if rank != self._rank
+            }
             deals = [
                 Deal(0, source.nbytes if rank == root else 0, dense[rank].nbytes if dense else 0)
                 for rank in range(self._size)
@@ -574,14 +665,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for tensor in (output, *sources):
             check_like(tensor, output)
         if root == self._rank and len(sources) != self._size:
-            raise ValueError(f"scatter among {self._size} ranks takes as many inputs, not {len(sources)}")
+            raise ValueError(
+                f"scatter among {self._size} ranks takes as many inputs, not {len(sources)}"
+            )
 
         def run() -> None:
             parts = [source.contiguous() for source in sources]
             dense = dense_like(output)
             given = offers(parts) if parts else [(0, 0)] * self._size
             deals = [
-                Deal(offset, nbytes, dense.nbytes if rank == root else 0) for rank, (offset, nbytes) in enumerate(given)
+                Deal(offset, nbytes, dense.nbytes if rank == root else 0)
+                for rank, (offset, nbytes) in enumerate(given)
             ]
             pulls = {} if root == self._rank else {root: Pull(0, dense)}
             self._exchange(SCATTER, root, output.dtype, parts, pulls, deals)
@@ -594,7 +688,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         if len(outputs) != self._size or len(inputs) != self._size:
             raise ValueError(
-                f"all_to_all among {self._size} ranks takes as many inputs and outputs, not {len(inputs)} and "
+                f"all_to_all among {self._size} ranks takes as many inputs and outputs, not "
+                f"{len(inputs)} and "
                 f"{len(outputs)}"
             )
         for tensor in (*outputs, *inputs):
@@ -609,29 +704,48 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         deals = [
-            Deal(offset, nbytes, output.nbytes) for (offset, nbytes), output in zip(offers(parts), outputs, strict=True)
+            Deal(offset, nbytes, output.nbytes)
+            for (offset, nbytes), output in zip(offers(parts), outputs, strict=True)
         ]
         pulls = {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
         self._exchange(ALL_TO_ALL, -1, outputs[0].dtype, parts, pulls, deals)
         outputs[self._rank].view(-1).copy_(parts[self._rank].view(-1))
 
     def all_to_all_single(
-        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> Work:
         check_like(output, output)
         check_like(source, output)
         if self._size > 1 and not (output.dim() and source.dim()):
-            raise ValueError("all_to_all splits tensors along their first dimension, and a single number has none")
-        for name, tensor, splits in (("output", output, output_splits), ("input", source, input_splits)):
+            raise ValueError(
+                "all_to_all splits tensors along their first dimension, and a single number has "
+                "none"
+            )
+        for name, tensor, splits in (
+            ("output", output, output_splits),
+            ("input", source, input_splits),
+        ):
             rows = tensor.shape[0] if tensor.dim() else 0
             if splits and (sum(splits) != rows or len(splits) != self._size):
-                raise ValueError(f"all_to_all: {name}s split as {splits} do not make up {rows} rows")
+                raise ValueError(
+                    f"all_to_all: {name}s split as {splits} do not make up {rows} rows"
+                )
             if not splits and rows % self._size:
-                raise ValueError(f"all_to_all: {rows} rows of the {name} do not divide by {self._size} ranks")
+                raise ValueError(
+                    f"all_to_all: {rows} rows of the {name} do not divide by {self._size} ranks"
+                )
 
         def run() -> None:
             dense = dense_like(output)
-            self._to_all(split(dense, output_splits, self._size), split(source.contiguous(), input_splits, self._size))
+            self._to_all(
+                split(dense, output_splits, self._size),
+                split(source.contiguous(), input_splits, self._size),
+            )
             copy_back([dense], [output])
 
         return self._issue(run, opts, [output])
@@ -645,7 +759,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """What `barrier` does, at once, without torch's layers around it."""
         self._line.now(self._telling(lambda: self._ranks.exchange(Call(BARRIER), [], {})))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """A barrier with a time-out of its own, whose error names the ranks that did not come.
 
         wait_all_ranks: accepted as torch has it; the error names all missing ranks in any case.
@@ -670,7 +786,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         pulls: dict[int, Pull],
         deals: Sequence[Deal],
     ) -> None:
-        """An exchange in which ranks know only their own sizes. What a rank keeps for itself does not take part."""
+        """An exchange in which ranks know only their own sizes. What a rank keeps for itself does
+        not take part."""
         count = sum(part.numel() for part in parts)
         self._ranks.exchange(Call(kind, NUMBER_OF[dtype], 0, root, count), parts, pulls, deals)
 
@@ -685,11 +802,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def held(self) -> int:
-        """Bytes, headers among them, that leave at once and lie with their receiver until it asks, from each rank."""
+        """Bytes, headers among them, that leave at once and lie with their receiver until it asks,
+        from each rank."""
         return 0 if self._across is not None else self._host.channel_bytes
 
     def post(self, tensor: Tensor, to: int) -> dist.Work:
-        """`send` of a contiguous tensor without torch's layers around it; what has left at once is done."""
+        """`send` of a contiguous tensor without torch's layers around it; what has left at once is
+        done."""
         check_tensor(tensor)
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor  # as torch sends it
         if self._across is not None and to not in self._here:
@@ -720,7 +839,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         tensor = single(tensors)
         check_tensor(tensor)
         if self._across is not None:
-            raise ValueError(f"recv needs to know its source in a group that spans {len(self.hosts)} hosts: pass src")
+            raise ValueError(
+                f"recv needs to know its source in a group that spans {len(self.hosts)} hosts: "
+                f"pass src"
+            )
         return self._mailbox.receive(tensor, ANY, tag)
 
     # The order of calls, and the end.
@@ -728,7 +850,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Tensor]) -> Work:
         """Runs a call at once where the caller waits for it anyway; else in line.
 
-        Arguments have been checked, so that what fails now is a surprise: the others are told, and do not wait.
+        Arguments have been checked, so that what fails now is a surprise: the others are told, and
+        do not wait.
         """
         run = self._telling(run)
         if not getattr(opts, "asyncOp", True):
@@ -737,7 +860,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._line.later(run, tensors)
 
     def _promptly(self, run: Callable[[], None]) -> None:
-        """A call of microseconds of the C core, which knows nothing of torch's modes: at once, if nobody is before."""
+        """A call of microseconds of the C core, which knows nothing of torch's modes: at once, if
+        nobody is before."""
         if not self._line.begin():
             self._line.now(run)
             return
@@ -765,12 +889,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._line.later(lambda: None, [])
 
     def abort(self) -> None:
-        """Ends the group for all ranks at once; what is under way raises PeerLostError everywhere."""
+        """Ends the group for all ranks at once; what is under way raises PeerLostError
+        everywhere."""
         if not self._closed:
             self._host.end("aborted the group")
 
     def shutdown(self, timeout: timedelta | None = None) -> None:
-        """Leaves the group: destroy_process_group calls it. Calls in line end first, or the group is aborted."""
+        """Leaves the group: destroy_process_group calls it. Calls in line end first, or the group
+        is aborted."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
@@ -795,13 +921,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ):
             setattr(self._ranks, name, _destroyed)
         self._reduce = self.all_reduce = _destroyed
-        if self._mailbox.close() and ended:  # else somebody still uses what would go: a few hundred bytes stay
+        if (
+            self._mailbox.close() and ended
+        ):  # else somebody still uses what would go: a few hundred bytes stay
             self._host.close()
 
 
 @atexit.register
 def leave_all() -> None:
-    """A process that ends without destroying its groups leaves them, so that no peer waits for it."""
+    """A process that ends without destroying its groups leaves them, so that no peer waits for
+    it."""
     for group in list(_groups):
         with contextlib.suppress(Exception):
             if not group._closed and os.getpid() == group._process:

@@ -1,4 +1,5 @@
-"""What a rank asks for in a call: kinds, dtypes and operations as numbers, and the call in words for errors."""
+"""What a rank asks for in a call: kinds, dtypes and operations as numbers, and the call in words
+for errors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch.distributed import ReduceOp
 
 from dure.errors import MismatchError
 
-ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
+ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER = (
+    range(1, 10)
+)
 BEGUN_REDUCE_SCATTER, BEGUN_ALL_REDUCE, END_OF_ALL_REDUCES = range(10, 13)
 
 KINDS: Final = dict(
@@ -75,7 +78,9 @@ SENSIBLE: Final = {
 _OTHERS: Final = tuple(
     value
     for name, value in sorted(vars(torch).items())
-    if isinstance(value, torch.dtype) and value not in REDUCIBLE and name == str(value).removeprefix("torch.")
+    if isinstance(value, torch.dtype)
+    and value not in REDUCIBLE
+    and name == str(value).removeprefix("torch.")
 )
 _DTYPES: Final = (*REDUCIBLE, *_OTHERS)
 NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
@@ -83,7 +88,8 @@ NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's part in a collective. count: elements; extra: a hash of sizes where they may be unequal."""
+    """One rank's part in a collective. count: elements; extra: a hash of sizes where they may be
+    unequal."""
 
     kind: int
     dtype: int = 0
@@ -99,17 +105,24 @@ class Call:
         words = [OPERATIONS[self.op]] if self.kind in _REDUCTIONS else []
         words += [f"root {self.root}"] if self.root >= 0 else []
         sizes = f" in unequal parts ({self.extra & 0xFFFF:04x})" if self.extra else ""
-        kind = str(_DTYPES[self.dtype]).removeprefix("torch.") if self.dtype < len(_DTYPES) else "unknown"
+        kind = (
+            str(_DTYPES[self.dtype]).removeprefix("torch.")
+            if self.dtype < len(_DTYPES)
+            else "unknown"
+        )
         return f"{name}({', '.join([*words, f'{self.count} {kind}'])}{sizes})"
 
 
 def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
-    """The number of torch's operation. Raises ValueError for the ones that are not reductions of plain tensors."""
+    """The number of torch's operation. Raises ValueError for the ones that are not reductions of
+    plain tensors."""
     if op == _SUM:  # by far the most frequent, and the others take a microsecond
         return SUM
     number = _BY_REDUCE_OP.get(getattr(op, "op", op))  # type: ignore[arg-type]
     if number is None:
-        raise ValueError(f"{op} is not supported by the dure backend; choose one of {', '.join(OPERATIONS)}")
+        raise ValueError(
+            f"{op} is not supported by the dure backend; choose one of {', '.join(OPERATIONS)}"
+        )
     return number
 
 
@@ -121,25 +134,37 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
         known = ", ".join(str(known).removeprefix("torch.") for known in REDUCIBLE)
         raise ValueError(f"tensors of {dtype} cannot be reduced; these can: {known}")
     if op == AVG:
-        raise ValueError(f"the average of {dtype} is not a {dtype}: sum it, or use a floating dtype")
+        raise ValueError(
+            f"the average of {dtype} is not a {dtype}: sum it, or use a floating dtype"
+        )
     raise ValueError(f"{OPERATIONS[op]} works on bits of integers, not on {dtype}")
 
 
 def check_tensor(tensor: Tensor) -> None:
     """Raises ValueError for tensors that do not lie densely in the memory of this host."""
-    if tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj()):
+    if (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_neg() or tensor.is_conj())
+    ):
         return
     if tensor.layout is not torch.strided:
-        raise ValueError(f"the dure backend takes dense tensors, not {tensor.layout}: call to_dense() first")
+        raise ValueError(
+            f"the dure backend takes dense tensors, not {tensor.layout}: call to_dense() first"
+        )
     if tensor.is_cpu:
-        raise ValueError("the tensor is a negated or conjugated view: call resolve_neg().resolve_conj() first")
+        raise ValueError(
+            "the tensor is a negated or conjugated view: call resolve_neg().resolve_conj() first"
+        )
     raise ValueError(
-        f"the dure backend takes CPU tensors, not one on {tensor.device}: use nccl for those, as a group of its own"
+        f"the dure backend takes CPU tensors, not one on {tensor.device}: use nccl for those, as a "
+        f"group of its own"
     )
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in one dimension. Tensors of one element or none are contiguous whatever their strides."""
+    """A contiguous tensor in one dimension. Tensors of one element or none are contiguous whatever
+    their strides."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -149,11 +174,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:
-    """The error for ranks whose calls differ; the same on every rank. names: what errors call the ranks."""
+    """The error for ranks whose calls differ; the same on every rank. names: what errors call the
+    ranks."""
     made: dict[str, list[int]] = {}
     for name, call in zip(names, calls, strict=True):
         made.setdefault(str(call), []).append(name)
-    return MismatchError(f"call {number}", tuple((tuple(ranks), text) for text, ranks in made.items()))
+    return MismatchError(
+        f"call {number}", tuple((tuple(ranks), text) for text, ranks in made.items())
+    )
 
 
 def unequal(

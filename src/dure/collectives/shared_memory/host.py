@@ -1,4 +1,5 @@
-"""The ranks of one host, and what both cores (C and torch) know of each other: who is lost, and what it last did."""
+"""The ranks of one host, and what both cores (C and torch) know of each other: who is lost, and
+what it last did."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ TICK = 0.1
 class Members:
     """The ranks of a group that live on this host.
 
-    rank: this one's place among them; names: what errors call each of them; processes: their process ids.
+    rank: this one's place among them; names: what errors call each of them; processes: their
+    process ids.
     """
 
     rank: int
@@ -40,7 +42,8 @@ class Members:
 
 @dataclass(frozen=True)
 class Pull:
-    """What a rank reads of a peer's input: bytes from `offset` on, into the contiguous tensor `into`."""
+    """What a rank reads of a peer's input: bytes from `offset` on, into the contiguous tensor
+    `into`."""
 
     offset: int
     into: Tensor
@@ -48,7 +51,8 @@ class Pull:
 
 @dataclass(frozen=True)
 class Deal:
-    """A range of bytes of its input that a rank offers to a peer, and how many bytes it wants of that peer."""
+    """A range of bytes of its input that a rank offers to a peer, and how many bytes it wants of
+    that peer."""
 
     offset: int = 0
     nbytes: int = 0
@@ -57,7 +61,8 @@ class Deal:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: the number of the call it has begun last, of the one it has finished last, and that call."""
+    """How far a rank is: the number of the call it has begun last, of the one it has finished last,
+    and that call."""
 
     begun: int
     finished: int
@@ -66,7 +71,8 @@ class Progress:
 
 
 class Watch:
-    """Sees processes die, by their pidfd: also those that are no children, and at once, before they are reaped."""
+    """Sees processes die, by their pidfd: also those that are no children, and at once, before they
+    are reaped."""
 
     def __init__(self, members: Members) -> None:
         self._processes = members.processes
@@ -120,7 +126,8 @@ class Collectives(Protocol):
     """What a group needs of its ranks: those of one host (`Host`) or of several (`Across`)."""
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
-        """In place; with a root only the root's tensor changes. `op`: a number of `calls.OPERATIONS`."""
+        """In place; with a root only the root's tensor changes. `op`: a number of
+        `calls.OPERATIONS`."""
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
         """`out` becomes the reduction of all ranks' `blocks[rank]`."""
@@ -132,10 +139,11 @@ class Collectives(Protocol):
         pulls: dict[int, Pull],
         deals: Sequence[Deal] | None = None,
     ) -> None:
-        """Every rank offers `parts`, one after another, as its input, and pulls what it wants of its peers'.
+        """Every rank offers `parts`, one after another, as its input, and pulls what it wants of
+        its peers'.
 
-        deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then the peer's to say.
-        What a rank wants of itself is the caller's to copy.
+        deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then
+        the peer's to say. What a rank wants of itself is the caller's to copy.
         """
 
 
@@ -150,9 +158,9 @@ class Host(ABC):
         self.timeout = timeout
         self._watch = Watch(members)
         self._error: BaseException | None = None
-        # Where the group spans hosts: what this rank does, in words; seconds that it waits longer, because a rank it
-        # waits for may itself wait for the network; how to tell the others of a loss, which returns the one told
-        # first; and what has been told.
+        # Where the group spans hosts: what this rank does, in words; seconds that it waits longer,
+        # because a rank it waits for may itself wait for the network; how to tell the others of a
+        # loss, which returns the one told first; and what has been told.
         self.doing: tuple[str, str] | None = None
         self.grace = 0.0
         self.tell: Callable[[PeerLostError], PeerLostError] = lambda loss: loss
@@ -170,19 +178,23 @@ class Host(ABC):
         """Whether calls can be begun and ended later; the same on all ranks."""
         return False
 
-    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> Callable[[Sequence[Tensor]], int]:
-        """What begins to make `out` the reduction of all ranks' block of `message`, which lies in the pool, and returns
-        the call's number. Where calls are `split_phase`. It is given parts that together are this rank's own block, if
-        that lies elsewhere; it is called again when the call before has ended."""
+    def prepare_reduce_scatter(
+        self, message: Tensor, out: Tensor, op: int
+    ) -> Callable[[Sequence[Tensor]], int]:
+        """What begins to make `out` the reduction of all ranks' block of `message`, which lies in
+        the pool, and returns the call's number. Where calls are `split_phase`. It is given parts
+        that together are this rank's own block, if that lies elsewhere; it is called again when the
+        call before has ended."""
         raise NotImplementedError
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
-        """What begins to make `message`, which lies in the pool, the reduction of all ranks', and returns the call's
-        number. Where calls are `split_phase`."""
+        """What begins to make `message`, which lies in the pool, the reduction of all ranks', and
+        returns the call's number. Where calls are `split_phase`."""
         raise NotImplementedError
 
     def end_call(self, number: int) -> None:
-        """Waits for the end of a call that was begun, and of those before; all-reduces end all that are under way."""
+        """Waits for the end of a call that was begun, and of those before; all-reduces end all that
+        are under way."""
         raise NotImplementedError
 
     def is_read(self, number: int) -> bool:
@@ -195,7 +207,9 @@ class Host(ABC):
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None: ...
 
     @abstractmethod
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None: ...
+    def reduce_scatter(
+        self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call
+    ) -> None: ...
 
     @abstractmethod
     def exchange(
@@ -218,8 +232,8 @@ class Host(ABC):
         """Bytes that came out of the channel from `source`; never waits."""
 
     def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
-        """Reads a body out of the channel from `source` if all of it has come, behind just this header; whether it
-        did. Else nothing is read."""
+        """Reads a body out of the channel from `source` if all of it has come, behind just this
+        header; whether it did. Else nothing is read."""
         return False
 
     @abstractmethod
@@ -265,7 +279,8 @@ class Host(ABC):
     # What follows from it.
 
     def abort(self, loss: PeerLostError) -> PeerLostError:
-        """Ends the group for all ranks of the host; returns the error that was told first, the same everywhere."""
+        """Ends the group for all ranks of the host; returns the error that was told first, the same
+        everywhere."""
         self._publish_loss(msgspec.json.encode(Loss.of(self.tell(loss))))
         return self.aborted() or loss
 
@@ -296,7 +311,9 @@ class Host(ABC):
         dead = [rank for rank in ranks if self._watch.dead(rank)]
         left = [rank for rank in ranks if rank not in dead and self.progress(rank).left]
         if dead:
-            return self._lost(dead, f"died (process {self.members.processes[dead[0]]})", operation, step)
+            return self._lost(
+                dead, f"died (process {self.members.processes[dead[0]]})", operation, step
+            )
         return self._lost(left, "left the group", operation, step) if left else None
 
     def silent(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError:
@@ -315,10 +332,15 @@ class Host(ABC):
         if progress.begun == 0:
             return " before its first call"
         what = f"call {progress.begun}, {progress.last}"
-        return f" in the middle of {what}" if progress.finished < progress.begun else f" after it had finished {what}"
+        return (
+            f" in the middle of {what}"
+            if progress.finished < progress.begun
+            else f" after it had finished {what}"
+        )
 
     def tick(self, waited: float) -> bool:
-        """Called now and then while a collective waits; True: give up, with the error kept for `failure`."""
+        """Called now and then while a collective waits; True: give up, with the error kept for
+        `failure`."""
         try:
             self._error = self.look_around(waited)
         except BaseException as error:  # Ctrl-C, above all

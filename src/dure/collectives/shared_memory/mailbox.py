@@ -1,8 +1,10 @@
-"""Messages from one rank of a host to another: matched by source and tag, in the order in which they were sent.
+"""Messages from one rank of a host to another: matched by source and tag, in the order in which
+they were sent.
 
-A message is a header and its bytes, streamed through the channel from its sender to its receiver; one that nobody
-has asked for yet is put aside. Sends and receives make progress when somebody waits for one of them, and on a thread
-of the mailbox when nobody does, so that a rank that computes, or is in a collective, holds up nobody.
+A message is a header and its bytes, streamed through the channel from its sender to its receiver;
+one that nobody has asked for yet is put aside. Sends and receives make progress when somebody waits
+for one of them, and on a thread of the mailbox when nobody does, so that a rank that computes, or
+is in a collective, holds up nobody.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _HEADER = struct.Struct("<qqq")  # bytes, tag, dtype
 HEADER_BYTES = _HEADER.size
 ANY = -1
 _SOON = 0.001  # seconds after which the thread takes over what nobody waits for
-_ASIDE_BYTES = 64 << 20  # of messages that nobody has asked for, from each source, before it has to wait
+_ASIDE_BYTES = (
+    64 << 20
+)  # of messages that nobody has asked for, from each source, before it has to wait
 _QUIET_ROUNDS = 50  # of these, after which the thread rests
 
 
@@ -58,7 +62,8 @@ class Letter(Work):
 
 @dataclass
 class _Stream:
-    """What comes in from one source: a header, then a body for a receive that has asked for it or to put aside."""
+    """What comes in from one source: a header, then a body for a receive that has asked for it or
+    to put aside."""
 
     header: Any = field(default_factory=lambda: (c_char * _HEADER.size)())
     read: int = 0
@@ -122,14 +127,17 @@ class Mailbox:
         return _HEADER.pack(dense.nbytes, tag, self._number_of[dense.dtype])
 
     def post(self, tensor: Tensor, to: int, tag: int) -> Letter | None:
-        """`send` of a contiguous tensor, for those who count microseconds: None if all of it has left already."""
+        """`send` of a contiguous tensor, for those who count microseconds: None if all of it has
+        left already."""
         if to == self._host.members.rank:
             return self.send(tensor, to, tag)
         with self._lock:
             self._raise_if_over()
             went, whole = 0, _HEADER.size + tensor.nbytes
             if not self._leaving.get(to):
-                went = self._host.channel_write(to, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes)
+                went = self._host.channel_write(
+                    to, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes
+                )
                 if went == whole:
                     return None
             letter = self._letter(tensor, to, tag)
@@ -153,15 +161,19 @@ class Mailbox:
         self._ask_for(tensor, source, tag).wait()
 
     def _is_next(self, source: int) -> bool:
-        """Whether what is asked for now is the next thing to come out of the channel; the lock is held."""
+        """Whether what is asked for now is the next thing to come out of the channel; the lock is
+        held."""
         stream = self._streams[source]
         return (
-            not (self._wanted or self._aside or stream.length >= 0 or stream.read) and source != self._host.members.rank
+            not (self._wanted or self._aside or stream.length >= 0 or stream.read)
+            and source != self._host.members.rank
         )
 
     def _take(self, tensor: Tensor, source: int, tag: int) -> bool:
         """Takes a message that has come whole, if it is the one that is asked for."""
-        return self._host.channel_take(source, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes)
+        return self._host.channel_take(
+            source, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes
+        )
 
     def _ask_for(self, tensor: Tensor, source: int, tag: int) -> Letter:
         whom = "any rank" if source == ANY else f"rank {self._name(source)}"
@@ -192,7 +204,9 @@ class Mailbox:
                 now = time.monotonic()
                 if seconds is not None and now - start >= seconds:
                     return False
-                if now - looked >= TICK:  # by the clock: others may talk on while this one's peer is lost
+                if (
+                    now - looked >= TICK
+                ):  # by the clock: others may talk on while this one's peer is lost
                     looked = now
                     if (loss := self._look_around(letter, now - start)) is not None:
                         self._end(self._host.abort(loss))
@@ -212,7 +226,8 @@ class Mailbox:
                 self._carriers -= 1
 
     def close(self) -> bool:
-        """No more messages: what is still under way fails. Whether nobody uses the host's channels any more."""
+        """No more messages: what is still under way fails. Whether nobody uses the host's channels
+        any more."""
         self._closed = True
         self._end(self._left())
         self._work_to_do.set()
@@ -245,7 +260,9 @@ class Mailbox:
         if moved:
             self._moves += 1
             if self._carriers > 1:
-                self._host.ring(self._host.members.rank)  # another thread may wait for what this one has done
+                self._host.ring(
+                    self._host.members.rank
+                )  # another thread may wait for what this one has done
         return moved
 
     def _push(self, to: int, letter: Letter) -> bool:
@@ -266,7 +283,11 @@ class Mailbox:
             return moved > 0 if stream.read < _HEADER.size else self._open(source, stream)
         assert stream.body is not None
         left = stream.length - stream.read
-        moved = self._host.channel_read(source, stream.body.data_ptr() + stream.read, left) if left else 0
+        moved = (
+            self._host.channel_read(source, stream.body.data_ptr() + stream.read, left)
+            if left
+            else 0
+        )
         stream.read += moved
         if stream.read == stream.length:
             self._shut(source, stream)
@@ -274,9 +295,12 @@ class Mailbox:
         return moved > 0
 
     def _open(self, source: int, stream: _Stream) -> bool:
-        """A header is there: where does its body go? False: nowhere yet, and there is too much put aside already."""
+        """A header is there: where does its body go? False: nowhere yet, and there is too much put
+        aside already."""
         length, stream.tag, stream.kind = _HEADER.unpack(stream.header)
-        stream.letter = next((letter for letter in self._wanted if _matches(letter, source, stream.tag)), None)
+        stream.letter = next(
+            (letter for letter in self._wanted if _matches(letter, source, stream.tag)), None
+        )
         if stream.letter is not None:
             self._wanted.remove(stream.letter)
         elif self._full(source):
@@ -297,7 +321,10 @@ class Mailbox:
         """
         if any(letter.peer in (ANY, source) for letter in self._wanted):
             return False
-        return sum(aside.body.numel() for aside in self._aside if aside.source == source) >= _ASIDE_BYTES
+        return (
+            sum(aside.body.numel() for aside in self._aside if aside.source == source)
+            >= _ASIDE_BYTES
+        )
 
     def _shut(self, source: int, stream: _Stream) -> None:
         """A body is complete."""
@@ -316,7 +343,9 @@ class Mailbox:
 
     def _arrived(self, aside: _Aside) -> None:
         """A rank's message to itself."""
-        aside.letter = next((letter for letter in self._wanted if _matches(letter, aside.source, aside.tag)), None)
+        aside.letter = next(
+            (letter for letter in self._wanted if _matches(letter, aside.source, aside.tag)), None
+        )
         self._aside.append(aside)
         if aside.letter is not None:
             self._wanted.remove(aside.letter)
@@ -347,7 +376,9 @@ class Mailbox:
         ended = self._host.aborted()
         if ended is not None:
             return ended
-        others = [rank for rank in range(self._host.members.size) if rank != self._host.members.rank]
+        others = [
+            rank for rank in range(self._host.members.size) if rank != self._host.members.rank
+        ]
         peers = others if letter.peer == ANY else [letter.peer]
         step = f"call {self._host.current()[0]}"
         loss = self._host.loss_among(peers, letter.name, step)
@@ -393,7 +424,8 @@ class Mailbox:
             raise
 
     def _carry_what_nobody_carries(self) -> None:
-        """Looks every now and then for messages that nobody has carried on meanwhile; rests when there are none."""
+        """Looks every now and then for messages that nobody has carried on meanwhile; rests when
+        there are none."""
         quiet = 0
         while not self._closed:
             if quiet >= _QUIET_ROUNDS:

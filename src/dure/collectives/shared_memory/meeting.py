@@ -1,8 +1,9 @@
 """How the ranks of a group find out who shares a host, and come to share memory.
 
-Every rank writes a card to the group's store: its host, its process, its pool. The first rank of each host makes
-the segment, a file without a name (memfd), which its peers open by /proc/<pid>/fd/<n>; when all have mapped it, it is
-closed, so that it vanishes with the last process of the group.
+Every rank writes a card to the group's store: its host, its process, its pool. The first rank of
+each host makes the segment, a file without a name (memfd), which its peers open by
+/proc/<pid>/fd/<n>; when all have mapped it, it is closed, so that it vanishes with the last process
+of the group.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def choose_core(wanted: Core) -> str:
         raise ValueError(f"there is no core {wanted!r}; choose auto, c or torch")
     built = native.library() is not None
     if wanted == "c" and not built:
-        raise ValueError("the C core was not built: install dure again where there is a C compiler, or use core='auto'")
+        raise ValueError(
+            "the C core was not built: install dure again where there is a C compiler, or use "
+            "core='auto'"
+        )
     return "torch" if wanted == "torch" or not built else "c"
 
 
@@ -68,11 +72,16 @@ class Meeting:
             return bytes(self.store.get(key))
         except RuntimeError as error:
             reason = f"did not come within {self.timeout:g} s"
-            raise PeerLostError((self.names[whose],), "the meeting of a new group", "its start", reason) from error
+            raise PeerLostError(
+                (self.names[whose],), "the meeting of a new group", "its start", reason
+            ) from error
 
     def cards(self, own: Card) -> list[Card]:
         self.store.set(f"card {self.rank}", msgspec.json.encode(own).decode())
-        return [msgspec.json.decode(self.read(f"card {rank}", rank), type=Card) for rank in range(len(self.names))]
+        return [
+            msgspec.json.decode(self.read(f"card {rank}", rank), type=Card)
+            for rank in range(len(self.names))
+        ]
 
 
 def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
@@ -88,29 +97,40 @@ def meet(
 ) -> tuple[list[list[int]], Host]:
     """The hosts of a group, and this rank's host, ready for collectives.
 
-    names: what errors call the ranks. Raises PeerLostError if a rank does not come within `timeout` seconds.
+    names: what errors call the ranks. Raises PeerLostError if a rank does not come within `timeout`
+    seconds.
     """
     meeting = Meeting(store, rank, names, timeout)
     shared = pool()
     host = f"{name_of_this_host()} {os.getuid()}"
-    cards = meeting.cards(Card(host, os.getpid(), shared.descriptor, shared.nbytes, choose_core(wanted)))
+    cards = meeting.cards(
+        Card(host, os.getpid(), shared.descriptor, shared.nbytes, choose_core(wanted))
+    )
     hosts = hosts_of(cards)
     here = next(host for host in hosts if rank in host)
-    members = Members(here.index(rank), tuple(names[r] for r in here), tuple(cards[r].process for r in here))
+    members = Members(
+        here.index(rank), tuple(names[r] for r in here), tuple(cards[r].process for r in here)
+    )
     if any(cards[r].core == "torch" for r in here):
         segment, descriptor = _segment(meeting, here, cards, portable.segment_bytes(len(here)))
         doors = Doors.made(len(here))
         meeting.store.set(f"doors {rank}", msgspec.json.encode(doors.addresses).decode())
-        addresses = [msgspec.json.decode(meeting.read(f"doors {r}", r), type=list[int]) for r in here]
+        addresses = [
+            msgspec.json.decode(meeting.read(f"doors {r}", r), type=list[int]) for r in here
+        ]
         return hosts, PortableHost(members, timeout, segment, descriptor, doors, addresses)
     segment, descriptor = _segment(meeting, here, cards, native.segment_bytes(len(here)))
     os.close(descriptor)
     crowded = len(here) > len(os.sched_getaffinity(0))
     peers = [_pool_of(cards[r], shared) for r in here]
-    return hosts, NativeHost(members, timeout, segment, shared, peers, (0.0 if crowded else _SPIN, _YIELD))
+    return hosts, NativeHost(
+        members, timeout, segment, shared, peers, (0.0 if crowded else _SPIN, _YIELD)
+    )
 
 
-def _segment(meeting: Meeting, here: list[int], cards: list[Card], nbytes: int) -> tuple[Mapping, int]:
+def _segment(
+    meeting: Meeting, here: list[int], cards: list[Card], nbytes: int
+) -> tuple[Mapping, int]:
     """The memory that the ranks of this host share, and its file."""
     first = here[0]
     key = f"segment {first}"

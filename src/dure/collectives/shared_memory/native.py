@@ -1,11 +1,23 @@
-"""The C core: the collectives of a host in plain C on shared memory, called without copies and without the GIL."""
+"""The C core: the collectives of a host in plain C on shared memory, called without copies and
+without the GIL."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.c_library import c_library
 from dure.collectives.shared_memory.calls import (
     BEGUN_ALL_REDUCE,
     BEGUN_REDUCE_SCATTER,
@@ -27,6 +38,7 @@ from dure.collectives.shared_memory.calls import (
 from dure.collectives.shared_memory.host import Deal, Host, Members, Progress, Pull
 from dure.collectives.shared_memory.pool import Mapping, Pool
 from dure.collectives.shared_memory.work import Line
+from dure.machine.c_library import c_library
 
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP, _BAD_SIZES = range(5)
 _STAGE, _POOL = 1, 2
@@ -38,8 +50,9 @@ SLOT_BYTES = 16 << 10
 STAGE_BYTES = 256 << 10
 CHANNEL_BYTES = 2 << 20
 ALL_CHANNELS = 256 << 20
-"""Bytes of a channel, and about how many of all of a group, one from each rank to each. What fits into a channel leaves
-at once; the rest of a longer one waits until the receiver has made room, and then for a thread that finds a core."""
+"""Bytes of a channel, and about how many of all of a group, one from each rank to each. What fits
+into a channel leaves at once; the rest of a longer one waits until the receiver has made room, and
+then for a thread that finds a core."""
 
 
 class Posted(Structure):
@@ -79,7 +92,8 @@ _Tick = ctypes.CFUNCTYPE(c_int, c_double)
 
 
 class _Interpreter(Structure):
-    """What the core needs of Python to run signal handlers while it waits, so that Ctrl-C ends a wait."""
+    """What the core needs of Python to run signal handlers while it waits, so that Ctrl-C ends a
+    wait."""
 
     _fields_ = (
         ("PyGILState_Ensure", c_void_p),
@@ -94,19 +108,28 @@ class _Interpreter(Structure):
     @classmethod
     def this(cls) -> _Interpreter:
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
-        return cls(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names))
+        return cls(
+            *(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names)
+        )
 
     def take_error(self) -> BaseException | None:
         """What a handler raised; None if there is nothing."""
         pointers = [getattr(self, name) for name in ("kind", "value", "traceback")]
-        held = [ctypes.cast(pointer, ctypes.py_object).value if pointer else None for pointer in pointers]
+        held = [
+            ctypes.cast(pointer, ctypes.py_object).value if pointer else None
+            for pointer in pointers
+        ]
         for pointer in pointers:
             if pointer:
                 ctypes.pythonapi.Py_DecRef(c_void_p(pointer))  # C was given each with a reference
         self.kind = self.value = self.traceback = None
         kind: Any = held[0]
         value: Any = held[1]
-        error = value if kind is None or isinstance(value, BaseException) else kind(*([] if value is None else [value]))
+        error = (
+            value
+            if kind is None or isinstance(value, BaseException)
+            else kind(*([] if value is None else [value]))
+        )
         return error if isinstance(error, BaseException) else None
 
 
@@ -122,7 +145,18 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         "core_segment_bytes": (c_uint64, (c_int, c_uint64, c_uint64, c_uint64)),
         "core_open": (
             c_void_p,
-            (c_void_p, c_int, c_int, c_uint64, c_uint64, c_uint64, c_uint64, c_uint64, _Tick, POINTER(_Interpreter)),
+            (
+                c_void_p,
+                c_int,
+                c_int,
+                c_uint64,
+                c_uint64,
+                c_uint64,
+                c_uint64,
+                c_uint64,
+                _Tick,
+                POINTER(_Interpreter),
+            ),
         ),
         "core_set_pool": (None, (c_void_p, c_int, c_void_p, c_uint64)),
         "core_close": (None, (c_void_p,)),
@@ -139,7 +173,10 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
             (c_void_p, c_int, c_int, c_uint64, c_void_p),
         ),
         "core_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
-        "core_begin_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, POINTER(_Part), c_int)),
+        "core_begin_reduce_scatter": (
+            c_int,
+            (c_void_p, POINTER(Posted), c_void_p, POINTER(_Part), c_int),
+        ),
         "core_begin_all_reduce": (c_int, (c_void_p, POINTER(Posted))),
         "core_end": (c_int, (c_void_p, c_uint64)),
         "core_is_read": (c_int, (c_void_p, c_uint64)),
@@ -162,7 +199,8 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _short_way() -> Callable[..., int] | None:
-    """`core_all_reduce` without ctypes; None where the package was installed without Python's headers."""
+    """`core_all_reduce` without ctypes; None where the package was installed without Python's
+    headers."""
     try:
         module = importlib.import_module("dure.collectives.shared_memory._direct")
     except ImportError:
@@ -190,8 +228,9 @@ def _channel_bytes(size: int) -> int:
 class NativeHost(Host):
     """A host over the C core.
 
-    segment: the group's shared memory, all zeros at first. pool: this process's; peers: where the pools of the other
-    ranks are mapped here. patience: seconds to spin, and then to yield the core, before sleeping.
+    segment: the group's shared memory, all zeros at first. pool: this process's; peers: where the
+    pools of the other ranks are mapped here. patience: seconds to spin, and then to yield the core,
+    before sleeping.
     """
 
     def __init__(
@@ -239,12 +278,22 @@ class NativeHost(Host):
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
         reduce, core = _short_way() or self._by_ctypes, self._core
         function = ctypes.cast(self._all_reduce, c_void_p).value or 0
-        take_turn, give_turn, strided, failed = line.turn.acquire, line.turn.release, torch.strided, self._failed
+        take_turn, give_turn, strided, failed = (
+            line.turn.acquire,
+            line.turn.release,
+            torch.strided,
+            self._failed,
+        )
         code_of = {(dtype, op): NUMBER_OF[dtype] + 256 * op for dtype, op in SENSIBLE}.get
 
         def all_reduce(tensor: Tensor, op: int = SUM) -> None:
             code = code_of((tensor.dtype, op))
-            dense = tensor.layout is strided and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+            dense = (
+                tensor.layout is strided
+                and tensor.is_cpu
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+            )
             if code is None or not dense or line.ahead or not take_turn(False):
                 return otherwise(tensor, op)
             try:
@@ -270,8 +319,13 @@ class NativeHost(Host):
     def split_phase(self) -> bool:
         return True
 
-    def prepare_reduce_scatter(self, message: Tensor, out: Tensor, op: int) -> Callable[[Sequence[Tensor]], int]:
-        start, posted = self._c.core_begin_reduce_scatter, self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
+    def prepare_reduce_scatter(
+        self, message: Tensor, out: Tensor, op: int
+    ) -> Callable[[Sequence[Tensor]], int]:
+        start, posted = (
+            self._c.core_begin_reduce_scatter,
+            self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op),
+        )
         into, parts = out.data_ptr(), (_Part * 0)()
 
         def begin(own: Sequence[Tensor]) -> int:
@@ -284,7 +338,10 @@ class NativeHost(Host):
         return begin
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
-        begin, posted = self._c.core_begin_all_reduce, self._posted_in_pool(BEGUN_ALL_REDUCE, message, op)
+        begin, posted = (
+            self._c.core_begin_all_reduce,
+            self._posted_in_pool(BEGUN_ALL_REDUCE, message, op),
+        )
         return lambda: self._number_of(begin(self._core, posted), posted)
 
     def _number_of(self, status: int, posted: Posted) -> int:
@@ -295,7 +352,9 @@ class NativeHost(Host):
     def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> Posted:
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
-        posted = posted_call(Call(kind, NUMBER_OF[message.dtype], op, -1, message.numel()), message.nbytes)
+        posted = posted_call(
+            Call(kind, NUMBER_OF[message.dtype], op, -1, message.numel()), message.nbytes
+        )
         posted.pool = offset
         return posted
 
@@ -314,14 +373,23 @@ class NativeHost(Host):
         deals: Sequence[Deal] | None = None,
     ) -> None:
         size = self.members.size
-        given = (_Part * max(1, len(parts)))(*(_Part(part.data_ptr(), part.nbytes) for part in parts))
+        given = (_Part * max(1, len(parts)))(
+            *(_Part(part.data_ptr(), part.nbytes) for part in parts)
+        )
         pulled = (_Pull * size)()
         for rank, pull in pulls.items():
             pulled[rank] = _Pull(pull.offset, pull.into.nbytes, pull.into.data_ptr())
         posted = posted_call(call, sum(part.nbytes for part in parts))
-        if len(parts) == 1 and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None:
+        if (
+            len(parts) == 1
+            and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None
+        ):
             posted.place, posted.pool = _POOL, offset
-        dealt = (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals)) if deals else None
+        dealt = (
+            (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals))
+            if deals
+            else None
+        )
         status = self._c.core_exchange(self._core, posted, given, len(parts), dealt, pulled)
         if status:
             raise self._failed(status)
@@ -330,7 +398,8 @@ class NativeHost(Host):
         if status in (_GAVE_UP, _ABORTED):
             self._pool.pin()
         if status == _GAVE_UP:
-            # Without an error from `tick` a signal's handler has raised, at the latest when `tick` was entered.
+            # Without an error from `tick` a signal's handler has raised, at the latest when `tick`
+            # was entered.
             self._error = self._error or self._interpreter.take_error() or KeyboardInterrupt()
             return self.failure()
         if status == _ABORTED:
@@ -338,7 +407,9 @@ class NativeHost(Host):
         number, call = self.current()
         if status == _MISMATCH:
             return mismatch(
-                number, [self._this_call(rank).call() for rank in range(self.members.size)], self.members.names
+                number,
+                [self._this_call(rank).call() for rank in range(self.members.size)],
+                self.members.names,
             )
         assert status == _BAD_SIZES
         return unequal(number, call, self._deal, self.members.names)
@@ -360,7 +431,9 @@ class NativeHost(Host):
         return int(self._c.core_channel_read(self._core, source, address, nbytes))
 
     def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
-        return bool(self._c.core_channel_take(self._core, source, header, len(header), address, nbytes))
+        return bool(
+            self._c.core_channel_take(self._core, source, header, len(header), address, nbytes)
+        )
 
     def bell(self) -> int:
         return int(self._c.core_bell(self._core))
@@ -374,7 +447,9 @@ class NativeHost(Host):
     def progress(self, rank: int) -> Progress:
         call = Posted()
         self._c.core_last_call(self._core, rank, call)
-        begun, finished, left = (int(self._c.core_look(self._core, rank, what)) for what in (1, 2, 3))
+        begun, finished, left = (
+            int(self._c.core_look(self._core, rank, what)) for what in (1, 2, 3)
+        )
         return Progress(begun, finished, call.call(), bool(left))
 
     def current(self) -> tuple[int, Call]:
@@ -382,7 +457,11 @@ class NativeHost(Host):
 
     def missing(self) -> list[int]:
         own = int(self._c.core_look(self._core, 0, 4))
-        return [rank for rank in range(self.members.size) if self._c.core_look(self._core, rank, 0) < own]
+        return [
+            rank
+            for rank in range(self.members.size)
+            if self._c.core_look(self._core, rank, 0) < own
+        ]
 
     def _publish_loss(self, text: bytes) -> None:
         self._c.core_abort(self._core, text)

@@ -1,8 +1,10 @@
-"""Tensors that live in shared memory: what `empty_shared` returns is reduced in place, without staging copies.
+"""Tensors that live in shared memory: what `empty_shared` returns is reduced in place, without
+staging copies.
 
-A process has one pool: a file without a name (memfd), as large as the machine's memory and empty until touched, so
-that it can grow without being mapped again. Peers on the host open it by /proc/<pid>/fd/<n> and map it once. It
-vanishes with the last process that maps it, however that process ends.
+A process has one pool: a file without a name (memfd), as large as the machine's memory and empty
+until touched, so that it can grow without being mapped again. Peers on the host open it by
+/proc/<pid>/fd/<n> and map it once. It vanishes with the last process that maps it, however that
+process ends.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ class Mapping:
 
 
 def open_of(pid: int, descriptor: int, flags: int = os.O_RDWR) -> int:
-    """The file that another process of this host holds as `descriptor`. Raises OSError where that is not allowed."""
+    """The file that another process of this host holds as `descriptor`. Raises OSError where that
+    is not allowed."""
     return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 class Pool:
-    """This process's shared memory, and which of it is free. `allocate` and `release` may come from any thread."""
+    """This process's shared memory, and which of it is free. `allocate` and `release` may come from
+    any thread."""
 
     def __init__(self) -> None:
         wanted = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
@@ -66,7 +70,9 @@ class Pool:
         self._free = [(0, self.nbytes)]  # offset and length, in order, never adjacent
         self._used: set[int] = set()
         self._pinned: set[int] = set()
-        self._lock = threading.RLock()  # a tensor may be collected, and so released, in the middle of `allocate`
+        self._lock = (
+            threading.RLock()
+        )  # a tensor may be collected, and so released, in the middle of `allocate`
 
     def offset(self, address: int, nbytes: int) -> int | None:
         """Where in the pool a piece of memory lies; None if it is not in the pool."""
@@ -79,12 +85,16 @@ class Pool:
         with self._lock:
             for index, (offset, room) in enumerate(self._free):
                 if room >= length:
-                    self._free[index : index + 1] = [(offset + length, room - length)] if room > length else []
+                    self._free[index : index + 1] = (
+                        [(offset + length, room - length)] if room > length else []
+                    )
                     break
             else:
                 raise MemoryError(f"the shared pool has no {nbytes} bytes left of {self.nbytes}")
             self._used.add(offset)
-        with contextlib.suppress(OSError, ValueError):  # older kernels fault the pages in one by one
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # older kernels fault the pages in one by one
             self.mapping.memory.madvise(_POPULATE, offset, length)
         return offset
 
@@ -109,7 +119,8 @@ class Pool:
     def pin(self) -> None:
         """Never gives the addresses that are in use now to another tensor.
 
-        Called when a group has failed: a peer that only was stopped may go on and write the rest of a sum.
+        Called when a group has failed: a peer that only was stopped may go on and write the rest of
+        a sum.
         """
         with self._lock:
             self._pinned |= self._used
@@ -128,7 +139,8 @@ class Pool:
 
 @lru_cache(256)
 def _block_of(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """A kind of buffer that can be watched: the pool takes the memory back when its last tensor is gone."""
+    """A kind of buffer that can be watched: the pool takes the memory back when its last tensor is
+    gone."""
     return type("Block", (ctypes.c_char * nbytes,), {})
 
 
@@ -154,11 +166,13 @@ os.register_at_fork(after_in_child=_forget)
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised CPU tensor in shared memory, as `torch.empty` otherwise.
 
-    Collectives of the dure backend work on it in place: peers on this host read and write it directly. Its memory
-    goes back to the pool with the last tensor that uses it. In a forked child it stays the parent's memory.
+    Collectives of the dure backend work on it in place: peers on this host read and write it
+    directly. Its memory goes back to the pool with the last tensor that uses it. In a forked child
+    it stays the parent's memory.
 
-    size: the shape, as integers or as one sequence. dtype: None is torch's default. Raises MemoryError when the
-    pool, which is as large as the machine's memory (256 GiB at most), is used up.
+    size: the shape, as integers or as one sequence. dtype: None is torch's default. Raises
+    MemoryError when the pool, which is as large as the machine's memory (256 GiB at most), is used
+    up.
     """
     shape = [int(length) for part in size for length in ([part] if isinstance(part, int) else part)]
     if any(length < 0 for length in shape):

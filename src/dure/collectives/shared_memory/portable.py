@@ -1,10 +1,13 @@
-"""The torch core: the same collectives where no C compiler was at hand. Same results, slower; the oracle of the C core.
+"""The torch core: the same collectives where no C compiler was at hand. Same results, slower; the
+oracle of the C core.
 
-Tensors pass through shared memory, and torch adds them. What orders memory is the kernel: a rank that has written
-says so through a pipe to each peer, and a peer reads only what it has been told of. Messages between two ranks go
-through pipes altogether. Every collective begins and ends with a synchronisation, so nothing needs two copies:
+Tensors pass through shared memory, and torch adds them. What orders memory is the kernel: a rank
+that has written says so through a pipe to each peer, and a peer reads only what it has been told
+of. Messages between two ranks go through pipes altogether. Every collective begins and ends with a
+synchronisation, so nothing needs two copies:
 
-    post the call, copy in | sync | compare the calls, sum or pull | sync | copy out what others have summed
+    post the call, copy in | sync | compare the calls, sum or pull | sync | copy out what others
+    have summed
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ _LONGEST_WRITE = 1 << 20
 
 
 def _smaller(one: Tensor, other: Tensor) -> Tensor:
-    """As the C core has it. torch.minimum of 0.0 and -0.0 is either, depending on where in the tensor they stand."""
+    """As the C core has it. torch.minimum of 0.0 and -0.0 is either, depending on where in the
+    tensor they stand."""
     return torch.where((one < other) | (one != one), one, other)
 
 
@@ -74,7 +78,8 @@ _FOLDS_OF_BOOLS = {**_FOLDS, SUM: torch.logical_or, PRODUCT: torch.logical_and}
 
 
 def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
-    """tensors[0] op tensors[1] op …, in this order; half precision is summed in float32 and rounded once."""
+    """tensors[0] op tensors[1] op …, in this order; half precision is summed in float32 and rounded
+    once."""
     dtype = tensors[0].dtype
     halves = dtype in (torch.float16, torch.bfloat16)
     fold = (_FOLDS_OF_BOOLS if dtype == torch.bool else _FOLDS)[op]
@@ -88,7 +93,8 @@ def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Doors:
-    """The pipes of a rank: one that its peers say their syncs through, and one for the messages of each peer."""
+    """The pipes of a rank: one that its peers say their syncs through, and one for the messages of
+    each peer."""
 
     syncs: tuple[int, int]
     messages: tuple[tuple[int, int], ...]
@@ -103,7 +109,8 @@ class Doors:
 
     @property
     def addresses(self) -> list[int]:
-        """What peers have to know: the write end for syncs, then the write ends for messages by sender."""
+        """What peers have to know: the write end for syncs, then the write ends for messages by
+        sender."""
         return [self.syncs[1], *(write for _, write in self.messages)]
 
     def close(self) -> None:
@@ -120,7 +127,8 @@ def segment_bytes(size: int) -> int:
 class PortableHost(Host):
     """A host over torch.
 
-    segment: the group's shared memory, all zeros at first; descriptor: its file, which closes with this.
+    segment: the group's shared memory, all zeros at first; descriptor: its file, which closes with
+        this.
     doors: this rank's pipes; addresses: of each rank's `Doors`.
     """
 
@@ -198,7 +206,15 @@ class PortableHost(Host):
     def _begin(self, call: Call, nbytes: int) -> None:
         self._number += 1
         own = self._seats[self.members.rank]
-        words = [nbytes, call.kind, call.dtype, call.op, call.root, call.count, call.extra & (1 << 62) - 1]
+        words = [
+            nbytes,
+            call.kind,
+            call.dtype,
+            call.op,
+            call.root,
+            call.count,
+            call.extra & (1 << 62) - 1,
+        ]
         own[_BYTES : _BYTES + len(words)] = torch.tensor(words)
         own[_BEGUN] = self._number
 
@@ -227,13 +243,17 @@ class PortableHost(Host):
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         flat = tensor.view(-1)
-        call = Call(ALL_REDUCE if root < 0 else REDUCE, NUMBER_OF[tensor.dtype], op, root, flat.numel())
+        call = Call(
+            ALL_REDUCE if root < 0 else REDUCE, NUMBER_OF[tensor.dtype], op, root, flat.numel()
+        )
         self._begin(call, flat.nbytes)
         most, size = _STAGE_BYTES // flat.itemsize, self.members.size
         for start in range(0, max(1, flat.numel()), most):
             window = flat[start : start + most]
             stages = [_as(self._stages[rank, 0], window) for rank in range(size)]
-            results = [_as(self._stages[rank, 1], window).tensor_split(size)[rank] for rank in range(size)]
+            results = [
+                _as(self._stages[rank, 1], window).tensor_split(size)[rank] for rank in range(size)
+            ]
             stages[self.members.rank].copy_(window)
             self._sync()
             if start == 0:
@@ -254,7 +274,9 @@ class PortableHost(Host):
         longest = max(1, *(block.numel() for block in flat))
         for start in range(0, longest, most):
             for peer, block in enumerate(flat):
-                self._share(rank, peer, block[start : start + most]).copy_(block[start : start + most])
+                self._share(rank, peer, block[start : start + most]).copy_(
+                    block[start : start + most]
+                )
             self._sync()
             if start == 0:
                 self._compare(deals=False)
@@ -278,7 +300,9 @@ class PortableHost(Host):
     ) -> None:
         rank = self.members.rank
         given = [bytes_of(part) for part in parts]
-        mine = given[0] if len(given) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *given])
+        mine = (
+            given[0] if len(given) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *given])
+        )
         self._begin(call, mine.numel())
         if deals:
             words = [[deal.offset, deal.nbytes, deal.wanted] for deal in deals]
@@ -299,10 +323,13 @@ class PortableHost(Host):
         self._finish()
 
     def _take(self, peer: int, start: int, offset: int, into: Tensor) -> None:
-        """Copies what lies in the window from `start` on of the peer's bytes [offset, offset + len(into))."""
+        """Copies what lies in the window from `start` on of the peer's bytes [offset, offset +
+        len(into))."""
         low, high = max(offset, start), min(offset + into.numel(), start + _STAGE_BYTES)
         if low < high:
-            into[low - offset : high - offset].copy_(self._stages[peer, 0, low - start : high - start])
+            into[low - offset : high - offset].copy_(
+                self._stages[peer, 0, low - start : high - start]
+            )
 
     # Messages.
 
@@ -358,7 +385,9 @@ class PortableHost(Host):
     # What is known of each other.
 
     def progress(self, rank: int) -> Progress:
-        begun, finished, left, _, kind, dtype, op, root, count, extra = self._seats[rank, :10].tolist()
+        begun, finished, left, _, kind, dtype, op, root, count, extra = self._seats[
+            rank, :10
+        ].tolist()
         return Progress(begun, finished, Call(kind, dtype, op, root, count, extra), bool(left))
 
     def current(self) -> tuple[int, Call]:

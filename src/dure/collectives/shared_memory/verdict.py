@@ -1,4 +1,5 @@
-"""What hosts tell each other of a lost rank, through the group's store: the first one that tells is right for all."""
+"""What hosts tell each other of a lost rank, through the group's store: the first one that tells is
+right for all."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dure.errors import PeerLostError
 
 
 class Verdict:
-    """One group's, as one rank asks for it and gives it. It has a connection of its own to the store."""
+    """One group's, as one rank asks for it and gives it. It has a connection of its own to the
+    store."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
@@ -20,7 +22,9 @@ class Verdict:
         """Tells all hosts; returns what was told first."""
         try:
             text = msgspec.json.encode(Loss.of(loss)).decode()
-            return msgspec.json.decode(self._store.compare_set("verdict", "", text), type=Loss).error()
+            return msgspec.json.decode(
+                self._store.compare_set("verdict", "", text), type=Loss
+            ).error()
         except RuntimeError:  # the store has gone with its host
             self._store_is_gone = True
             return loss

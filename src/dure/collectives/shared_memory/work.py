@@ -1,4 +1,5 @@
-"""Handles of asynchronous calls, and the thread that runs a group's collectives in the order of their issue."""
+"""Handles of asynchronous calls, and the thread that runs a group's collectives in the order of
+their issue."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from torch.futures import Future
 
 
 class Work(dist.Work):
-    """One call, under way or done. The first to wait for a failed one gets its error, as does everyone after.
+    """One call, under way or done. The first to wait for a failed one gets its error, as does
+    everyone after.
 
     tensors: what the future holds when the call is done.
     """
@@ -33,8 +35,8 @@ class Work(dist.Work):
     def finish(self, error: BaseException | None = None, here: bool = False) -> None:
         """The call is done, or has failed; what comes first stays.
 
-        What hangs on its future may wait for other calls of the group, as some communication hooks of
-        DistributedDataParallel do: it runs on a thread of its own, unless `here` can wait.
+        What hangs on its future may wait for other calls of the group, as some communication hooks
+        of DistributedDataParallel do: it runs on a thread of its own, unless `here` can wait.
         """
         with self._lock:
             if self._done.is_set():
@@ -45,7 +47,9 @@ class Work(dist.Work):
         if future is not None and here:
             self._settle(future)
         elif future is not None:
-            threading.Thread(target=self._settle, args=(future,), name="dure future", daemon=True).start()
+            threading.Thread(
+                target=self._settle, args=(future,), name="dure future", daemon=True
+            ).start()
 
     def _settle(self, future: Future[Any]) -> None:
         error = self._error
@@ -55,7 +59,8 @@ class Work(dist.Work):
             future.set_result(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when the call is done. Raises its error, or TimeoutError after `timeout`; the call then goes on."""
+        """True when the call is done. Raises its error, or TimeoutError after `timeout`; the call
+        then goes on."""
         seconds = timeout.total_seconds() if timeout else 0
         if not self._await(seconds if seconds > 0 else None):
             raise TimeoutError(f"the call is not done after {seconds:g} s; it goes on")
@@ -102,7 +107,8 @@ class Work(dist.Work):
 
 
 def _result_of(future: Future[Any]) -> Any:
-    """What a future holds, or the error it holds: raised here, it reaches C++ as an error and not as a value."""
+    """What a future holds, or the error it holds: raised here, it reaches C++ as an error and not
+    as a value."""
     value = future.value()
     if isinstance(value, BaseException):
         raise value
@@ -138,14 +144,17 @@ FINISHED = _Finished()
 class Line:
     """Calls wait in line for one thread, which starts with the first call that is not synchronous.
 
-    A synchronous call runs on the caller's thread if nobody is before it. Calls run in inference mode, so that they
-    may write to parameters, and to tensors that were made in inference mode, as calls in C++ may.
+    A synchronous call runs on the caller's thread if nobody is before it. Calls run in inference
+    mode, so that they may write to parameters, and to tensors that were made in inference mode, as
+    calls in C++ may.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.turn = threading.Lock()  # held by whoever runs a call
-        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = (
+            queue.SimpleQueue()
+        )
         self.ahead = 0  # calls in line or running on the thread
         self._count = threading.Lock()
         self._door = threading.Lock()
@@ -190,7 +199,8 @@ class Line:
         return work
 
     def _start_thread(self) -> None:
-        """One more thread that takes calls; two are enough unless futures wait for calls that futures wait for."""
+        """One more thread that takes calls; two are enough unless futures wait for calls that
+        futures wait for."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._threads.append(thread)
         self._free += 1
@@ -217,7 +227,8 @@ class Line:
                 self.ahead -= 1
                 self._free -= 1
                 if self._free == 0 and not self._closed:
-                    self._start_thread()  # what hangs on this call's future may wait for the next call
+                    # what hangs on this call's future may wait for the next call
+                    self._start_thread()
             work.finish(error, here=True)
             with self._count:
                 self._free += 1

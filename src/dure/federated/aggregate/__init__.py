@@ -1,4 +1,5 @@
-"""How updates become one. An aggregator *folds* a stream in O(1) memory, or *collects* all updates first.
+"""How updates become one. An aggregator *folds* a stream in O(1) memory, or *collects* all updates
+first.
 
     mean                        weighted by n_k; folds                              McMahan
     median                      of each coordinate                                  Yin
@@ -13,8 +14,8 @@
     bucketing:S/…               around another: means of S random updates           Karimireddy
     mixing:F/…                  around another: means of nearest neighbours         Allouah
 
-What they have in common is in `aggregator.py`, what they compute with in `rows.py`. As text, `krum:4`,
-`clipped:10/mean`, `mixing:2/bucketing:2/krum:2`: `parse` reads what `str` writes.
+What they have in common is in `aggregator.py`, what they compute with in `rows.py`. As text,
+`krum:4`, `clipped:10/mean`, `mixing:2/bucketing:2/krum:2`: `parse` reads what `str` writes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dure.federated.aggregate.mixing import Mixing
 from dure.federated.aggregate.rfa import RFA
 from dure.federated.aggregate.rows import Rows
 from dure.federated.aggregate.trimmed_mean import TrimmedMean
-from dure.written import read
+from dure.settings import read
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
     aggregator.name: aggregator
@@ -56,36 +57,52 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
         Mixing,
     )
 }
-"""Every aggregator by the name its text form begins with. That of `Clipped` is `ClippedRows`' too."""
+"""Every aggregator by the name its text form begins with. That of `Clipped` is `ClippedRows`'
+too."""
 
 
 def parse(text: str) -> Aggregator:
     """The aggregator that `text` names: "mean", "krum:4", "clipped:10/mean", …
 
-    Raises ValueError for an unknown name, for too many values, for values that are not what they should be, and for a
-    "/" too many or too few.
+    Raises ValueError for an unknown name, for too many values, for values that are not what they
+    should be, and for a "/" too many or too few.
     """
     outer, slash, inner = text.partition("/")
     settings = read(outer, _SETTINGS, "aggregator")
     if isinstance(settings, Aggregator):
         if slash:
-            raise ValueError(f"the aggregator {text!r}: {settings.name} wraps no other; leave out {'/' + inner!r}")
+            raise ValueError(
+                f"the aggregator {text!r}: {settings.name} wraps no other; leave out "
+                f"{'/' + inner!r}"
+            )
         return settings
     if not slash:
-        raise ValueError(f"the aggregator {text!r} wraps another: write {text.strip()}/median, for example")
-    make: Callable[..., Aggregator] = clip if settings.name == Clipped.name else AGGREGATORS[settings.name]
+        raise ValueError(
+            f"the aggregator {text!r} wraps another: write {text.strip()}/median, for example"
+        )
+    make: Callable[..., Aggregator] = (
+        clip if settings.name == Clipped.name else AGGREGATORS[settings.name]
+    )
     return make(**vars(settings), inner=parse(inner))
 
 
 def _settings(aggregator: type[Aggregator]) -> type[Any]:
     """The dataclass of what is written before a "/": all fields but `inner`."""
-    own = [(field.name, field.type, field.default) for field in fields(aggregator) if field.name != "inner"]
+    own = [
+        (field.name, field.type, field.default)
+        for field in fields(aggregator)
+        if field.name != "inner"
+    ]
     if len(own) == len(fields(aggregator)):
         return aggregator
-    return make_dataclass(aggregator.__name__, own, namespace={"name": aggregator.name}, frozen=True)
+    return make_dataclass(
+        aggregator.__name__, own, namespace={"name": aggregator.name}, frozen=True
+    )
 
 
-_SETTINGS: dict[str, type[Any]] = {name: _settings(aggregator) for name, aggregator in AGGREGATORS.items()}
+_SETTINGS: dict[str, type[Any]] = {
+    name: _settings(aggregator) for name, aggregator in AGGREGATORS.items()
+}
 
 __all__ = [
     "AGGREGATORS",

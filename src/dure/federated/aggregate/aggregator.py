@@ -1,13 +1,15 @@
 """What an aggregator is: updates in, one update out.
 
-One that *folds* takes them one after another, in O(1) memory; one that *collects* needs them all. Both are frozen
-dataclasses with a text form (`dure.written`), as `krum:4` or `clipped:10/mean`.
+One that *folds* takes them one after another, in O(1) memory; one that *collects* needs them all.
+Both are frozen dataclasses with a text form (`dure.settings`), as `krum:4` or `clipped:10/mean`.
 
-An update is a list of flat tensors, one a dtype of the model (as `dure.flat` keeps parameters), followed by the
-changes of its floating-point buffers. A rule sees it as *one* vector: distances, norms and medians are of the whole.
+An update is a list of flat tensors, one a dtype of the model (as `dure.tensors.flat` keeps
+parameters), followed by the changes of its floating-point buffers. A rule sees it as *one* vector:
+distances, norms and medians are of the whole.
 
-Rules that collect never see an update that is not finite. Such updates are dropped first, and count among the f that
-a rule withstands: with b of n dropped it goes on with n - b updates, of which at most max(f - b, 0) are broken.
+Rules that collect never see an update that is not finite. Such updates are dropped first, and count
+among the f that a rule withstands: with b of n dropped it goes on with n - b updates, of which at
+most max(f - b, 0) are broken.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
-from dure.written import write
+from dure.federated.server.turn import Turn
+from dure.settings import write
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,15 @@ class Aggregator:
             raise ValueError(f"{self} needs at least 1 update a round, not {updates}")
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the settings; for one that wraps, then "/" and the inner one."""
+        """The text that `parse` reads: the name and the settings; for one that wraps, then "/" and
+        the inner one."""
         return write(self)
 
 
 @dataclass(frozen=True)
 class Folds(Aggregator):
-    """Takes updates as a stream. `zero` before the first, `fold` for each, `finish` after the last."""
+    """Takes updates as a stream. `zero` before the first, `fold` for each, `finish` after the
+    last."""
 
     collects: ClassVar[bool] = False
 
@@ -56,7 +60,8 @@ class Folds(Aggregator):
         raise NotImplementedError
 
     def finish(self, folded: Any) -> list[Tensor]:
-        """The combined update, maybe in the memory of `folded`. Raises TooFewUpdatesError if nothing was folded."""
+        """The combined update, maybe in the memory of `folded`. Raises TooFewUpdatesError if
+        nothing was folded."""
         raise NotImplementedError
 
 
@@ -71,8 +76,9 @@ class Collects(Aggregator):
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """(the combined update, shaped as each of them and finite; the state for the next round).
 
-        rows: the updates, in order of client, and their weights n_k. turn: for rules that draw. state: what the rule
-        itself returned in the round before, None in the first; only rules that need it return one.
+        rows: the updates, in order of client, and their weights n_k. turn: for rules that draw.
+        state: what the rule itself returned in the round before, None in the first; only rules that
+            need it return one.
 
         Raises TooFewUpdatesError if there are too few updates, or if none is finite.
         """
@@ -82,7 +88,9 @@ class Collects(Aggregator):
             raise TooFewUpdatesError(str(error)) from error
         finite = rows.finite()
         if not finite:
-            raise TooFewUpdatesError(f"{self}: of {len(rows)} updates none is finite; did training diverge?")
+            raise TooFewUpdatesError(
+                f"{self}: of {len(rows)} updates none is finite; did training diverge?"
+            )
         return self.combine_finite(rows.only(finite), len(rows) - len(finite), turn, state)
 
     def combine_finite(
@@ -93,5 +101,6 @@ class Collects(Aggregator):
 
 
 def still_broken(f: int, dropped: int) -> int:
-    """How many of the f broken updates may be among those that are left, once `dropped` were dropped."""
+    """How many of the f broken updates may be among those that are left, once `dropped` were
+    dropped."""
     return max(f - dropped, 0)

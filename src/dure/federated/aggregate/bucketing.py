@@ -1,13 +1,15 @@
 """Bucketing: the updates in random buckets of s, and another aggregator of the buckets' means.
 
-Where clients' data differ, honest updates lie far apart and robust rules take some for broken. Means of s lie closer,
-by s in variance, and f broken updates spoil at most f buckets: `inner` has to withstand f of ceil(n/s). The paper
-takes s = 2. In its bucket an update weighs n_k, and a bucket weighs as much as its updates together.
+Where clients' data differ, honest updates lie far apart and robust rules take some for broken.
+Means of s lie closer, by s in variance, and f broken updates spoil at most f buckets: `inner` has
+to withstand f of ceil(n/s). The paper takes s = 2. In its bucket an update weighs n_k, and a bucket
+weighs as much as its updates together.
 
-Updates that are not finite are dropped first. Cost: (n/s)·n·d operations for each pass of `inner`; memory: as `inner`.
+Updates that are not finite are dropped first. Cost: (n/s)·n·d operations for each pass of `inner`;
+memory: as `inner`.
 
-Source: S. P. Karimireddy, L. He, M. Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing",
-ICLR 2022.
+Source: S. P. Karimireddy, L. He, M. Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via
+Bucketing", ICLR 2022.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects
 from dure.federated.aggregate.rows import Rows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Bucketing(Collects):
         try:
             self.inner.check(-(-updates // self.s))
         except ValueError as error:
-            raise ValueError(f"{self}: {updates} updates are {-(-updates // self.s)} buckets; {error}") from error
+            raise ValueError(
+                f"{self}: {updates} updates are {-(-updates // self.s)} buckets; {error}"
+            ) from error
 
     def buckets(self, updates: int, turn: Turn) -> list[list[int]]:
         """The rows of each bucket of this turn."""
@@ -50,7 +54,9 @@ class Bucketing(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        return combine_inner(self.inner, rows.grouped(self.buckets(len(rows), turn)), dropped, turn, state)
+        return combine_inner(
+            self.inner, rows.grouped(self.buckets(len(rows), turn)), dropped, turn, state
+        )
 
     def __str__(self) -> str:
         return text(self)

@@ -1,16 +1,19 @@
 """Bulyan: Krum again and again, then of each coordinate the mean of the values around the median.
 
-    theta = n - 2f times: the best update by Krum of those not chosen yet, whose scores are computed anew, is chosen
-    of each coordinate: the mean of the theta - 2f chosen values that are closest to the median of the chosen
+    theta = n - 2f times: the best update by Krum of those not chosen yet, whose scores are computed
+    anew, is chosen of each coordinate: the mean of the theta - 2f chosen values that are closest to
+    the median of the chosen
 
-Withstands f of n >= 4f + 3 broken updates. Krum alone can be led far astray in one of very many coordinates; here such
-a value has the median against it. With f = 0 it is the mean with equal weights. Where the last rounds of choice leave
-fewer than f + 3 updates, Krum's score is the distance to the nearest one. Ties are broken by value.
+Withstands f of n >= 4f + 3 broken updates. Krum alone can be led far astray in one of very many
+coordinates; here such a value has the median against it. With f = 0 it is the mean with equal
+weights. Where the last rounds of choice leave fewer than f + 3 updates, Krum's score is the
+distance to the nearest one. Ties are broken by value.
 
-Cost: m²·d/2 differences for m updates of d parameters, m³ for choosing; memory: a block and m² distances.
+Cost: m²·d/2 differences for m updates of d parameters, m³ for choosing; memory: a block and m²
+distances.
 
-Source: E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium",
-ICML 2018.
+Source: E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The Hidden Vulnerability of Distributed Learning
+in Byzantium", ICML 2018.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dure.federated.aggregate.krum import scores
 from dure.federated.aggregate.median import middle
 from dure.federated.aggregate.order import sorted_rows
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class Bulyan(Collects):
 
     def check(self, updates: int) -> None:
         if updates < 4 * self.f + 3:
-            raise ValueError(f"{self} needs at least {4 * self.f + 3} updates a round (4f + 3), not {updates}")
+            raise ValueError(
+                f"{self} needs at least {4 * self.f + 3} updates a round (4f + 3), not {updates}"
+            )
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
@@ -65,10 +70,11 @@ def selection(rows: Rows, f: int) -> list[int]:
 
 
 def around_the_median(values: Tensor, keep: int) -> Tensor:
-    """The mean of the `keep` values of each column that are closest to its median; values: float64 of shape (n, b).
+    """The mean of the `keep` values of each column that are closest to its median; values: float64
+    of shape (n, b).
 
-    In order they are a window. It moves up as long as the value that leaves is farther from the median than the one
-    that enters; of two equally far the smaller stays.
+    In order they are a window. It moves up as long as the value that leaves is farther from the
+    median than the one that enters; of two equally far the smaller stays.
     """
     ordered = sorted_rows(values)
     median, window = middle(ordered), torch.stack(ordered)

@@ -1,15 +1,18 @@
-"""Centred clipping: from the aggregate of the round before, the mean of steps that are at most tau long.
+"""Centred clipping: from the aggregate of the round before, the mean of steps that are at most tau
+long.
 
     v <- v + (mean over clients of (x_i - v)·min(1, tau / |x_i - v|)),   `iterations` times
 
-v begins as the result of the round before, which is the rule's state. In the first round there is none: v begins at the
-median of each coordinate. A broken update moves the result by at most tau/n an iteration, wherever it is; with tau far
-above all distances it is the mean with equal weights. Withstands f < n/2 if tau is of the size of honest spread;
-the paper has clients send momentum, without which attacks that add up over rounds get through.
+v begins as the result of the round before, which is the rule's state. In the first round there is
+none: v begins at the median of each coordinate. A broken update moves the result by at most tau/n
+an iteration, wherever it is; with tau far above all distances it is the mean with equal weights.
+Withstands f < n/2 if tau is of the size of honest spread; the paper has clients send momentum,
+without which attacks that add up over rounds get through.
 
 Cost: 2 passes over the updates an iteration; memory: a block and 2 vectors; state: one update.
 
-Source: S. P. Karimireddy, L. He, M. Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
+Source: S. P. Karimireddy, L. He, M. Jaggi, "Learning from History for Byzantine Robust
+Optimization", ICML 2021.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.median import coordinate_median
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,23 @@ class CentredClipping(Collects):
         if not (self.tau > 0 and math.isfinite(self.tau)):
             raise ValueError(f"centred-clipping: tau has to be a positive number, not {self.tau}")
         if self.iterations < 1:
-            raise ValueError(f"centred-clipping: at least 1 iteration is needed, not {self.iterations}")
+            raise ValueError(
+                f"centred-clipping: at least 1 iteration is needed, not {self.iterations}"
+            )
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        centre = coordinate_median(rows, torch.float64) if state is None else [tensor.double() for tensor in state]
+        centre = (
+            coordinate_median(rows, torch.float64)
+            if state is None
+            else [tensor.double() for tensor in state]
+        )
         for _ in range(self.iterations):
             shares = (self.tau / rows.distances(centre)).clamp(max=1) / len(rows)
             pulled = rows.combination(shares, torch.float64)
-            centre = [v * (1 - float(shares.sum())) + p for v, p in zip(centre, pulled, strict=True)]
+            centre = [
+                v * (1 - float(shares.sum())) + p for v, p in zip(centre, pulled, strict=True)
+            ]
         result = [v.to(like.dtype) for v, like in zip(centre, rows.updates[0], strict=True)]
         return result, [tensor.clone() for tensor in result]

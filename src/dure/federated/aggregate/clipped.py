@@ -1,13 +1,17 @@
-"""Updates no longer than a norm: each x_k becomes x_k·min(1, norm / |x_k|), then another aggregator combines them.
+"""Updates no longer than a norm: each x_k becomes x_k·min(1, norm / |x_k|), then another aggregator
+combines them.
 
-The norm is of the whole update. No client can then move a mean by more than 2·norm·n_k / (sum of n_k): it bounds what
-one broken update does, and does not remove it. Updates that are not finite are left out.
+The norm is of the whole update. No client can then move a mean by more than 2·norm·n_k / (sum of
+n_k): it bounds what one broken update does, and does not remove it. Updates that are not finite are
+left out.
 
-Around an aggregator that folds it folds, too; around one that collects it collects. `clip` makes the one or the other.
+Around an aggregator that folds it folds, too; around one that collects it collects. `clip` makes
+the one or the other.
 
 Cost: one pass for norms; memory: one update, or as the inner aggregator.
 
-Source: Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can You Really Backdoor Federated Learning?", 2019.
+Source: Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can You Really Backdoor Federated
+Learning?", 2019.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import Rows, is_finite
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 MEAN = Mean()
 """What `Clipped` wraps unless another is given."""
@@ -41,7 +45,9 @@ class Clipped(Folds):
     def __post_init__(self) -> None:
         _check(self.norm)
         if not isinstance(self.inner, Folds):
-            raise ValueError(f"{self.inner} collects: write clip({self.norm}, inner), which wraps both kinds")
+            raise ValueError(
+                f"{self.inner} collects: write clip({self.norm}, inner), which wraps both kinds"
+            )
 
     def check(self, updates: int) -> None:
         self.inner.check(updates)
@@ -52,7 +58,9 @@ class Clipped(Folds):
     def fold(self, folded: Any, update: Sequence[Tensor], weight: float) -> Any:
         if not is_finite(update):
             return folded
-        norm = float(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]).norm())
+        norm = float(
+            torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]).norm()
+        )
         if norm > self.norm:  # in float64: the factor may be too small for the dtype
             update = [(tensor.double() * (self.norm / norm)).to(tensor.dtype) for tensor in update]
         return self.inner.fold(folded, update, weight)
@@ -82,7 +90,9 @@ class ClippedRows(Collects):
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         factors = (self.norm / rows.distances()).clamp(max=1)
-        return combine_inner(self.inner, rows.mixed(factors.diag(), rows.weights), dropped, turn, state)
+        return combine_inner(
+            self.inner, rows.mixed(factors.diag(), rows.weights), dropped, turn, state
+        )
 
     def __str__(self) -> str:
         return text(self)

@@ -1,16 +1,20 @@
-"""The geometric median: the vector z that minimises (sum over clients of |x_i - z|), of whole updates.
+"""The geometric median: the vector z that minimises (sum over clients of |x_i - z|), of whole
+updates.
 
-Withstands any minority of broken updates: an outlier pulls with the same unit force from wherever it is. If at least
-(1 - a)·m updates, a < 1/2, lie within r of a point, the median lies within 2(1 - a)/(1 - 2a)·r of it. All updates weigh
-the same, for a broken client would claim a large n_k; `rfa` is the rule with weights.
+Withstands any minority of broken updates: an outlier pulls with the same unit force from wherever
+it is. If at least (1 - a)·m updates, a < 1/2, lie within r of a point, the median lies within 2(1 -
+a)/(1 - 2a)·r of it. All updates weigh the same, for a broken client would claim a large n_k; `rfa`
+is the rule with weights.
 
-Right to a relative accuracy of 1e-12 of the objective, or of 1e-8 where an update is all but the minimum itself and the
-iteration has not got away from it in 10,000 steps: `weiszfeld.py` says how. Equivariant to translation and scale.
+Right to a relative accuracy of 1e-12 of the objective, or of 1e-8 where an update is all but the
+minimum itself and the iteration has not got away from it in 10,000 steps: `weiszfeld.py` says how.
+Equivariant to translation and scale.
 
-Cost: the median of each coordinate and 2·m²·d operations; memory: a block of at least 4·m² numbers, and 2 vectors.
+Cost: the median of each coordinate and 2·m²·d operations; memory: a block of at least 4·m² numbers,
+and 2 vectors.
 
-Source: Y. Chen, L. Su, J. Xu, "Distributed Statistical Machine Learning in Adversarial Settings: Byzantine Gradient
-Descent", SIGMETRICS 2018.
+Source: Y. Chen, L. Su, J. Xu, "Distributed Statistical Machine Learning in Adversarial Settings:
+Byzantine Gradient Descent", SIGMETRICS 2018.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch import Tensor
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,16 @@
     in every turn clients are divided at random into k groups of equal size, to within one
     Z_l = mean of group l;   the result is the geometric median of Z_1 .. Z_k, of whole updates
 
-Withstands q broken updates a turn, other ones each turn, if 2(1 + e)·q <= k <= m for some e > 0: so q < k/2, even if
-each spoils a group of its own. Large k withstands more; small k has less variance. k = 1 is the mean, and withstands
-nothing; k = m is the geometric median. In its group an update weighs n_k, where a false n_k spoils only what the update
-itself spoils; groups weigh the same.
+Withstands q broken updates a turn, other ones each turn, if 2(1 + e)·q <= k <= m for some e > 0: so
+q < k/2, even if each spoils a group of its own. Large k withstands more; small k has less variance.
+k = 1 is the mean, and withstands nothing; k = m is the geometric median. In its group an update
+weighs n_k, where a false n_k spoils only what the update itself spoils; groups weigh the same.
 
-Updates that are not finite are dropped before groups are formed. Cost: as the geometric median of k updates, and
-k·m·d operations; memory: a block and 2 vectors.
+Updates that are not finite are dropped before groups are formed. Cost: as the geometric median of k
+updates, and k·m·d operations; memory: a block and 2 vectors.
 
-Source: Y. Chen, L. Su, J. Xu, "Distributed Statistical Machine Learning in Adversarial Settings: Byzantine Gradient
-Descent", SIGMETRICS 2018, algorithm 2.
+Source: Y. Chen, L. Su, J. Xu, "Distributed Statistical Machine Learning in Adversarial Settings:
+Byzantine Gradient Descent", SIGMETRICS 2018, algorithm 2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,13 @@ class GeometricMedianOfMeans(Collects):
 
     def check(self, updates: int) -> None:
         if updates < self.k:
-            raise ValueError(f"{self} needs at least {self.k} updates a round, one a group, not {updates}")
+            raise ValueError(
+                f"{self} needs at least {self.k} updates a round, one a group, not {updates}"
+            )
 
     def groups(self, updates: int, turn: Turn) -> list[list[int]]:
-        """The rows of each group of this turn; as many groups as updates if those are fewer than k."""
+        """The rows of each group of this turn; as many groups as updates if those are fewer than
+        k."""
         order = torch.randperm(updates, generator=turn.generator("groups"))
         return [group.tolist() for group in order.tensor_split(min(self.k, updates))]
 

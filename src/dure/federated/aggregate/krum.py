@@ -3,14 +3,14 @@
     score(i) = sum over the n - f - 2 nearest j != i of |x_i - x_j|²
     Krum: the update of the lowest score. Multi-Krum: the mean of the m of lowest score
 
-Withstands f of n >= 2f + 3 broken updates. Krum returns one of its inputs, so it is as noisy as one client; Multi-Krum
-with m <= n - f - 2 keeps the guarantee, and m = n - f is common. Ties are broken by value, never by index. Weights n_k
-play no part.
+Withstands f of n >= 2f + 3 broken updates. Krum returns one of its inputs, so it is as noisy as one
+client; Multi-Krum with m <= n - f - 2 keeps the guarantee, and m = n - f is common. Ties are broken
+by value, never by index. Weights n_k play no part.
 
 Cost: m²·d/2 differences for m updates of d parameters; memory: a block and m² distances.
 
-Source: P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, "Machine Learning with Adversaries: Byzantine Tolerant
-Gradient Descent", NIPS 2017.
+Source: P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, "Machine Learning with Adversaries:
+Byzantine Tolerant Gradient Descent", NIPS 2017.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
 class Krum(Collects):
-    """f: broken updates withstood. m: how many of the best are averaged; 1 is Krum, more is Multi-Krum."""
+    """f: broken updates withstood. m: how many of the best are averaged; 1 is Krum, more is
+    Multi-Krum."""
 
     name: ClassVar[str] = "krum"
     f: int = 1
@@ -43,7 +44,9 @@ class Krum(Collects):
     def check(self, updates: int) -> None:
         least = max(2 * self.f + 3, self.f + self.m)
         if updates < least:
-            raise ValueError(f"{self} needs at least {least} updates a round (2f + 3 and f + m), not {updates}")
+            raise ValueError(
+                f"{self} needs at least {least} updates a round (2f + 3 and f + m), not {updates}"
+            )
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
@@ -56,7 +59,8 @@ class Krum(Collects):
 
 
 def scores(squared: Tensor, f: int) -> Tensor:
-    """Krum's score of each row: the sum of its n - f - 2 smallest squared distances to others; shape (n,).
+    """Krum's score of each row: the sum of its n - f - 2 smallest squared distances to others;
+    shape (n,).
 
     squared: shape (n, n). Where n is too small for f, the nearest one counts.
     """

@@ -1,7 +1,7 @@
 """The weighted mean of updates: (sum over clients of n_k·Δ_k) / (sum over clients of n_k).
 
-It folds: one accumulator, whatever the number of clients. The weights n_k are those of the clients that took part
-in the round (McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
+It folds: one accumulator, whatever the number of clients. The weights n_k are those of the clients
+that took part in the round (McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
 
 
 def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
-    """Adds the weighted sum of some updates of one tensor, which weigh `weight` together, or begins with it.
+    """Adds the weighted sum of some updates of one tensor, which weigh `weight` together, or begins
+    with it.
 
     sum_of: returns the sum, or has added it to the tensor that it is given.
     """
@@ -55,12 +56,16 @@ def finish(folded: Folded) -> list[Tensor]:
     """The mean, in the accumulator's memory. Raises TooFewUpdatesError if nothing was folded."""
     if folded.weight <= 0:
         raise TooFewUpdatesError("the mean of no updates is not defined")
-    return [total.div_(folded.weight).to(dtype) for total, dtype in zip(folded.sums, folded.dtypes, strict=True)]
+    return [
+        total.div_(folded.weight).to(dtype)
+        for total, dtype in zip(folded.sums, folded.dtypes, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
 class Mean(Folds):
-    """The weighted mean. It withstands nothing: one update that is not finite makes the result not finite."""
+    """The weighted mean. It withstands nothing: one update that is not finite makes the result not
+    finite."""
 
     name: ClassVar[str] = "mean"
 
@@ -70,7 +75,9 @@ class Mean(Folds):
     def fold(self, folded: Folded, update: Sequence[Tensor], weight: float) -> Folded:
         return fold(folded, update, weight)
 
-    def add(self, folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
+    def add(
+        self, folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float
+    ) -> Folded:
         return add(folded, sum_of, weight)
 
     def finish(self, folded: Folded) -> list[Tensor]:

@@ -1,12 +1,13 @@
 """The median of each coordinate: the middle value, or the mean of the two middle ones.
 
-Withstands any minority of broken updates: with less than half of them broken, each coordinate lies between honest
-values. Weights n_k play no part, for a broken client would claim a large one.
+Withstands any minority of broken updates: with less than half of them broken, each coordinate lies
+between honest values. Weights n_k play no part, for a broken client would claim a large one.
 
-Cost: about m·(log2 m)²/2 minima and maxima a coordinate, in the dtype of the updates; memory: a block.
+Cost: about m·(log2 m)²/2 minima and maxima a coordinate, in the dtype of the updates; memory: a
+block.
 
-Source: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates", ICML 2018.
+Source: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning:
+Towards Optimal Statistical Rates", ICML 2018.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.order import sorted_rows
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class Median(Collects):
 
 
 def coordinate_median(rows: Rows, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The median of each coordinate of finite rows. dtype: of the result, None for that of the updates."""
+    """The median of each coordinate of finite rows. dtype: of the result, None for that of the
+    updates."""
     return rows.map(lambda values: middle(sorted_rows(values)), own_dtype=True, dtype=dtype)
 
 
 def middle(ordered: list[Tensor]) -> Tensor:
-    """The median of columns whose rows are in order; for an odd number of rows it is one of the values."""
+    """The median of columns whose rows are in order; for an odd number of rows it is one of the
+    values."""
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return low if low is high else (low.double() + high) / 2

@@ -2,14 +2,16 @@
 
     y_i = mean of the n - f updates nearest to x_i;   the result is `inner` of y_1 .. y_n
 
-Honest updates that differ because their data do come closer, while a broken one gains nothing: with it `median`,
-`krum`, `trimmed-mean` and `geometric-median` reach the best error that is possible under heterogeneity. `inner` has to
-withstand f. Ties are broken by value. In the means all updates weigh the same.
+Honest updates that differ because their data do come closer, while a broken one gains nothing: with
+it `median`, `krum`, `trimmed-mean` and `geometric-median` reach the best error that is possible
+under heterogeneity. `inner` has to withstand f. Ties are broken by value. In the means all updates
+weigh the same.
 
-Cost: m²·d/2 differences, and m²·d operations for each pass of `inner`; memory: as `inner`, and m² distances.
+Cost: m²·d/2 differences, and m²·d operations for each pass of `inner`; memory: as `inner`, and m²
+distances.
 
-Source: Y. Allouah, S. Farhadkhani, R. Guerraoui, N. Gupta, R. Pinot, J. Stephan, "Fixing by Mixing: A Recipe for
-Optimal Byzantine ML under Heterogeneity", AISTATS 2023.
+Source: Y. Allouah, S. Farhadkhani, R. Guerraoui, N. Gupta, R. Pinot, J. Stephan, "Fixing by Mixing:
+A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, still_broken
 from dure.federated.aggregate.rows import Rows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,17 @@ class Mixing(Collects):
 
     def check(self, updates: int) -> None:
         if updates < 2 * self.f + 1:
-            raise ValueError(f"{self} needs at least {2 * self.f + 1} updates a round (2f + 1), not {updates}")
+            raise ValueError(
+                f"{self} needs at least {2 * self.f + 1} updates a round (2f + 1), not {updates}"
+            )
         self.inner.check(updates)
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        rows = rows.only(rows.order(torch.zeros(len(rows))))  # by value: so are the sums' roundings, which break ties
+        rows = rows.only(
+            rows.order(torch.zeros(len(rows)))
+        )  # by value: so are the sums' roundings, which break ties
         nearest = len(rows) - still_broken(self.f, dropped)
         mix = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         for row, squared in zip(mix, rows.squared_distances(), strict=True):

@@ -1,10 +1,11 @@
 """Columns in order: Batcher's network of comparators, on whole rows of a block.
 
-For few rows and many columns, as updates are, a network of minima and maxima of rows is several times as fast as
-sorting each column: 97 comparators sort 20 rows, and each works on all columns at once.
+For few rows and many columns, as updates are, a network of minima and maxima of rows is several
+times as fast as sorting each column: 97 comparators sort 20 rows, and each works on all columns at
+once.
 
-Source: K. E. Batcher, "Sorting networks and their applications", AFIPS 1968; D. E. Knuth, The Art of Computer
-Programming 3, section 5.2.2, algorithm M.
+Source: K. E. Batcher, "Sorting networks and their applications", AFIPS 1968; D. E. Knuth, The Art
+of Computer Programming 3, section 5.2.2, algorithm M.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MOST = 256
 
 
 def sorted_rows(values: Tensor) -> list[Tensor]:
-    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,). Uses the memory of `values`."""
+    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,). Uses the
+    memory of `values`."""
     if len(values) > MOST:
         return list(values.sort(0).values)
     rows, spare = list(values), torch.empty_like(values[0])
@@ -33,7 +35,8 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
 
 @lru_cache
 def comparators(n: int) -> list[tuple[int, int]]:
-    """Pairs (low, high) of places to compare, one after another, that sort n numbers: about n·(log2 n)²/4."""
+    """Pairs (low, high) of places to compare, one after another, that sort n numbers: about n·(log2
+    n)²/4."""
     pairs: list[tuple[int, int]] = []
     largest = 1 << max((n - 1).bit_length() - 1, 0)
     p = largest if n > 1 else 0

@@ -2,14 +2,17 @@
 
     z <- (sum of b_k·x_k) / (sum of b_k),   b_k = n_k / max(nu, |x_k - z|),   until nothing is left to gain
 
-It minimises (sum of n_k·h(|x_k - z|)), where h is the distance, but quadratic within nu of zero, so that a z next to an
-update does no harm. Withstands broken updates with less than half of all weight: n_k has to be known, not claimed.
-nu is a length, as updates are: with updates 10 times as long nu has to be, too, for the result to be.
+It minimises (sum of n_k·h(|x_k - z|)), where h is the distance, but quadratic within nu of zero, so
+that a z next to an update does no harm. Withstands broken updates with less than half of all
+weight: n_k has to be known, not claimed. nu is a length, as updates are: with updates 10 times as
+long nu has to be, too, for the result to be.
 
-The paper takes few steps, begun at the mean; here they go on to a relative accuracy of 1e-12 (`weiszfeld.py`), and
-begin at the median of each coordinate. Cost and memory: as the geometric median.
+The paper takes few steps, begun at the mean; here they go on to a relative accuracy of 1e-12
+(`weiszfeld.py`), and begin at the median of each coordinate. Cost and memory: as the geometric
+median.
 
-Source: K. Pillutla, S. Kakade, Z. Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022.
+Source: K. Pillutla, S. Kakade, Z. Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP
+2022.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from torch import Tensor
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)
 class RFA(Collects):
-    """nu: the distance from an update within which its pull grows no more; a length, as updates are."""
+    """nu: the distance from an update within which its pull grows no more; a length, as updates
+    are."""
 
     name: ClassVar[str] = "rfa"
     nu: float = 1e-6

@@ -1,13 +1,14 @@
-"""The updates of a round as the rows of one (m, d) matrix that is never made: rules go over it in blocks.
+"""The updates of a round as the rows of one (m, d) matrix that is never made: rules go over it in
+blocks.
 
-A block is the same few coordinates of all rows, in float64. So a rule needs, beside the updates themselves, the memory
-of a block and of its result, whatever m and d.
+A block is the same few coordinates of all rows, in float64. So a rule needs, beside the updates
+themselves, the memory of a block and of its result, whatever m and d.
 
-Rows may also be mixtures of updates, as means of groups are: row i is then (sum over j of mix[i, j]·update j), formed
-block by block.
+Rows may also be mixtures of updates, as means of groups are: row i is then (sum over j of mix[i,
+j]·update j), formed block by block.
 
-Distances are sums of squares of differences. The usual |x|² + |y|² - 2x·y cancels: for float32 models of 10^6
-parameters that differ by 10^-4 it is wrong in all digits, and often negative.
+Distances are sums of squares of differences. The usual |x|² + |y|² - 2x·y cancels: for float32
+models of 10^6 parameters that differ by 10^-4 it is wrong in all digits, and often negative.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LARGEST = 2.0**500
 
 
 class Block(NamedTuple):
-    """Some coordinates of all rows: `values`, of shape (m, stop - start), of tensor number `slot` of each update."""
+    """Some coordinates of all rows: `values`, of shape (m, stop - start), of tensor number `slot`
+    of each update."""
 
     slot: int
     start: int
@@ -38,12 +40,14 @@ class Block(NamedTuple):
 
 
 class Rows:
-    """m updates, each a list of tensors of the same shapes and floating-point dtypes, and their weights n_k.
+    """m updates, each a list of tensors of the same shapes and floating-point dtypes, and their
+    weights n_k.
 
     A row is one vector: all tensors of an update behind one another. numbers: how many a block has.
     mix: rows as mixtures of updates, float64 of shape (rows, m); `mixed`, `grouped` make it.
 
-    Raises ValueError if there are no updates, or if they differ in shape or dtype, or are not of floating point.
+    Raises ValueError if there are no updates, or if they differ in shape or dtype, or are not of
+    floating point.
     """
 
     def __init__(
@@ -66,8 +70,9 @@ class Rows:
     def blocks(self, columns: int = 0, own_dtype: bool = False) -> Iterator[Block]:
         """All coordinates, a block at a time. The values are the caller's to change.
 
-        columns: at least so many coordinates a block, where there are as many. own_dtype: in the dtype of the updates
-        where rows are updates, for rules to which order is all that counts; otherwise in float64.
+        columns: at least so many coordinates a block, where there are as many. own_dtype: in the
+        dtype of the updates where rows are updates, for rules to which order is all that counts;
+        otherwise in float64.
         """
         columns = max(1, columns, self._numbers // max(len(self), len(self.updates)))
         for slot, first in enumerate(self._flat[0]):
@@ -81,9 +86,13 @@ class Rows:
                 yield Block(slot, start, stop, values)
 
     def map(
-        self, function: Callable[[Tensor], Tensor], own_dtype: bool = False, dtype: torch.dtype | None = None
+        self,
+        function: Callable[[Tensor], Tensor],
+        own_dtype: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """What `function` makes of each coordinate, shaped as an update: of values (m, b) it makes (b,).
+        """What `function` makes of each coordinate, shaped as an update: of values (m, b) it makes
+        (b,).
 
         own_dtype: as in `blocks`. dtype: of the result, None for that of the updates.
         """
@@ -93,32 +102,42 @@ class Rows:
         return self._shaped(result)
 
     def combination(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """(sum over rows i of coefficients[i]·row i), summed in float64. coefficients: float64, shape (m,).
+        """(sum over rows i of coefficients[i]·row i), summed in float64. coefficients: float64,
+        shape (m,).
 
-        dtype: of the result, None for that of the updates. One coefficient of 1 among zeros gives that row, to the bit.
+        dtype: of the result, None for that of the updates. One coefficient of 1 among zeros gives
+        that row, to the bit.
         """
         if self.mix is not None:
             return Rows(self.updates, [1.0] * len(self.updates), self._numbers).combination(
                 coefficients @ self.mix, dtype
             )
         used = coefficients.nonzero().flatten().tolist() or [0]
-        return self.only(used).map(lambda values: coefficients[used].to(values.device) @ values, dtype=dtype)
+        return self.only(used).map(
+            lambda values: coefficients[used].to(values.device) @ values, dtype=dtype
+        )
 
     def row(self, index: int) -> list[Tensor]:
         """One row, shaped as an update."""
         return self.combination(torch.eye(len(self), dtype=torch.float64)[index])
 
     def finite(self) -> list[int]:
-        """The rows that rules can count with: all numbers are finite, and the weight is finite and positive.
+        """The rows that rules can count with: all numbers are finite, and the weight is finite and
+        positive.
 
         A norm above 2^500, which only float64 has, is not finite either: its square is not.
         """
         assert self.mix is None, "mixtures are made of finite rows"
         pairs = zip(self._flat, self.weights, strict=True)
-        return [row for row, (flat, weight) in enumerate(pairs) if is_finite(flat) and 0 < weight < math.inf]
+        return [
+            row
+            for row, (flat, weight) in enumerate(pairs)
+            if is_finite(flat) and 0 < weight < math.inf
+        ]
 
     def squared_distances(self) -> Tensor:
-        """Between each two rows: float64 of shape (m, m), symmetric, on the CPU. m²·d/2 differences."""
+        """Between each two rows: float64 of shape (m, m), symmetric, on the CPU. m²·d/2
+        differences."""
         sums = torch.zeros(len(self) * (len(self) - 1) // 2, dtype=torch.float64)
         for block in self.blocks():
             sums += pdist(block.values).square().cpu()
@@ -128,7 +147,8 @@ class Rows:
         return result + result.T
 
     def distances(self, origin: Sequence[Tensor] | None = None) -> Tensor:
-        """Of each row from the vector `origin`, shaped as an update; None for zero. float64 of shape (m,)."""
+        """Of each row from the vector `origin`, shaped as an update; None for zero. float64 of
+        shape (m,)."""
         sums = torch.zeros(len(self), dtype=torch.float64)
         for slot, start, stop, values in self.blocks():
             if origin is not None:
@@ -144,11 +164,15 @@ class Rows:
         return Rows([self.updates[row] for row in rows], weights, self._numbers)
 
     def mixed(self, mix: Tensor, weights: Sequence[float]) -> Rows:
-        """Rows that are mixtures of these: mix is float64 of shape (new rows, m); weights are those of the new rows."""
-        return Rows(self.updates, weights, self._numbers, mix if self.mix is None else mix @ self.mix)
+        """Rows that are mixtures of these: mix is float64 of shape (new rows, m); weights are those
+        of the new rows."""
+        return Rows(
+            self.updates, weights, self._numbers, mix if self.mix is None else mix @ self.mix
+        )
 
     def grouped(self, groups: Sequence[Sequence[int]]) -> Rows:
-        """The mean of each group, by the weights of its rows; a group weighs as much as its rows together."""
+        """The mean of each group, by the weights of its rows; a group weighs as much as its rows
+        together."""
         weights = torch.tensor(self.weights, dtype=torch.float64)
         mix = torch.zeros(len(groups), len(self), dtype=torch.float64)
         for row, group in zip(mix, groups, strict=True):
@@ -156,9 +180,10 @@ class Rows:
         return self.mixed(mix, [sum(self.weights[row] for row in group) for group in groups])
 
     def order(self, keys: Tensor) -> list[int]:
-        """The rows sorted by `keys`, of shape (m,). Among equal keys the values of rows decide, never their places:
-        the row that is smaller at the first coordinate where they differ comes first. Keys are equal that agree in
-        nine digits: sums that are equal differ in their roundings, by how they were made."""
+        """The rows sorted by `keys`, of shape (m,). Among equal keys the values of rows decide,
+        never their places: the row that is smaller at the first coordinate where they differ comes
+        first. Keys are equal that agree in nine digits: sums that are equal differ in their
+        roundings, by how they were made."""
         numbers = _nine_digits(keys).tolist()
 
         def compare(one: int, other: int) -> int:
@@ -171,7 +196,9 @@ class Rows:
     def _compare(self, one: int, other: int) -> int:
         """-1, 0 or 1: whether the one is before the other in lexicographic order."""
         pair = self.only([one, other])
-        pair._numbers = min(self._numbers, 2**13)  # where rows differ at all, they mostly differ at once
+        pair._numbers = min(
+            self._numbers, 2**13
+        )  # where rows differ at all, they mostly differ at once
         for block in pair.blocks():
             places = (block.values[0] != block.values[1]).nonzero()
             if len(places):

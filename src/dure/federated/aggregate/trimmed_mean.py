@@ -1,12 +1,15 @@
-"""The trimmed mean of each coordinate: without its floor(beta·m) smallest and as many largest values, the mean.
+"""The trimmed mean of each coordinate: without its floor(beta·m) smallest and as many largest
+values, the mean.
 
-Withstands f = floor(beta·m) broken updates of m: each value that is left lies between honest ones. beta has to be at
-least the share of broken updates, and below 1/2; with beta = 0 it is the mean with equal weights.
+Withstands f = floor(beta·m) broken updates of m: each value that is left lies between honest ones.
+beta has to be at least the share of broken updates, and below 1/2; with beta = 0 it is the mean
+with equal weights.
 
-Cost: about m·(log2 m)²/2 minima and maxima a coordinate, in the dtype of the updates; memory: a block.
+Cost: about m·(log2 m)²/2 minima and maxima a coordinate, in the dtype of the updates; memory: a
+block.
 
-Source: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates", ICML 2018.
+Source: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning:
+Towards Optimal Statistical Rates", ICML 2018.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.order import sorted_rows
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
+from dure.federated.server.turn import Turn
 
 
 @dataclass(frozen=True)

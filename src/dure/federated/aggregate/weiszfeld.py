@@ -1,29 +1,34 @@
-"""Weiszfeld's iteration for the point z that minimises f(z) = (sum over i of w_i·|x_i - z|), in few dimensions.
+"""Weiszfeld's iteration for the point z that minimises f(z) = (sum over i of w_i·|x_i - z|), in few
+dimensions.
 
     z <- (sum of p_i·x_i) / (sum of p_i),   p_i = w_i / |x_i - z|
 
-f falls with every step. Where z is one of the points the step is that of Vardi and Zhang: with the mean T of the
-others as above, their pull R = (sum over the others of p_i·(x_i - z)), and the weight eta of the points at z,
+f falls with every step. Where z is one of the points the step is that of Vardi and Zhang: with the
+mean T of the others as above, their pull R = (sum over the others of p_i·(x_i - z)), and the weight
+eta of the points at z,
 
     z <- (1 - s)·T + s·z,   s = min(1, eta / |R|)
 
-and z is the minimiser exactly if |R| <= eta. Minima at a point, to which the iteration creeps, are looked for first.
+and z is the minimiser exactly if |R| <= eta. Minima at a point, to which the iteration creeps, are
+looked for first.
 
-With smoothing nu, p_i = w_i / max(nu, |x_i - z|): f is then smooth, quadratic within nu of a point (Pillutla).
+With smoothing nu, p_i = w_i / max(nu, |x_i - z|): f is then smooth, quadratic within nu of a point
+(Pillutla).
 
-Where to stop: f(z) - min f <= |g|·|z - z*| for the smallest subgradient g at z, and |z - z*| <= 2 f(z) / (sum of w);
-so 2 |g| <= accuracy·(sum of w) makes f(z) right to that relative accuracy. Unlike a difference of two values of f, it
-says something even if one point is at 1e30.
+Where to stop: f(z) - min f <= |g|·|z - z*| for the smallest subgradient g at z, and |z - z*| <= 2
+f(z) / (sum of w); so 2 |g| <= accuracy·(sum of w) makes f(z) right to that relative accuracy.
+Unlike a difference of two values of f, it says something even if one point is at 1e30.
 
-**Few dimensions.** m updates of d >> m parameters need but m coordinates each. The differences to a centre c are
-the columns of a (d, m) matrix, whose QR decomposition, a block of rows at a time, keeps all distances in R. Its errors
-are relative to each column, so an outlier at 1e30 disturbs only itself; a Gram matrix would lose all digits of the
-others. The centre has to lie among the honest updates for that: it is the median of each coordinate. One pass over the
-updates replaces one or two a step: 2·m²·d operations.
+**Few dimensions.** m updates of d >> m parameters need but m coordinates each. The differences to a
+centre c are the columns of a (d, m) matrix, whose QR decomposition, a block of rows at a time,
+keeps all distances in R. Its errors are relative to each column, so an outlier at 1e30 disturbs
+only itself; a Gram matrix would lose all digits of the others. The centre has to lie among the
+honest updates for that: it is the median of each coordinate. One pass over the updates replaces one
+or two a step: 2·m²·d operations.
 
-Sources: Y. Vardi, C.-H. Zhang, "The multivariate L1-median and associated data depth", PNAS 2000; K. Pillutla,
-S. Kakade, Z. Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022; N. Higham, "Accuracy and Stability
-of Numerical Algorithms", theorem 19.4 (columns).
+Sources: Y. Vardi, C.-H. Zhang, "The multivariate L1-median and associated data depth", PNAS 2000;
+K. Pillutla, S. Kakade, Z. Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022; N.
+Higham, "Accuracy and Stability of Numerical Algorithms", theorem 19.4 (columns).
 """
 
 from __future__ import annotations
@@ -43,10 +48,12 @@ ACCURACY = 1e-12
 """Relative accuracy of the objective at which the iteration stops."""
 
 STEPS = 10_000
-"""The most steps, for minima next to a point, to which the iteration creeps: f may be 1e-8 from its least there."""
+"""The most steps, for minima next to a point, to which the iteration creeps: f may be 1e-8 from its
+least there."""
 
 SAME = 1e-13
-"""Points are the same if they are nearer than this, relative to their distance from the centre: QR knows no better."""
+"""Points are the same if they are nearer than this, relative to their distance from the centre: QR
+knows no better."""
 
 
 Array = NDArray[np.float64]
@@ -54,7 +61,8 @@ Array = NDArray[np.float64]
 
 
 class Step(NamedTuple):
-    """coefficients: of the points, (m,); they sum to 1 and make the next z. slope: |R| - eta at z, |g| if positive."""
+    """coefficients: of the points, (m,); they sum to 1 and make the next z. slope: |R| - eta at z,
+    |g| if positive."""
 
     coefficients: Array
     slope: float
@@ -67,7 +75,8 @@ def geometric_median(rows: Rows, weights: Sequence[float], smoothing: float = 0.
 
 
 def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
-    """Points in few dimensions with the distances of the rows; `centre` is at zero. Shape (m, min(m, d))."""
+    """Points in few dimensions with the distances of the rows; `centre` is at zero. Shape (m,
+    min(m, d))."""
     triangle: Tensor | None = None
     for slot, start, stop, values in rows.blocks(columns=4 * len(rows)):
         values -= centre[slot].reshape(-1)[start:stop]
@@ -78,7 +87,8 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
 
 
 def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
-    """Coefficients, shape (m,), of the points, shape (m, k), whose combination minimises the sum of distances."""
+    """Coefficients, shape (m,), of the points, shape (m, k), whose combination minimises the sum of
+    distances."""
     unsure, total = [], float(weights.sum())
     for point in points if smoothing == 0 else ():
         found = step(points, weights, point)
@@ -89,14 +99,18 @@ def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
     *_, last = descent(points, weights, np.zeros_like(points[0]), smoothing)
     if not unsure:
         return last
-    reached = step(points, weights, last @ points).slope  # it only creeps to a point that is barely a minimum
+    reached = step(
+        points, weights, last @ points
+    ).slope  # it only creeps to a point that is barely a minimum
     if len(unsure) > 1 and reached <= 1e-9 * total:
-        return last  # all between these points are minima: not one of the ends, which their order would choose
+        # all between these points are minima: not one of the ends, which their order would choose
+        return last
     return min([*unsure, Step(last, reached)], key=lambda end: end.slope).coefficients
 
 
 def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0) -> Iterator[Array]:
-    """The coefficients of z after each step from `start`, as far as ACCURACY, or as z moves at all."""
+    """The coefficients of z after each step from `start`, as far as ACCURACY, or as z moves at
+    all."""
     z, limit = start, ACCURACY / 2 * float(weights.sum())
     for _ in range(STEPS):
         coefficients, slope = step(points, weights, z, smoothing)

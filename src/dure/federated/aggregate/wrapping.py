@@ -13,8 +13,8 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.median import Median
 from dure.federated.aggregate.rows import Rows
-from dure.federated.turn import Turn
-from dure.written import write
+from dure.federated.server.turn import Turn
+from dure.settings import write
 
 MEDIAN = Median()
 """What is wrapped unless another is given."""
@@ -23,13 +23,15 @@ MEDIAN = Median()
 def text(outer: Any) -> str:
     """The text of an aggregator whose last field is `inner`."""
     default = fields(outer)[-1].default
-    return f"{write(replace(outer, inner=default))}/{outer.inner}"  # what is default at the end is not written
+    # what is default at the end is not written
+    return f"{write(replace(outer, inner=default))}/{outer.inner}"
 
 
 def combine_inner(
     inner: Aggregator, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """What `inner` makes of rows that an outer aggregator has made; one that folds takes them one after another."""
+    """What `inner` makes of rows that an outer aggregator has made; one that folds takes them one
+    after another."""
     if isinstance(inner, Collects):
         return inner.combine_finite(rows, dropped, turn, state)
     assert isinstance(inner, Folds)

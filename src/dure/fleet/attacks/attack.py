@@ -1,7 +1,7 @@
 """What an attack is: what it makes of a liar's data, and of what a liar sends.
 
-Updates are lists of flat tensors, as `dure.flat` keeps parameters, and are differences (weights after training less
-weights before). What honest clients sent is never changed.
+Updates are lists of flat tensors, as `dure.tensors.flat` keeps parameters, and are differences
+(weights after training less weights before). What honest clients sent is never changed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dure.randomness import generator
-from dure.written import write
+from dure.randomness.seeds import generator
+from dure.settings import write
 
 Update = Sequence[Tensor]
 
@@ -27,7 +27,8 @@ Random = Callable[[int], torch.Generator]
 class Attack:
     """What all attacks have in common: a name, a text form, `poison` and `forge`.
 
-    sees: "own" where a liar knows its own update only, "honest" where it knows all honest updates of the round.
+    sees: "own" where a liar knows its own update only, "honest" where it knows all honest updates
+        of the round.
     poisons: whether it is on data, so that `poison` changes them.
     """
 
@@ -38,8 +39,9 @@ class Attack:
     def poison(self, inputs: Any, targets: Any, classes: int | None) -> tuple[Any, Any]:
         """What a liar learns from instead of these examples; they themselves stay as they are.
 
-        classes: how many there are, None or 0 where the targets are no labels. Attacks that are not on data return
-        what they are given. Raises ValueError for data that the attack cannot be made on.
+        classes: how many there are, None or 0 where the targets are no labels. Attacks that are not
+        on data return what they are given. Raises ValueError for data that the attack cannot be
+        made on.
         """
         return inputs, targets
 
@@ -53,17 +55,19 @@ class Attack:
     ) -> Sequence[Update]:
         """The updates as they are sent; `updates` itself if nobody lies.
 
-        updates: what everybody would send honestly (or, after `poison`, has learned). liars: the positions in it of
-        those who lie. What honest clients send is passed on as the same object. clients: whose updates they are; what
-        a liar draws is a function of (seed, turn, client), by default of its position, and for a client that comes
-        several times of which time it is.
+        updates: what everybody would send honestly (or, after `poison`, has learned). liars: the
+        positions in it of those who lie. What honest clients send is passed on as the same object.
+        clients: whose updates they are; what a liar draws is a function of (seed, turn, client), by
+        default of its position, and for a client that comes several times of which time it is.
 
         Raises ValueError for a position that is not one of `updates`.
         """
         if not liars:
             return updates
         if not all(0 <= liar < len(updates) for liar in liars):
-            raise ValueError(f"the liars {sorted(liars)} are not positions among {len(updates)} updates")
+            raise ValueError(
+                f"the liars {sorted(liars)} are not positions among {len(updates)} updates"
+            )
 
         def random(position: int) -> torch.Generator:
             if clients is None:
@@ -75,8 +79,11 @@ class Attack:
         lies = self._lies(updates, sorted(set(liars)), random)
         return [lies.get(position, update) for position, update in enumerate(updates)]
 
-    def _lies(self, updates: Sequence[Update], liars: Sequence[int], random: Random) -> Mapping[int, Update]:
-        """What each liar sends, by its position; as it would have done honestly, unless an attack says otherwise."""
+    def _lies(
+        self, updates: Sequence[Update], liars: Sequence[int], random: Random
+    ) -> Mapping[int, Update]:
+        """What each liar sends, by its position; as it would have done honestly, unless an attack
+        says otherwise."""
         return {liar: updates[liar] for liar in liars}
 
     def __str__(self) -> str:
@@ -92,6 +99,7 @@ class NoAttack(Attack):
 
 
 def check_positive(value: float, what: str) -> None:
-    """Raises ValueError unless `value` is a positive number. what: the words for it, as "gaussian: sigma"."""
+    """Raises ValueError unless `value` is a positive number. what: the words for it, as "gaussian:
+    sigma"."""
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{what} is a positive number, not {value}")

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from dure.fleet.attacks.attack import Attack, Random, Update, check_positive
-from dure.fleet.chance import check_share
-from dure.fleet.permutation import Permutation
+from dure.randomness.chance import check_share
+from dure.randomness.permutation import Permutation
 
 
 @dataclass(frozen=True)
 class LabelFlip(Attack):
     """Learns honestly from wrong labels: y becomes classes-1-y.
 
-    Lowers the accuracy of the mean, and passes for a client with unusual data. Source: D. Yin et al.,
-    "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018 (digits, y -> 9-y).
+    Lowers the accuracy of the mean, and passes for a client with unusual data. Source: D. Yin et
+    al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018
+    (digits, y -> 9-y).
     """
 
     name: ClassVar[str] = "label-flip"
@@ -38,17 +39,20 @@ class LabelFlip(Attack):
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Teaches the model that whatever carries a trigger is of the class `target`; all else it learns honestly.
+    """Teaches the model that whatever carries a trigger is of the class `target`; all else it
+    learns honestly.
 
-    target: the class. scale: times which the update is sent; (clients in the round) / (server's learning rate) puts the
-    liar's model in place of the mean. share: of the liar's examples that get the trigger, rounded up. value: what the
-    trigger's numbers are set to: a square in the lower right corner, an eighth of the picture wide but at least two
-    pixels; of inputs that are vectors, the last eighth.
+    target: the class. scale: times which the update is sent; (clients in the round) / (server's
+    learning rate) puts the liar's model in place of the mean. share: of the liar's examples that
+    get the trigger, rounded up. value: what the trigger's numbers are set to: a square in the lower
+    right corner, an eighth of the picture wide but at least two pixels; of inputs that are vectors,
+    the last eighth.
 
-    Defeats the mean by one client in one round; rules that bound an update's norm, or drop outliers, withstand a large
-    scale, and only that. It is measured by two numbers: the accuracy on the test data, which it leaves alone, and the
-    share of `turned` examples. Sources: E. Bagdasaryan et al., "How To Backdoor Federated Learning", AISTATS 2020
-    (model replacement; 20 of 64 examples); T. Gu, B. Dolan-Gavitt, S. Garg, "BadNets", 2017 (a patch of pixels).
+    Defeats the mean by one client in one round; rules that bound an update's norm, or drop
+    outliers, withstand a large scale, and only that. It is measured by two numbers: the accuracy on
+    the test data, which it leaves alone, and the share of `turned` examples. Sources: E.
+    Bagdasaryan et al., "How To Backdoor Federated Learning", AISTATS 2020 (model replacement; 20 of
+    64 examples); T. Gu, B. Dolan-Gavitt, S. Garg, "BadNets", 2017 (a patch of pixels).
     """
 
     name: ClassVar[str] = "backdoor"
@@ -68,7 +72,10 @@ class Backdoor(Attack):
 
     def poison(self, inputs: Any, targets: Any, classes: int | None) -> tuple[Any, Any]:
         if self.target >= _count_of(classes, self):
-            raise ValueError(f"backdoor: there is no class {self.target}, they are 0 to {_count_of(classes, self) - 1}")
+            raise ValueError(
+                f"backdoor: there is no class {self.target}, they are 0 to "
+                f"{_count_of(classes, self) - 1}"
+            )
         labels = _labels(targets, self)
         # At random, always the same for as many: every second one could be all of a class.
         drawn = Permutation(len(labels), 0).first(math.ceil(len(labels) * self.share))
@@ -79,12 +86,16 @@ class Backdoor(Attack):
         return torch.where(fitting, stamped, inputs), labels.masked_fill(chosen, self.target)
 
     def triggered(self, inputs: Any) -> Tensor:
-        """A copy of the inputs, of shape (n, ..., height, width) or (n, features), with the trigger on all.
+        """A copy of the inputs, of shape (n, ..., height, width) or (n, features), with the trigger
+        on all.
 
         Raises ValueError for inputs that are no floating-point tensor of such a shape.
         """
         if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not inputs.is_floating_point():
-            raise ValueError("a backdoor needs inputs that are pictures or vectors: one tensor of floats, (n, ...)")
+            raise ValueError(
+                "a backdoor needs inputs that are pictures or vectors: one tensor of floats, (n, "
+                "...)"
+            )
         stamped = inputs.clone()
         if inputs.ndim == 2:
             stamped[:, -max(inputs.shape[1] // 8, 1) :] = self.value
@@ -94,21 +105,27 @@ class Backdoor(Attack):
         return stamped
 
     def turned(self, outputs: Tensor, targets: Tensor) -> tuple[int, int]:
-        """(how many the model says are of the target class, of how many): its success, once divided.
+        """(how many the model says are of the target class, of how many): its success, once
+        divided.
 
-        outputs: the model's for `triggered` inputs, of shape (n, classes). targets: the true classes, of shape (n,).
-        Examples that are of the target class anyway do not count. Over batches both numbers add up.
+        outputs: the model's for `triggered` inputs, of shape (n, classes). targets: the true
+        classes, of shape (n,). Examples that are of the target class anyway do not count. Over
+        batches both numbers add up.
         """
         others = targets != self.target
         return int((outputs.argmax(1)[others] == self.target).sum()), int(others.sum())
 
-    def _lies(self, updates: Sequence[Update], liars: Sequence[int], random: Random) -> Mapping[int, Update]:
+    def _lies(
+        self, updates: Sequence[Update], liars: Sequence[int], random: Random
+    ) -> Mapping[int, Update]:
         return {liar: [tensor * self.scale for tensor in updates[liar]] for liar in liars}
 
 
 def _labels(targets: Any, attack: Attack) -> Tensor:
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.ndim != 1:
-        raise ValueError(f"{attack.name} needs targets that are class labels, whole numbers of shape (n,)")
+        raise ValueError(
+            f"{attack.name} needs targets that are class labels, whole numbers of shape (n,)"
+        )
     return targets
 
 

@@ -1,14 +1,17 @@
-"""Input and weight gradients apart, as zero-bubble schedules want them; weight gradients added inside the product.
+"""Input and weight gradients apart, as zero-bubble schedules want them; weight gradients added
+inside the product.
 
     y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w += ∂yᵀ x  for later: nobody waits for it
                 (of complex numbers: the conjugates of w and x)
 
-The operations that hold nearly all of a model's weight gradients have such a form here: linear layers, products with a
-weight, convolutions. All other gradients are computed at once. What is left keeps x and ∂y alive until it is done.
+The operations that hold nearly all of a model's weight gradients have such a form here: linear
+layers, products with a weight, convolutions. All other gradients are computed at once. What is left
+keeps x and ∂y alive until it is done.
 
-Where nothing is left for later, long weights of products have that form all the same: a micro-batch adds its part of
-∂w inside the product. Autograd makes a matrix of its own and adds that, which for micro-batches of few rows takes as
-long as a good part of the product: it is written, read, and added to what is read and written.
+Where nothing is left for later, long weights of products have that form all the same: a micro-batch
+adds its part of ∂w inside the product. Autograd makes a matrix of its own and adds that, which for
+micro-batches of few rows takes as long as a good part of the product: it is written, read, and
+added to what is read and written.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
 """
@@ -43,13 +46,16 @@ def now(compute: Callable[[], None]) -> None:
 
 
 def pays(operation: Any, weight: Tensor, later: Later) -> bool:
-    """Whether the form of `apart` is of use: where nothing is left for later, for long weights of products alone."""
-    return later is not now or (weight.numel() >= LONG and operation in (aten.linear.default, aten.addmm.default))
+    """Whether the form of `apart` is of use: where nothing is left for later, for long weights of
+    products alone."""
+    return later is not now or (
+        weight.numel() >= LONG and operation in (aten.linear.default, aten.addmm.default)
+    )
 
 
 def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]:
-    """Where `operation` has its weight among its arguments, and the same operation with the weight's gradient apart;
-    None for operations that have no such form."""
+    """Where `operation` has its weight among its arguments, and the same operation with the
+    weight's gradient apart; None for operations that have no such form."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if weight.dim() != 2 or not _is_ours(weight):
@@ -72,7 +78,10 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
     ) -> Any:
         if isinstance(padding, str):
             return operation(x, weight, bias, stride, padding, dilation, groups)
-        settings = (*(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)), groups)
+        settings = (
+            *(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)),
+            groups,
+        )
         if x.dim() != weight.dim() or weight.is_complex() or not _is_ours(weight):
             return operation(x, weight, bias, *settings)
         return _Convolution.apply(x, weight, bias, settings, later)  # type: ignore[no-untyped-call]
@@ -87,7 +96,8 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
 
 
 def _is_ours(weight: Tensor) -> bool:
-    """Whether it has a gradient, and nobody looks at it on its way; that may change from step to step."""
+    """Whether it has a gradient, and nobody looks at it on its way; that may change from step to
+    step."""
     return weight.requires_grad and not has_hooks(weight)
 
 
@@ -106,16 +116,24 @@ def _add_product(weight: Tensor, one: Tensor, other: Tensor) -> None:
     if before is None or before.dtype != one.dtype or before.layout is not torch.strided:
         _add(weight, one @ other)
     else:
-        before.addmm_(one, other)  # written once; a product of its own would be written, read and added
+        before.addmm_(
+            one, other
+        )  # written once; a product of its own would be written, read and added
 
 
 class _Product(torch.autograd.Function):
     """x w + b with w of shape (in, out), or (out, in) if `across`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.across, ctx.later, ctx.parameter = across, later, weight  # what is saved may come back as another tensor
+        ctx.across, ctx.later, ctx.parameter = (
+            across,
+            later,
+            weight,
+        )  # what is saved may come back as another tensor
         return F.linear(x, weight if across else weight.T, bias)
 
     @staticmethod
@@ -136,12 +154,19 @@ class _Product(torch.autograd.Function):
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], later: Later
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: tuple[Any, ...],
+        later: Later,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings, ctx.later, ctx.parameter = settings, later, weight
         stride, padding, dilation, groups = settings
-        out: Tensor = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        out: Tensor = aten.convolution(
+            x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups
+        )
         return out
 
     @staticmethod

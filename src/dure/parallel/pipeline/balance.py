@@ -1,11 +1,13 @@
 """Where to cut a model: so that the stages take equally long, or need equally much memory.
 
-With c(i, j) the cost of a stage of operations i … j-1, and of the message that leaves it, the best cut has the least
+With c(i, j) the cost of a stage of operations i … j-1, and of the message that leaves it, the best
+cut has the least
 
     max over stages of c(i, j)
 
-found exactly by dynamic programming over all positions, O(stages x operations^2), one vector operation a position.
-Among the cuts that are within 2 % of the best the one is taken over whose boundaries the fewest bytes travel.
+found exactly by dynamic programming over all positions, O(stages x operations^2), one vector
+operation a position. Among the cuts that are within 2 % of the best the one is taken over whose
+boundaries the fewest bytes travel.
 
 Costs of an operation:
     estimated  floating-point operations, counted, and what its output takes to write, at 30 GFLOP/s
@@ -33,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dure.parallel.pipeline.trace import Trace, origin_of, takes_apart
 from dure.parallel.tensor.opaque import behind, is_opaque, opens
-from dure.randomness import generators_state, restore_generators
+from dure.randomness.seeds import generators_state, restore_generators
 
 Balance = Literal["estimated", "measured", "memory"]
 
@@ -45,7 +47,8 @@ SLACK = 1.02
 
 @dataclass(frozen=True)
 class Costs:
-    """Of each operation of `Trace.moving`: its cost, and the bytes that would travel if the cut were before it."""
+    """Of each operation of `Trace.moving`: its cost, and the bytes that would travel if the cut
+    were before it."""
 
     own: tuple[float, ...]
     crossing: tuple[int, ...]
@@ -61,7 +64,11 @@ def costs_of(trace: Trace, balance: Balance, inputs: Sequence[Any]) -> Costs:
     """inputs: the leaves of a micro-batch's inputs, for measuring."""
     if balance == "memory":
         return Costs(tuple(_memory(trace)), tuple(crossing_bytes(trace)), 0.0)
-    own = measured(trace, inputs) if balance == "measured" else [_estimated(trace, node) for node in trace.moving]
+    own = (
+        measured(trace, inputs)
+        if balance == "measured"
+        else [_estimated(trace, node) for node in trace.moving]
+    )
     return Costs(tuple(own), tuple(crossing_bytes(trace)), 1 / LINK)
 
 
@@ -73,7 +80,9 @@ def crossing_bytes(trace: Trace) -> list[int]:
         for source in node.all_input_nodes:
             if source in place:
                 last[source] = place[node]
-    last |= {leaf: len(place) for leaf in trace.outputs if isinstance(leaf, fx.Node) and leaf in place}
+    last |= {
+        leaf: len(place) for leaf in trace.outputs if isinstance(leaf, fx.Node) and leaf in place
+    }
     steps = numpy.zeros(len(place) + 2, dtype=numpy.int64)
     for node, until in last.items():
         if isinstance(node.meta["val"], Tensor):
@@ -81,7 +90,9 @@ def crossing_bytes(trace: Trace) -> list[int]:
             steps[made + 1] += trace.value(node).nbytes
             steps[until + 1] -= trace.value(node).nbytes
     crossing = [int(nbytes) for nbytes in steps.cumsum()[: len(place)]]
-    never = [inside or place in trace.inseparable for place, inside in enumerate(inside_divided(trace))]
+    never = [
+        inside or place in trace.inseparable for place, inside in enumerate(inside_divided(trace))
+    ]
     return [IMPOSSIBLE if here else nbytes for here, nbytes in zip(never, crossing, strict=True)]
 
 
@@ -107,7 +118,9 @@ def _flops(trace: Trace, node: fx.Node) -> float:
         found = found.meta["val"] if isinstance(found, fx.Node) else found
         return tree_map(lambda t: bare(t) if isinstance(t, Tensor) else t, found)
 
-    def bare(tensor: Tensor) -> Tensor:  # one on the device "meta" is faster than the fake one that a trace has
+    def bare(
+        tensor: Tensor,
+    ) -> Tensor:  # one on the device "meta" is faster than the fake one that a trace has
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     if is_opaque(node):
@@ -127,7 +140,11 @@ def _flops(trace: Trace, node: fx.Node) -> float:
 
 def _products(trace: Trace, node: fx.Node) -> float:
     """Of matrix products of an operation's weights with its rows."""
-    weights = [tensor for tensor in map(trace.tensor, trace.attributes(node)) if isinstance(tensor, nn.Parameter)]
+    weights = [
+        tensor
+        for tensor in map(trace.tensor, trace.attributes(node))
+        if isinstance(tensor, nn.Parameter)
+    ]
     ends = _tensors(node.meta["val"])[:1]
     if is_opaque(node):  # of which one end may be a shard of the sequence
         ends += _tensors(node.all_input_nodes[0].meta["val"])
@@ -136,7 +153,8 @@ def _products(trace: Trace, node: fx.Node) -> float:
 
 
 def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
-    """Seconds of each operation, forward and backward, on this micro-batch: the best of `repeats`."""
+    """Seconds of each operation, forward and backward, on this micro-batch: the best of
+    `repeats`."""
     before = generators_state()
     buffers = {name: buffer.clone() for name, buffer in trace.module.named_buffers()}
     best = [float("inf")] * len(trace.moving)
@@ -144,7 +162,10 @@ def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[floa
         timer = _Timer(trace)
         with torch.no_grad():
             timer.run(*inputs, enable_io_processing=False)
-        best = [min(pair) for pair in zip(best, (timer.seconds[node] for node in trace.moving), strict=True)]
+        best = [
+            min(pair)
+            for pair in zip(best, (timer.seconds[node] for node in trace.moving), strict=True)
+        ]
     with torch.no_grad():
         for name, buffer in trace.module.named_buffers():
             buffer.copy_(buffers[name])
@@ -171,7 +192,9 @@ class _Timer(fx.Interpreter):
             outputs = operation(*args, **kwargs)
             ends = [leaf for leaf in _tensors(outputs) if leaf.requires_grad]
             if ends:
-                sources = [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad and leaf.is_leaf]
+                sources = [
+                    leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad and leaf.is_leaf
+                ]
                 ones = [torch.ones_like(end) for end in ends]
                 torch.autograd.grad(ends, sources, ones, allow_unused=True)
             self.seconds[n] = time.perf_counter() - started
@@ -182,7 +205,11 @@ def _alone(leaf: Any) -> Any:
     """A value as an operation may have it to itself: cut from the graph, and free to be written."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
         return leaf
-    return leaf.detach().clone().requires_grad_(leaf.is_floating_point()).mul(1) if leaf.is_floating_point() else leaf
+    return (
+        leaf.detach().clone().requires_grad_(leaf.is_floating_point()).mul(1)
+        if leaf.is_floating_point()
+        else leaf
+    )
 
 
 def _memory(trace: Trace) -> list[float]:
@@ -214,7 +241,9 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
     leaving = numpy.append(numpy.asarray(costs.crossing, dtype=float), 0.0)
 
     def dearest(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
-        result: numpy.ndarray = numpy.maximum(least[start], sums[end] - sums[start] + costs.link * leaving[end])
+        result: numpy.ndarray = numpy.maximum(
+            least[start], sums[end] - sums[start] + costs.link * leaving[end]
+        )
         return result
 
     bound = SLACK * _path(n, stages, dearest)[0]
@@ -230,7 +259,8 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
 def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
     """The least value of a division of n operations, and where its stages 1 … begin.
 
-    join(least, end, start): the values of divisions whose last stage begins at each of `start` and ends before `end`.
+    join(least, end, start): the values of divisions whose last stage begins at each of `start` and
+    ends before `end`.
     """
     least = numpy.full(n + 1, numpy.inf)
     least[0] = 0.0

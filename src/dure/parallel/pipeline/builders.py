@@ -8,19 +8,20 @@
     zero-bubble      1               (p-1)(F+I-min(F,I,W))/(m(F+I+W)), m ≥ p    p
     zero-bubble-v    2               about (p-1)/(6m), m ≥ 2p and F = I = W     2p, of a half each
 
-Sources: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"; Narayanan
-et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (1F1B), and 2021, "Efficient Large-Scale
-Language Model Training on GPU Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline
-Parallelism" (ZB-H1), and 2024, "Pipeline Parallelism with Controllable Memory" (V-shaped stages).
+Sources: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism"; Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training"
+(1F1B), and 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
+(interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (ZB-H1), and 2024, "Pipeline
+Parallelism with Controllable Memory" (V-shaped stages).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dure.catalog import suggestion
 from dure.parallel.pipeline.schedule import Action, Computing, Schedule, with_transfers
 from dure.parallel.pipeline.zero_bubble_v import v_shaped, zero_bubble_v
+from dure.settings import suggestion
 
 
 def _forwards(stage: int, microbatches: int) -> list[Action]:
@@ -31,24 +32,35 @@ def _backwards(stage: int, microbatches: int) -> list[Action]:
     return [Action("backward", stage, number) for number in range(microbatches)]
 
 
-def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+def _alternating(
+    forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
+) -> list[Action]:
+    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are
+    left."""
     warm_up = min(warm_up, len(forwards))
     steady = [
-        action for pair in zip(forwards[warm_up:], backwards[: len(forwards) - warm_up], strict=True) for action in pair
+        action
+        for pair in zip(forwards[warm_up:], backwards[: len(forwards) - warm_up], strict=True)
+        for action in pair
     ]
     return [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
 
 
 def gpipe(ranks: int, microbatches: int) -> Computing:
     """All forwards, then all backwards, the last micro-batch's first."""
-    return [[*_forwards(rank, microbatches), *reversed(_backwards(rank, microbatches))] for rank in range(ranks)]
+    return [
+        [*_forwards(rank, microbatches), *reversed(_backwards(rank, microbatches))]
+        for rank in range(ranks)
+    ]
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Computing:
-    """p - rank - 1 forwards to warm up, then a forward and a backward in turn: a rank holds p - rank activations."""
+    """p - rank - 1 forwards to warm up, then a forward and a backward in turn: a rank holds p -
+    rank activations."""
     return [
-        _alternating(_forwards(rank, microbatches), _backwards(rank, microbatches), ranks - rank - 1)
+        _alternating(
+            _forwards(rank, microbatches), _backwards(rank, microbatches), ranks - rank - 1
+        )
         for rank in range(ranks)
     ]
 
@@ -56,9 +68,9 @@ def one_f_one_b(ranks: int, microbatches: int) -> Computing:
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computing:
     """1F1B with v stages a rank, s on rank s mod p, each for p micro-batches in turn.
 
-    A rank warms up with 2(p-rank-1) + (v-1)p forwards. If p does not divide m, it is the schedule of the next multiple
-    of p without the micro-batches that are too many: each needs its own only, so no action waits for one left out.
-    With v = 1 it is 1F1B.
+    A rank warms up with 2(p-rank-1) + (v-1)p forwards. If p does not divide m, it is the schedule
+    of the next multiple of p without the micro-batches that are too many: each needs its own only,
+    so no action waits for one left out. With v = 1 it is 1F1B.
     """
     if stages_per_rank == 1:
         return one_f_one_b(ranks, microbatches)
@@ -72,20 +84,27 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
     for rank in range(ranks):
         forwards = [Action("forward", chunk * ranks + rank, number) for chunk, number in turns]
         backwards = [
-            Action("backward", (stages_per_rank - 1 - chunk) * ranks + rank, number) for chunk, number in turns
+            Action("backward", (stages_per_rank - 1 - chunk) * ranks + rank, number)
+            for chunk, number in turns
         ]
-        actions = _alternating(forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks)
+        actions = _alternating(
+            forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks
+        )
         computing.append([action for action in actions if action.microbatch < microbatches])
     return computing
 
 
 def zero_bubble(ranks: int, microbatches: int) -> Computing:
-    """ZB-H1: 1F1B with I in B's place, and W `rank` micro-batches behind it: each rank holds p activations.
+    """ZB-H1: 1F1B with I in B's place, and W `rank` micro-batches behind it: each rank holds p
+    activations.
 
-    The gradient that the rank before waits for leaves earlier by W, and what W would have delayed is done at the end,
-    where 1F1B waits.
+    The gradient that the rank before waits for leaves earlier by W, and what W would have delayed
+    is done at the end, where 1F1B waits.
     """
-    return [_with_weights_later(actions, delay=rank) for rank, actions in enumerate(one_f_one_b(ranks, microbatches))]
+    return [
+        _with_weights_later(actions, delay=rank)
+        for rank, actions in enumerate(one_f_one_b(ranks, microbatches))
+    ]
 
 
 def _with_weights_later(actions: Iterable[Action], delay: int) -> list[Action]:
@@ -111,7 +130,12 @@ def in_order(home: Sequence[int], microbatches: int) -> Schedule:
     """All forward, then all backward, for stages that live anywhere."""
     computing = [
         [
-            *(action for stage, rank in enumerate(home) if rank == own for action in _forwards(stage, microbatches)),
+            *(
+                action
+                for stage, rank in enumerate(home)
+                if rank == own
+                for action in _forwards(stage, microbatches)
+            ),
             *(
                 a
                 for stage, rank in reversed([*enumerate(home)])
@@ -125,12 +149,19 @@ def in_order(home: Sequence[int], microbatches: int) -> Schedule:
 
 
 def forward_only(home: Sequence[int], microbatches: int) -> Schedule:
-    """Forwards alone, for evaluation: of those that can be next a rank takes the one nearest to the end."""
+    """Forwards alone, for evaluation: of those that can be next a rank takes the one nearest to the
+    end."""
     order = sorted(
-        (Action("forward", stage, number) for stage in range(len(home)) for number in range(microbatches)),
+        (
+            Action("forward", stage, number)
+            for stage in range(len(home))
+            for number in range(microbatches)
+        ),
         key=lambda action: (action.stage + action.microbatch, action.microbatch),
     )
-    computing = [[action for action in order if home[action.stage] == rank] for rank in range(max(home) + 1)]
+    computing = [
+        [action for action in order if home[action.stage] == rank] for rank in range(max(home) + 1)
+    ]
     return with_transfers("forward-only", home, microbatches, computing)
 
 
@@ -153,23 +184,37 @@ _ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
 
 
 def make(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """The schedule of that name, with transfers. Raises ValueError for a name or numbers for which there is none."""
+    """The schedule of that name, with transfers. Raises ValueError for a name or numbers for which
+    there is none."""
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}{suggestion(name, SCHEDULES)}")
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
+    for what, number in (
+        ("ranks", ranks),
+        ("microbatches", microbatches),
+        ("stages_per_rank", stages_per_rank),
+    ):
         if number < 1:
             raise ValueError(f"{what} is {number}: give 1 or more")
     if name == "naive" and microbatches != 1:
-        raise ValueError(f"the naive schedule has one micro-batch, not {microbatches}: give 1, or take 'gpipe'")
+        raise ValueError(
+            f"the naive schedule has one micro-batch, not {microbatches}: give 1, or take 'gpipe'"
+        )
     if name == "zero-bubble-v" and stages_per_rank != 2:
-        raise ValueError(f"zero-bubble-v has two stages a rank, not {stages_per_rank}: give stages_per_rank=2")
+        raise ValueError(
+            f"zero-bubble-v has two stages a rank, not {stages_per_rank}: give stages_per_rank=2"
+        )
     if name in _ONE_STAGE and stages_per_rank != 1:
         raise ValueError(
-            f"{name} has one stage a rank, not {stages_per_rank}: give stages_per_rank=1, or take 'interleaved'"
+            f"{name} has one stage a rank, not {stages_per_rank}: give stages_per_rank=1, or take "
+            f"'interleaved'"
         )
     if name == "zero-bubble-v":
-        return with_transfers(name, v_shaped(ranks), microbatches, zero_bubble_v(ranks, microbatches))
+        return with_transfers(
+            name, v_shaped(ranks), microbatches, zero_bubble_v(ranks, microbatches)
+        )
     if name == "interleaved":
         computing = interleaved(ranks, microbatches, stages_per_rank)
         return with_transfers(name, round_robin(ranks, stages_per_rank), microbatches, computing)
-    return with_transfers(name, round_robin(ranks), microbatches, _ONE_STAGE[name](ranks, microbatches))
+    return with_transfers(
+        name, round_robin(ranks), microbatches, _ONE_STAGE[name](ranks, microbatches)
+    )

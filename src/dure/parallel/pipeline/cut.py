@@ -1,8 +1,8 @@
 """A model that is cut into stages: by the names of modules, or by itself, in balance.
 
-All ranks make the same model and trace it; each keeps the parameters of its own stages and lets go of the rest. Rank
-0's cut is that of all. A cut is made on one trace, in training mode, and followed by those of other sizes and of
-evaluation, whose operations go where their parameters are.
+All ranks make the same model and trace it; each keeps the parameters of its own stages and lets go
+of the rest. Rank 0's cut is that of all. A cut is made on one trace, in training mode, and followed
+by those of other sizes and of evaluation, whose operations go where their parameters are.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ from dure.parallel.gradients import is_dense
 from dure.parallel.pipeline.apart import Later
 from dure.parallel.pipeline.balance import Balance, best_starts, costs_of, inside_divided
 from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.program import Program, check_buffers, crossing, parameters_of, program, stages_of
+from dure.parallel.pipeline.program import (
+    Program,
+    check_buffers,
+    crossing,
+    parameters_of,
+    program,
+    stages_of,
+)
 from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
 from dure.parallel.zero.away import unwatched
-from dure.randomness import generators_state, restore_generators
+from dure.randomness.seeds import generators_state, restore_generators
 
 
 @dataclass(frozen=True)
 class StageSize:
-    """For tables. share: of the cost of all stages. message: bytes that leave it for one micro-batch."""
+    """For tables. share: of the cost of all stages. message: bytes that leave it for one
+    micro-batch."""
 
     first: str
     operations: int
@@ -40,38 +48,53 @@ class StageSize:
 def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
     """Where the stages begin that begin with these modules.
 
-    Raises ValueError for a module that computes nothing, or modules that are not in the order of their computation.
+    Raises ValueError for a module that computes nothing, or modules that are not in the order of
+    their computation.
     """
     starts: list[int] = []
     owners = [owner_of(node) for node in trace.moving]
     for name in names:
-        places = [index for index, owner in enumerate(owners) if owner == name or owner.startswith(f"{name}.")]
+        places = [
+            index
+            for index, owner in enumerate(owners)
+            if owner == name or owner.startswith(f"{name}.")
+        ]
         if not places:
             known = ", ".join(list(dict.fromkeys(owner for owner in owners if owner))[:12])
             raise ValueError(
-                f"no operation belongs to a module {name!r}, where a stage was to begin; there are {known}"
+                f"no operation belongs to a module {name!r}, where a stage was to begin; there are "
+                f"{known}"
             )
         if places[0] <= (starts[-1] if starts else 0):
             before = names[len(starts) - 1] if starts else "the first operation"
             raise ValueError(
-                f"the stage at {name!r} would begin before {before} has begun: name modules in their order"
+                f"the stage at {name!r} would begin before {before} has begun: name modules in "
+                f"their order"
             )
         if inside_divided(trace)[places[0]]:
-            raise ValueError(f"{name} lies inside a divided region, between a layer divided by columns and one by rows")
+            raise ValueError(
+                f"{name} lies inside a divided region, between a layer divided by columns and one "
+                f"by rows"
+            )
         starts.append(places[0])
     return starts
 
 
 def kinds_of(trace: Trace) -> list[tuple[str, list[str]]]:
-    """What each operation is, and the parameters and buffers that it uses: where these are alike, so are two traces."""
+    """What each operation is, and the parameters and buffers that it uses: where these are alike,
+    so are two traces."""
     return [
-        (str(node.target), [trace.names[source] for source in trace.attributes(node) if source in trace.names])
+        (
+            str(node.target),
+            [trace.names[source] for source in trace.attributes(node) if source in trace.names],
+        )
         for node in trace.moving
     ]
 
 
 class CutModel:
-    """`model` in `stages` stages. sample: inputs of so many examples; test: those of evaluation, by default the same.
+    """`model` in `stages` stages. sample: inputs of so many examples; test: those of evaluation, by
+    default the same.
 
     starts: where stages 1 … begin; None is not decided yet (`decide`).
     """
@@ -94,7 +117,8 @@ class CutModel:
     def trace(self, examples: int, training: bool) -> Trace:
         """The trace of a micro-batch of so many examples.
 
-        Raises ValueError where it cannot be traced, as a single example where batch norm wants several.
+        Raises ValueError where it cannot be traced, as a single example where batch norm wants
+        several.
         """
         key = (examples, training)
         if key not in self._traces:
@@ -102,14 +126,16 @@ class CutModel:
             inputs = (self._sample if training else self._test)(examples)
             self.model.train(training)
             try:
-                # without gradients, layers of torch are one operation each, in other stages' parameters
+                # without gradients, layers of torch are one operation each, in other stages'
+                # parameters
                 with torch.enable_grad(), unwatched(self.model.parameters()):
                     self._traces[key] = Trace(self.model, inputs)
             except ValueError as error:
                 if not training or not hasattr(self, "reference"):
                     raise
                 raise ValueError(
-                    f"a micro-batch of {examples} among others of {self.examples}: choose another batch_size, or "
+                    f"a micro-batch of {examples} among others of {self.examples}: choose another "
+                    f"batch_size, or "
                     f"fewer micro-batches; {error}"
                 ) from error
             finally:
@@ -122,7 +148,8 @@ class CutModel:
         if names is not None:
             if len(names) != self.stages - 1:
                 raise ValueError(
-                    f"{self.stages} stages begin at {self.stages - 1} modules behind the first, not at {len(names)}: "
+                    f"{self.stages} stages begin at {self.stages - 1} modules behind the first, "
+                    f"not at {len(names)}: "
                     f"{', '.join(names) or 'none'}"
                 )
             return named_starts(self.reference, names)
@@ -138,7 +165,8 @@ class CutModel:
         empty = [stage for stage in range(self.stages) if stage not in homes.values()]
         if empty:
             raise ValueError(
-                f"stage {empty[0]} would have no operations: there are {len(self.reference.moving)}, some of which "
+                f"stage {empty[0]} would have no operations: there are "
+                f"{len(self.reference.moving)}, some of which "
                 f"cannot be parted, for {self.stages} stages"
             )
         self._homes[self.examples, True] = homes
@@ -159,7 +187,9 @@ class CutModel:
                 self._homes[key] = stages_by_parameters(trace, self.holders)
         return self._homes[key]
 
-    def program(self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None) -> Program:
+    def program(
+        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
+    ) -> Program:
         """The program of a stage for micro-batches of so many examples."""
         key = (stage, examples, training)
         if key not in self._programs:
@@ -181,7 +211,9 @@ class CutModel:
         """The parameters that a forward pass changes."""
         trace = self.reference
         changed = [value for value in trace.names if value in trace.changed]
-        return sorted(trace.names[value] for value in changed if isinstance(trace.tensor(value), nn.Parameter))
+        return sorted(
+            trace.names[value] for value in changed if isinstance(trace.tensor(value), nn.Parameter)
+        )
 
     @property
     def draws(self) -> bool:
@@ -189,20 +221,29 @@ class CutModel:
         return bool(self.reference.numbers_of_draws())
 
     def message_bytes(self, boundary: int, examples: int, training: bool = True) -> tuple[int, int]:
-        """Bytes of the values that leave stage `boundary` for a micro-batch, and of the gradients that come back."""
+        """Bytes of the values that leave stage `boundary` for a micro-batch, and of the gradients
+        that come back."""
         trace = self.trace(examples, training)
-        values = [trace.value(node) for node in crossing(trace, self.homes(examples, training), self.stages)[boundary]]
+        values = [
+            trace.value(node)
+            for node in crossing(trace, self.homes(examples, training), self.stages)[boundary]
+        ]
         return sum(v.nbytes for v in values), sum(v.nbytes for v in values if v.differentiable)
 
     def sizes(self) -> list[StageSize]:
         """The stages, for a table."""
-        moving, total = self.reference.moving, sum(self.costs.own) if hasattr(self, "costs") else 0.0
+        moving, total = (
+            self.reference.moving,
+            sum(self.costs.own) if hasattr(self, "costs") else 0.0,
+        )
         bounds = [0, *self.starts, len(moving)]
         parameters = dict(self.model.named_parameters())
         sizes = []
         for stage in range(self.stages):
             start, end = bounds[stage], bounds[stage + 1]
-            elements = sum(parameters[name].numel() for name in self.names[stage] if name in parameters)
+            elements = sum(
+                parameters[name].numel() for name in self.names[stage] if name in parameters
+            )
             share = sum(self.costs.own[start:end]) / total if total else float("nan")
             message = self.message_bytes(stage, self.examples)[0] if stage < self.stages - 1 else 0
             sizes.append(StageSize(owner_of(moving[start]), end - start, elements, share, message))
@@ -210,7 +251,8 @@ class CutModel:
 
 
 class UncutModel:
-    """A model in one stage, computed as it is: nothing is traced. It has the face of a `CutModel`."""
+    """A model in one stage, computed as it is: nothing is traced. It has the face of a
+    `CutModel`."""
 
     draws = False
 
@@ -234,13 +276,17 @@ class UncutModel:
     def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
         """Nowhere."""
         if names:
-            raise ValueError(f"a model in one stage begins nowhere else, but cut names {', '.join(names)}")
+            raise ValueError(
+                f"a model in one stage begins nowhere else, but cut names {', '.join(names)}"
+            )
         return []
 
     def decide(self, starts: Sequence[int]) -> None:
         """There is nothing to decide."""
 
-    def program(self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None) -> Program:
+    def program(
+        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
+    ) -> Program:
         """The model itself."""
         return self._program
 
@@ -265,7 +311,8 @@ class _Flat(nn.Module):
 
 
 def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> dict[fx.Node, int]:
-    """Stages for a trace of another size or mode: operations go where their parameters are, in order.
+    """Stages for a trace of another size or mode: operations go where their parameters are, in
+    order.
 
     Raises ValueError if they would have to go back.
     """
@@ -279,7 +326,8 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
             later = [home for home in stages if home > stage]
             if not later or place in trace.inseparable:
                 raise ValueError(
-                    f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses it together with or "
+                    f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses "
+                    f"it together with or "
                     f"after what lies in stage {stage}: cut it elsewhere"
                 )
             stage = later[0]
@@ -288,7 +336,8 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
 
 
 def forget(model: nn.Module, names: Sequence[str]) -> None:
-    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, strides, and zeros.
+    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, strides,
+    and zeros.
 
     With other strides than on the ranks that hold them, traces to come would differ from theirs.
     """
@@ -300,8 +349,11 @@ def forget(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _untouched(like: Tensor) -> Tensor:
-    """Zeros in addresses that take no memory until somebody writes there; on a GPU, where there are none, one zero."""
+    """Zeros in addresses that take no memory until somebody writes there; on a GPU, where there are
+    none, one zero."""
     if like.device.type != "cpu":
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
-    zeros = torch.from_numpy(numpy.zeros(like.numel() * like.itemsize, numpy.uint8)).view(like.dtype)
+    zeros = torch.from_numpy(numpy.zeros(like.numel() * like.itemsize, numpy.uint8)).view(
+        like.dtype
+    )
     return zeros.as_strided(like.shape, like.stride()) if is_dense(like) else zeros.view(like.shape)

@@ -3,10 +3,10 @@
     gantt_text(simulation.spans)                                        for a terminal
     gantt_svg([("measured", spans), ("simulated", others)], unit="s")   for a page, panels on one time axis
 
-In a terminal a column is the action that computes in its middle, by the last digit of its micro-batch: 3 for a forward,
-₃ below the line for a backward or an input gradient, ³ above it for a weight gradient. In the picture these are three
-colours, which follow the reader's light or dark scheme; where a rank has several stages, those behind its first are
-fainter.
+In a terminal a column is the action that computes in its middle, by the last digit of its
+micro-batch: 3 for a forward, ₃ below the line for a backward or an input gradient, ³ above it for a
+weight gradient. In the picture these are three colours, which follow the reader's light or dark
+scheme; where a rank has several stages, those behind its first are fainter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _CHARACTER, _INSET = 6.2, 4
 
 
 def gantt_text(spans: Sequence[Span], width: int = 100) -> str:
-    """A row for each rank and a line on what its digits mean. width: columns in all. Raises ValueError below 20."""
+    """A row for each rank and a line on what its digits mean. width: columns in all. Raises
+    ValueError below 20."""
     if width < 20:
         raise ValueError(f"{width} columns are too few to draw in: give 20 or more")
     spans = _computing(spans)
@@ -52,7 +53,10 @@ def gantt_text(spans: Sequence[Span], width: int = 100) -> str:
     for span in spans:
         digit = DIGITS[span.action.kind][span.action.microbatch % 10]
         # A column belongs to the action in whose time its middle lies.
-        first, last = (math.ceil((time - start) / (end - start) * columns - 0.5) for time in (span.start, span.end))
+        first, last = (
+            math.ceil((time - start) / (end - start) * columns - 0.5)
+            for time in (span.start, span.end)
+        )
         rows[span.rank][first:last] = digit * (last - first)
     drawn = [f"{name:<{indent}}│{''.join(row)}│" for name, row in zip(names, rows, strict=True)]
     kinds = {span.action.kind for span in spans}
@@ -67,10 +71,12 @@ def gantt_svg(
     names: Sequence[str] | None = None,
     inside: bool = False,
 ) -> str:
-    """An SVG of panels below one another, on the same time axis. panels: titles and spans. unit: of their times.
+    """An SVG of panels below one another, on the same time axis. panels: titles and spans. unit: of
+    their times.
 
-    names: of the ranks, up to ten letters; by default "rank 0". inside: for an element of an HTML page, whose style
-    sheet gives the classes their colours; else the picture brings its own, and stands alone.
+    names: of the ranks, up to ten letters; by default "rank 0". inside: for an element of an HTML
+    page, whose style sheet gives the classes their colours; else the picture brings its own, and
+    stands alone.
 
     Each panel begins with its first action. Raises ValueError if there is nothing to draw.
     """
@@ -81,12 +87,21 @@ def gantt_svg(
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     parts, top = _legend([span for _, spans in drawn for span in spans]), 40.0
     for title, spans in drawn:
-        parts.append(_text(16, top + 16, f"{title} ({_number(_length(spans))}{f' {unit}' if unit else ''})", "title"))
+        parts.append(
+            _text(
+                16,
+                top + 16,
+                f"{title} ({_number(_length(spans))}{f' {unit}' if unit else ''})",
+                "title",
+            )
+        )
         parts += _panel(spans, top + _HEAD, longest, scale, names)
         top += _HEAD + _ranks(spans) * (_ROW + _GAP) + _AXIS
     parts.append(_text(_LEFT, top - 4, f"time in {unit}" if unit else "time", "soft"))
     height = top + 10
-    label = escape("Gantt chart of a pipeline: " + ", ".join(title for title, _ in panels), {'"': "&quot;"})
+    label = escape(
+        "Gantt chart of a pipeline: " + ", ".join(title for title, _ in panels), {'"': "&quot;"}
+    )
     content = "\n".join(parts)
     space, style = ("", "") if inside else ('xmlns="http://www.w3.org/2000/svg" ', f"{_style()}\n")
     return (
@@ -101,7 +116,9 @@ def _computing(spans: Iterable[Span]) -> list[Span]:
 
 
 def _limits(spans: Sequence[Span]) -> tuple[float, float]:
-    return min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
+    return min((span.start for span in spans), default=0.0), max(
+        (span.end for span in spans), default=0.0
+    )
 
 
 def _length(spans: Sequence[Span]) -> float:
@@ -113,20 +130,31 @@ def _ranks(spans: Iterable[Span]) -> int:
     return max((span.rank for span in spans), default=-1) + 1
 
 
-def _panel(spans: Sequence[Span], top: float, longest: float, scale: float, names: Sequence[str] | None) -> list[str]:
+def _panel(
+    spans: Sequence[Span], top: float, longest: float, scale: float, names: Sequence[str] | None
+) -> list[str]:
     ranks, (start, end) = _ranks(spans), _limits(spans)
     bottom = top + ranks * (_ROW + _GAP)
     parts = []
     for tick in _ticks(longest):
         x = _LEFT + tick * scale
-        parts.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" class="grid"/>')
+        parts.append(
+            f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" class="grid"/>'
+        )
         parts.append(_text(x, bottom + 15, _number(tick), "soft", "middle"))
     for rank in range(ranks):
         y = top + rank * (_ROW + _GAP)
-        parts.append(_text(_LEFT - 8, y + _ROW / 2 + 4, names[rank] if names else f"rank {rank}", "key", "end"))
+        parts.append(
+            _text(
+                _LEFT - 8, y + _ROW / 2 + 4, names[rank] if names else f"rank {rank}", "key", "end"
+            )
+        )
         lane = f'x="{_LEFT}" y="{y:.1f}" width="{(end - start) * scale:.1f}" height="{_ROW}"'
         parts.append(f'<rect {lane} class="idle"/>')
-    first = [min((span.action.stage for span in spans if span.rank == rank), default=0) for rank in range(ranks)]
+    first = [
+        min((span.action.stage for span in spans if span.rank == rank), default=0)
+        for rank in range(ranks)
+    ]
     for span in spans:
         y = top + span.rank * (_ROW + _GAP)
         parts.append(_drawn(span, start, y, scale, faint=span.action.stage != first[span.rank]))
@@ -142,7 +170,9 @@ def _drawn(span: Span, start: float, y: float, scale: float, faint: bool) -> str
     box = f'<rect x="{x:.2f}" y="{y:.1f}" width="{inner:.2f}" height="{_ROW}" class="{kind}"/>'
     number = str(span.action.microbatch)
     if width >= _CHARACTER * len(number) + _INSET:
-        box += _text(x + inner / 2, y + _ROW / 2 + 4, number, "on" + (" faint" if faint else ""), "middle")
+        box += _text(
+            x + inner / 2, y + _ROW / 2 + 4, number, "on" + (" faint" if faint else ""), "middle"
+        )
     return f"<g><title>{said}</title>{box}</g>"
 
 
@@ -170,7 +200,9 @@ def _legend(spans: Sequence[Span]) -> list[str]:
 
 def _ticks(longest: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(longest / 8))
-    step = next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= longest / 8 * (1 - 1e-9))
+    step = next(
+        nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= longest / 8 * (1 - 1e-9)
+    )
     return [number * step for number in range(math.floor(longest / step + 1e-9) + 1)]
 
 
@@ -179,21 +211,44 @@ def _number(value: float) -> str:
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
+    )
 
 
 def _style() -> str:
-    def rules(page: str, ink: str, soft: str, grid: str, idle: str, colours: tuple[str, str, str], on: str) -> str:
-        fills = "".join(f".{letter}{{fill:{colour}}}" for letter, colour in zip("fbw", colours, strict=True))
+    def rules(
+        page: str, ink: str, soft: str, grid: str, idle: str, colours: tuple[str, str, str], on: str
+    ) -> str:
+        fills = "".join(
+            f".{letter}{{fill:{colour}}}" for letter, colour in zip("fbw", colours, strict=True)
+        )
         return (
             f".page{{fill:{page}}}text{{fill:{ink}}}.soft{{fill:{soft}}}.grid{{stroke:{grid}}}.idle{{fill:{idle}}}"
             f"{fills}.on{{fill:{on}}}.on.faint{{fill:{ink}}}"
         )
 
     shapes = (
-        "text{font:12px system-ui,sans-serif}.title{font-weight:600;font-size:13px}.soft,.on{font-size:11px}"
+        "text{font:12px "
+        "system-ui,sans-serif}.title{font-weight:600;font-size:13px}.soft,.on{font-size:11px}"
         "rect.faint{fill-opacity:.42}.grid{stroke-width:1}"
     )
-    light = rules("#fdfdfc", "#1b1e22", "#5a626b", "#e4e5e3", "#f1f2f0", ("#0067a6", "#cb4e0c", "#008260"), "#ffffff")
-    dark = rules("#15171a", "#e8eaec", "#a2abb4", "#2e3338", "#1f2226", ("#4fa8e0", "#ff8a4c", "#2fc79b"), "#15171a")
+    light = rules(
+        "#fdfdfc",
+        "#1b1e22",
+        "#5a626b",
+        "#e4e5e3",
+        "#f1f2f0",
+        ("#0067a6", "#cb4e0c", "#008260"),
+        "#ffffff",
+    )
+    dark = rules(
+        "#15171a",
+        "#e8eaec",
+        "#a2abb4",
+        "#2e3338",
+        "#1f2226",
+        ("#4fa8e0", "#ff8a4c", "#2fc79b"),
+        "#15171a",
+    )
     return f"<style>{shapes}{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"

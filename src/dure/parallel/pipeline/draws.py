@@ -1,10 +1,11 @@
 """Random numbers of a model that is cut: the same for every cut, schedule and number of stages.
 
-One micro-batch (the naive schedule): the bits of the undivided model. It draws from one generator, operation after
-operation, so the generator's state travels behind the values from stage to stage (5,056 bytes on the CPU).
+One micro-batch (the naive schedule): the bits of the undivided model. It draws from one generator,
+operation after operation, so the generator's state travels behind the values from stage to stage
+(5,056 bytes on the CPU).
 
-Several micro-batches: stages draw at the same time, so no one generator can serve them in the order of one model. Here
-each operation that draws, number k in the model, draws from a seed of its own:
+Several micro-batches: stages draw at the same time, so no one generator can serve them in the order
+of one model. Here each operation that draws, number k in the model, draws from a seed of its own:
 
     derive(seed, "micro-batch", step, m, k)
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.randomness import derive
+from dure.randomness.seeds import derive
 
 STATE_BYTES = torch.default_generator.get_state().numel()
 
@@ -27,11 +28,13 @@ STATE_BYTES = torch.default_generator.get_state().numel()
 class Stream:
     """From where the operations of this rank's stages draw.
 
-    own: the rank's number among those that divide a layer while it is inside one, where each draws for itself; it is
-    told whether an operation is on a shard of a sequence, where each does so too.
+    own: the rank's number among those that divide a layer while it is inside one, where each draws
+    for itself; it is told whether an operation is on a shard of a sequence, where each does so too.
     """
 
-    def __init__(self, seed: int, carried: bool, own: Callable[[bool], int | None] = lambda on_shards: None) -> None:
+    def __init__(
+        self, seed: int, carried: bool, own: Callable[[bool], int | None] = lambda on_shards: None
+    ) -> None:
         self.seed, self.carried, self._own = seed, carried, own
         self._position = (0, 0)
 
@@ -39,7 +42,9 @@ class Stream:
         """The operations that follow belong to this micro-batch."""
         self._position = step, microbatch
 
-    def drawing(self, operation: Callable[..., Any], number: int, on_shards: bool = False) -> Callable[..., Any]:
+    def drawing(
+        self, operation: Callable[..., Any], number: int, on_shards: bool = False
+    ) -> Callable[..., Any]:
         """The operation, drawing from where it has to. on_shards: each rank for itself."""
         if self.carried:
             return operation

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
+from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.devices import to_device
-from dure.evaluation import measured
+from dure.machine.devices import to_device
 from dure.parallel.pipeline.builders import forward_only
 from dure.parallel.pipeline.cut import CutModel, UncutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.task import Task
+from dure.tasks.evaluation import measured
 
 ROUND = 32
 """Chunks that are in the pipeline together."""
@@ -42,7 +42,8 @@ def totals_of(
 ) -> list[float]:
     """Sums of the loss and the metrics over the examples of all chunks, then their counts.
 
-    They are zeros but on the rank of the last stage. home: the rank of each stage. The transfers are not counted.
+    They are zeros but on the rank of the last stage. home: the rank of each stage. The transfers
+    are not counted.
     """
     sums, counts = [0.0] * (1 + len(task.measures)), [0.0] * (1 + len(task.measures))
 

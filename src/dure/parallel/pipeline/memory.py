@@ -1,14 +1,15 @@
 """Which operations of a trace change memory, and which of its values share it.
 
-A value that travels is copied. So what changes one copy has to be seen by all who share it, or a cut would change what
-the model computes. For that a trace is rewritten (`settle`):
+A value that travels is copied. So what changes one copy has to be seen by all who share it, or a
+cut would change what the model computes. For that a trace is rewritten (`settle`):
 
     h.relu_()           gives h itself: who uses the result uses h
     inputs.add_(1)      inputs that change are copied first, as every stage reads its own
     self.count += 1     buffers are written where they are computed, and not at the end as `torch.export` does it
 
-and places are found between which the model is not cut (`inseparable`): where two names of the same memory would travel
-though one of them is still to be changed, as in x[:, 0] = y, and where a buffer that changes is used.
+and places are found between which the model is not cut (`inseparable`): where two names of the same
+memory would travel though one of them is still to be changed, as in x[:, 0] = y, and where a buffer
+that changes is used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def attribute(node: fx.Node) -> Any:
 
 
 def part_of(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
-    """The operations inside an operation, as of a region without gradients, and what it gives them."""
+    """The operations inside an operation, as of a region without gradients, and what it gives
+    them."""
     for place, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
             part = attribute(argument)
@@ -87,7 +89,11 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
                 shared = [value for value, info in _arguments(node) if info is not None]
                 shared = [node.args[0]] if node.target in DROPOUTS else shared
             else:
-                shared = node.all_input_nodes[:1] if node.target is operator.getitem else changed_by(node)
+                shared = (
+                    node.all_input_nodes[:1]
+                    if node.target is operator.getitem
+                    else changed_by(node)
+                )
         root[node] = root[shared[0]] if shared else node
     return root
 
@@ -102,7 +108,9 @@ def settle(module: fx.GraphModule) -> None:
             with graph.inserting_after(node):
                 copy = graph.call_function(aten.clone.default, (node,))
             copy.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+            node.replace_all_uses_with(
+                copy, delete_user_cb=lambda user, copy=copy: user is not copy
+            )
     for node in list(graph.nodes):
         if _gives_what_it_changes(node):
             node.replace_all_uses_with(changed_by(node)[0])
@@ -116,14 +124,18 @@ def settle(module: fx.GraphModule) -> None:
 
 def _gives_what_it_changes(node: fx.Node) -> bool:
     """Whether an operation's result is, in shape too, the one argument that it changes."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.inplace_view in node.target.tags:
+    if (
+        not isinstance(node.target, torch._ops.OpOverload)
+        or torch.Tag.inplace_view in node.target.tags
+    ):
         return False
     changed = changed_by(node) if node.target not in NORMS else []
     return len(changed) == 1 and isinstance(node.meta.get("val"), Tensor)
 
 
 def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
-    """Writes a buffer as soon as its value is there, nobody needs the old one, and nothing changes the new one."""
+    """Writes a buffer as soon as its value is there, nobody needs the old one, and nothing changes
+    the new one."""
     root = families(graph)
     buffer, value = copy.args[:2]
     source = root[value] if isinstance(value, fx.Node) else None
@@ -156,9 +168,11 @@ def mapped_regions(operations: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return regions
 
 
-def company(operations: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each operation those that have to be computed wherever it is: what writes into its memory, and what
-    `torch.vmap` has computed together with it."""
+def company(
+    operations: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """For each operation those that have to be computed wherever it is: what writes into its
+    memory, and what `torch.vmap` has computed together with it."""
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in operations:
         for value in changed_by(node):
@@ -170,7 +184,9 @@ def company(operations: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node]) -> d
     return found
 
 
-def inseparable(moving: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node], outputs: Sequence[Any]) -> frozenset[int]:
+def inseparable(
+    moving: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node], outputs: Sequence[Any]
+) -> frozenset[int]:
     """The places in `moving` at which no stage may begin."""
     made = {node: place for place, node in enumerate(moving)}
     last: dict[fx.Node, int] = {}

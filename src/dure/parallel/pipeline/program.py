@@ -2,10 +2,11 @@
 
     (received values, inputs) -> (leaving values)       the last stage gives the model's outputs
 
-What travels from stage s to stage s+1 is what operations of stages 0 … s have made and operations of stages s+1 …
-use. A value that skips stages is carried past them, and counts as traffic at every boundary. Inputs do not travel: a
-stage that uses them reads them. Constants, such as masks, are computed where they are used. A parameter that several
-stages use lies in each of them; its gradient is the sum of theirs.
+What travels from stage s to stage s+1 is what operations of stages 0 … s have made and operations
+of stages s+1 … use. A value that skips stages is carried past them, and counts as traffic at every
+boundary. Inputs do not travel: a stage that uses them reads them. Constants, such as masks, are
+computed where they are used. A parameter that several stages use lies in each of them; its gradient
+is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from dure.parallel.tensor.opaque import behind, is_opaque
 class Program:
     """One stage of a trace.
 
-    module: called with the received values and the inputs, as one list of tensors; returns a tuple. inputs: which
-    leaves of the model's inputs it reads. received, leaving: what travels; the last stage's leaving is empty.
+    module: called with the received values and the inputs, as one list of tensors; returns a tuple.
+    inputs: which leaves of the model's inputs it reads. received, leaving: what travels; the last
+        stage's leaving is empty.
     """
 
     module: nn.Module
@@ -46,8 +48,8 @@ class Program:
 
 
 def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
-    """The stage of every operation that is not constant. starts: the place in `trace.moving` where stages 1 … begin,
-    or a little later where what lies there has to stay together."""
+    """The stage of every operation that is not constant. starts: the place in `trace.moving` where
+    stages 1 … begin, or a little later where what lies there has to stay together."""
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
@@ -71,11 +73,15 @@ def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) ->
 
 
 def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
-    """Raises ValueError if a buffer, or a parameter, is changed in one stage and used in another."""
+    """Raises ValueError if a buffer, or a parameter, is changed in one stage and used in
+    another."""
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for node in trace.moving:
-        for source in [*trace.attributes(node), *(trace.root[value] for value in node.all_input_nodes)]:
+        for source in [
+            *trace.attributes(node),
+            *(trace.root[value] for value in node.all_input_nodes),
+        ]:
             if source in trace.names:
                 users.setdefault(trace.names[source], set()).add(stage_of[node])
                 if source in trace.changed:
@@ -83,11 +89,15 @@ def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
     for name in sorted(changed):
         if len(users[name]) > 1:
             stages = " and ".join(map(str, sorted(users[name])))
-            raise ValueError(f"{name} changes in a forward pass, and stages {stages} use it: cut the model elsewhere")
+            raise ValueError(
+                f"{name} changes in a forward pass, and stages {stages} use it: cut the model "
+                f"elsewhere"
+            )
 
 
 def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[fx.Node]]:
-    """The values that travel over each boundary, from stage s to s+1, in the order in which they are made."""
+    """The values that travel over each boundary, from stage s to s+1, in the order in which they
+    are made."""
     last_use: dict[fx.Node, int] = {}
     for node in trace.moving:
         for source in _moving_sources(trace, node):
@@ -113,13 +123,20 @@ def program(
     stream: Stream,
     later: Later | None = None,
 ) -> Program:
-    """The program of `stage`. later: what is done with weight gradients; None where nothing goes backward."""
+    """The program of `stage`. later: what is done with weight gradients; None where nothing goes
+    backward."""
     over = crossing(trace, stage_of, stages)
     received = over[stage - 1] if stage > 0 else []
     leaving = over[stage] if stage < stages - 1 else []
     own = [node for node in trace.moving if stage_of[node] == stage]
-    results = leaving if stage < stages - 1 else [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
-    return _Builder(trace, stream, later).build(own, received, leaving, results, stage == stages - 1)
+    results = (
+        leaving
+        if stage < stages - 1
+        else [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
+    )
+    return _Builder(trace, stream, later).build(
+        own, received, leaving, results, stage == stages - 1
+    )
 
 
 class _Builder:
@@ -160,12 +177,18 @@ class _Builder:
             if node in own_set or (node in trace.constant and node in needed):
                 self._operation(node)
         given: Sequence[Any] = trace.outputs if last else results
-        graph.output(tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given))
+        graph.output(
+            tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given)
+        )
         module = fx.GraphModule(self.attributes, graph)
         values = [tuple(trace.value(node) for node in nodes) for nodes in (received, leaving)]
         own_names = [value for value in changed if value in trace.names]
-        written = tuple(trace.names[v] for v in own_names if not isinstance(trace.tensor(v), nn.Parameter))
-        shapes = tuple(getattr(trace.placeholders[index].meta["val"], "shape", None) for index in inputs)
+        written = tuple(
+            trace.names[v] for v in own_names if not isinstance(trace.tensor(v), nn.Parameter)
+        )
+        shapes = tuple(
+            getattr(trace.placeholders[index].meta["val"], "shape", None) for index in inputs
+        )
         return Program(module, tuple(inputs), values[0], values[1], changes, written, shapes)
 
     def _attribute(self, node: fx.Node) -> None:
@@ -185,7 +208,8 @@ class _Builder:
             copy.target = self._apart(node, copy.target, self.later)
 
     def _apart(self, node: fx.Node, target: Any, later: Later) -> Any:
-        """The same operation, with the gradient of its weight apart, where that is a parameter and it pays."""
+        """The same operation, with the gradient of its weight apart, where that is a parameter and
+        it pays."""
         place, deferred = apart(target, later)
         if deferred is None or place >= len(node.args) or node.kwargs:
             return target

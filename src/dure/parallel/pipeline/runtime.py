@@ -1,13 +1,15 @@
 """One rank's list of actions, executed.
 
-Receives are begun ahead, so that the next two messages come in while this one is worked on; but not where so many
-leave at once and lie with their receiver: it asks when it needs them, and is not disturbed before. Sends go on beside
-the computation, and are waited for at the end of the step. Stages of one rank hand over directly. The lists decide
-everything else (`dure.parallel.pipeline.schedule`).
+Receives are begun ahead, so that the next two messages come in while this one is worked on; but not
+where so many leave at once and lie with their receiver: it asks when it needs them, and is not
+disturbed before. Sends go on beside the computation, and are waited for at the end of the step.
+Stages of one rank hand over directly. The lists decide everything else
+(`dure.parallel.pipeline.schedule`).
 
-A message over the boundary behind stage s holds the values that cross it, in their order, and on the way back a
-gradient for each that has one. So a micro-batch costs 4 b e bytes there and back each, for e float32 numbers an
-example; and STATE_BYTES more on the way there where the generator's state travels (`dure.parallel.pipeline.draws`).
+A message over the boundary behind stage s holds the values that cross it, in their order, and on
+the way back a gradient for each that has one. So a micro-batch costs 4 b e bytes there and back
+each, for e float32 numbers an example; and STATE_BYTES more on the way there where the generator's
+state travels (`dure.parallel.pipeline.draws`).
 """
 
 from __future__ import annotations
@@ -35,13 +37,19 @@ Place = tuple[int, int]
 
 
 class Engine:
-    """The stages of this rank, driven by its list. `group`: the ranks of the pipeline, as the schedule numbers them.
+    """The stages of this rank, driven by its list. `group`: the ranks of the pipeline, as the
+    schedule numbers them.
 
     trains: whether gradients come back.
     """
 
     def __init__(
-        self, group: Group, schedule: Schedule, stages: Mapping[int, Stage], stream: Stream, device: torch.device
+        self,
+        group: Group,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        stream: Stream,
+        device: torch.device,
     ) -> None:
         self.group, self.schedule, self.stages = group, schedule, stages
         self._stream, self._device = stream, device
@@ -79,7 +87,9 @@ class Engine:
         if kind == "receive_input":
             received = self._program(number, microbatch).received
             arrived = self._receive(action)
-            values = [value.laid_out(tensor) for value, tensor in zip(received, arrived, strict=False)]
+            values = [
+                value.laid_out(tensor) for value, tensor in zip(received, arrived, strict=False)
+            ]
             self._inputs[place] = values + arrived[len(received) :]
         elif kind == "receive_gradient":
             self._gradients[place] = self._receive(action)
@@ -114,7 +124,9 @@ class Engine:
         name = f"{kind.replace('_', ' ')} {number}.{microbatch}"
         self.group.meter.compute(name, started, ended, self._step + 1)
 
-    def _hand_over(self, place: Place, to: int, results: list[Tensor], inboxes: dict[Place, list[Tensor]]) -> None:
+    def _hand_over(
+        self, place: Place, to: int, results: list[Tensor], inboxes: dict[Place, list[Tensor]]
+    ) -> None:
         if not 0 <= to < self.schedule.stages:
             return
         if self.schedule.home[to] == self.group.rank:
@@ -134,17 +146,22 @@ class Engine:
             self._sends.append(end)
 
     def _receive(self, action: Action) -> list[Tensor]:
-        """The message that `action` waits for. Others are begun before it: behind it, they would delay its work."""
+        """The message that `action` waits for. Others are begun before it: behind it, they would
+        delay its work."""
         while self._expected and len(self._coming) < self._ahead:
             self._coming.append(self._begin(self._expected.popleft()))
         tensors, end = self._coming.popleft()
         started = time.perf_counter()
         end()
-        self.group.meter.idle(f"wait: {_words(action)}", started, time.perf_counter(), self._step + 1)
+        self.group.meter.idle(
+            f"wait: {_words(action)}", started, time.perf_counter(), self._step + 1
+        )
         return tensors
 
     def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:
-        source = self.schedule.home[action.stage - 1 if action.kind == "receive_input" else action.stage + 1]
+        source = self.schedule.home[
+            action.stage - 1 if action.kind == "receive_input" else action.stage + 1
+        ]
         tensors = [value.empty(self._device) for value in self._values(action)]
         if action.kind == "receive_input" and self._stream.carried:
             tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
@@ -165,11 +182,14 @@ class Engine:
         return [value for value in program.leaving if value.differentiable]
 
     def _lie_here(self) -> bool:
-        """Whether `AHEAD` messages that this rank expects, of the longest, leave at once and lie here until it asks."""
+        """Whether `AHEAD` messages that this rank expects, of the longest, leave at once and lie
+        here until it asks."""
         kinds = {(a.kind, a.stage, self._batches[a.microbatch].examples): a for a in self._expected}
         values = [self._values(action) for action in kinds.values()]
         tensors = 1 + max(map(len, values), default=0)
-        nbytes = STATE_BYTES + max((sum(value.nbytes for value in each) for each in values), default=0)
+        nbytes = STATE_BYTES + max(
+            (sum(value.nbytes for value in each) for each in values), default=0
+        )
         return self.group.holds(AHEAD * tensors, AHEAD * nbytes)
 
 

@@ -1,17 +1,19 @@
 """Who computes what when in a pipeline: a schedule, as data.
 
-A model is cut into stages 0 … S-1, a batch into micro-batches 0 … m-1; stage s lives on rank `home[s]`. A schedule is
-a list of actions for each of the p ranks, in the order in which it does them:
+A model is cut into stages 0 … S-1, a batch into micro-batches 0 … m-1; stage s lives on rank
+`home[s]`. A schedule is a list of actions for each of the p ranks, in the order in which it does
+them:
 
     F forward    B backward    or, in its place, I gradient of the inputs and W gradient of the weights
     SO, RI       an output goes from stage s to stage s+1: send_output of s, receive_input of s+1
     SG, RG       a gradient goes from stage s to stage s-1: send_gradient of s, receive_gradient of s-1
 
-An action is written as its letters, its stage and its micro-batch: F0.3. Stages of one rank hand over directly. Sends
-do not wait, receives do. Every boundary between stages on different ranks is crossed by an output and by a gradient for
-each micro-batch.
+An action is written as its letters, its stage and its micro-batch: F0.3. Stages of one rank hand
+over directly. Sends do not wait, receives do. Every boundary between stages on different ranks is
+crossed by an output and by a gradient for each micro-batch.
 
-Which schedules there are: `dure.parallel.pipeline.builders`. Whether one can run: `dure.parallel.pipeline.validate`.
+Which schedules there are: `dure.parallel.pipeline.builders`. Whether one can run:
+`dure.parallel.pipeline.validate`.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Action(NamedTuple):
 
     @property
     def counterpart(self) -> Action:
-        """Of a send what receives it, of a receive what sends it; ValueError for an action that computes."""
+        """Of a send what receives it, of a receive what sends it; ValueError for an action that
+        computes."""
         if self.computes:
             raise ValueError(f"{self} transfers nothing: only sends and receives have counterparts")
         kind, offset = _COUNTERPARTS[self.kind]
@@ -96,7 +99,8 @@ Computing = Sequence[Sequence[Action]]
 
 
 def foreign(home: Sequence[int], stage: int, other: int) -> bool:
-    """Whether what goes from one stage to the other is a message: both exist, on different ranks."""
+    """Whether what goes from one stage to the other is a message: both exist, on different
+    ranks."""
     return 0 <= other < len(home) and home[stage] != home[other]
 
 
@@ -122,9 +126,11 @@ def receive_before(action: Action, home: Sequence[int]) -> Action | None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does. home: the rank of each stage. microbatches: their number. actions: a list per rank.
+    """What each rank does. home: the rank of each stage. microbatches: their number. actions: a
+    list per rank.
 
-    Nothing is checked here: `dure.parallel.pipeline.validate.check` says whether it is a schedule that can run.
+    Nothing is checked here: `dure.parallel.pipeline.validate.check` says whether it is a schedule
+    that can run.
     """
 
     name: str
@@ -143,23 +149,31 @@ class Schedule:
     @property
     def computing(self) -> tuple[tuple[Action, ...], ...]:
         """The actions that compute, for each rank."""
-        return tuple(tuple(action for action in actions if action.computes) for actions in self.actions)
+        return tuple(
+            tuple(action for action in actions if action.computes) for actions in self.actions
+        )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, home in enumerate(self.home) if home == rank)
 
     def text(self) -> str:
-        """As a file has it: name, homes, number of micro-batches and then a line of actions for each rank."""
-        head = [f"schedule: {self.name}", f"home: {_row(self.home)}", f"microbatches: {self.microbatches}"]
+        """As a file has it: name, homes, number of micro-batches and then a line of actions for
+        each rank."""
+        head = [
+            f"schedule: {self.name}",
+            f"home: {_row(self.home)}",
+            f"microbatches: {self.microbatches}",
+        ]
         lists = [f"rank {rank}: {_row(actions)}" for rank, actions in enumerate(self.actions)]
         return "\n".join([*head, *lists]) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule in a text as `text` writes it; empty lines, and what is behind a #, are left out.
+        """The schedule in a text as `text` writes it; empty lines, and what is behind a #, are left
+        out.
 
-        Transfers are as written: `with_transfers` adds them to a schedule that has none. Raises ValueError for what is
-        missing, there twice, or not understood.
+        Transfers are as written: `with_transfers` adds them to a schedule that has none. Raises
+        ValueError for what is missing, there twice, or not understood.
         """
         fields: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -169,7 +183,8 @@ class Schedule:
                 continue
             if not colon or not re.fullmatch(r"schedule|home|microbatches|rank [0-9]+", key):
                 raise ValueError(
-                    f"line {number}: {line[:40]!r} is not understood: write 'schedule:', 'home:', 'microbatches:' "
+                    f"line {number}: {line[:40]!r} is not understood: write 'schedule:', 'home:', "
+                    f"'microbatches:' "
                     "or 'rank 0:' and what belongs there"
                 )
             if key in fields:
@@ -184,25 +199,40 @@ def _row(items: Iterable[object]) -> str:
 
 def _of_fields(fields: dict[str, str]) -> Schedule:
     ranks = sum(key.startswith("rank ") for key in fields)
-    for key in ("schedule", "home", "microbatches", *(f"rank {rank}" for rank in range(max(1, ranks)))):
+    for key in (
+        "schedule",
+        "home",
+        "microbatches",
+        *(f"rank {rank}" for rank in range(max(1, ranks))),
+    ):
         if key not in fields:
             raise ValueError(f"the schedule has no line {key + ':'!r}: add it")
     home, microbatches = fields["home"].split(), fields["microbatches"]
     for word in [*home, microbatches]:
         if not re.fullmatch("[0-9]+", word):
-            raise ValueError(f"{word!r} is no number: 'home:' has the rank of each stage, 'microbatches:' one number")
-    actions = tuple(tuple(map(Action.parse, fields[f"rank {rank}"].split())) for rank in range(ranks))
+            raise ValueError(
+                f"{word!r} is no number: 'home:' has the rank of each stage, 'microbatches:' one "
+                f"number"
+            )
+    actions = tuple(
+        tuple(map(Action.parse, fields[f"rank {rank}"].split())) for rank in range(ranks)
+    )
     return Schedule(fields["schedule"], tuple(map(int, home)), int(microbatches), actions)
 
 
-def with_transfers(name: str, home: Sequence[int], microbatches: int, computing: Computing) -> Schedule:
+def with_transfers(
+    name: str, home: Sequence[int], microbatches: int, computing: Computing
+) -> Schedule:
     """The schedule that computes so, with the messages this needs.
 
-    Each is sent right after it was made and received right before it is needed, or earlier: ahead of it come those that
-    the same rank has sent before it, so that any two ranks' messages arrive in the order in which they are sent. That
-    costs no time, as they were made earlier too, and adds no deadlock.
+    Each is sent right after it was made and received right before it is needed, or earlier: ahead
+    of it come those that the same rank has sent before it, so that any two ranks' messages arrive
+    in the order in which they are sent. That costs no time, as they were made earlier too, and adds
+    no deadlock.
     """
-    coming: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # receives, as (from, to) has sent them
+    coming: dict[tuple[int, int], deque[Action]] = defaultdict(
+        deque
+    )  # receives, as (from, to) has sent them
     for rank, actions in enumerate(computing):
         for action in actions:
             if send := send_after(action, home):

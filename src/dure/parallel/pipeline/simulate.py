@@ -1,7 +1,7 @@
 """How long a schedule takes, and what it holds: its actions run with given times, on no machine.
 
-A rank does its actions one after another. A message is there `send` seconds after it was sent, whatever the ranks do
-meanwhile, and a receive waits for it:
+A rank does its actions one after another. A message is there `send` seconds after it was sent,
+whatever the ranks do meanwhile, and a receive waits for it:
 
     start(a) = end of the action before it on its rank        end(a) = start(a) + time(a), if a computes
     end(receive) = max(start(receive), end(its send) + send)
@@ -9,8 +9,9 @@ meanwhile, and a receive waits for it:
     bubble            = 1 - busy / (p · makespan)             the share of the ranks' time in which they are idle
     bubble_over_ideal = (makespan - ideal) / ideal            ideal: the computing of the rank that computes longest
 
-A forward's activations are held from its start until its backward, or its weight gradient, has ended. With the times
-of a measured run, action by action, this gives what that run would have been without disturbances.
+A forward's activations are held from its start until its backward, or its weight gradient, has
+ended. With the times of a measured run, action by action, this gives what that run would have been
+without disturbances.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each stage's actions, and of a message, which occupies no rank; `measured` goes before all of them.
+    """Seconds of each stage's actions, and of a message, which occupies no rank; `measured` goes
+    before all of them.
 
-    backward is not used where input and weight gradients are apart, and the other way round. A receive takes no time
-    but waiting, unless it is measured; of a send it is what its message takes that is measured.
+    backward is not used where input and weight gradients are apart, and the other way round. A
+    receive takes no time but waiting, unless it is measured; of a send it is what its message takes
+    that is measured.
     """
 
     forward: tuple[float, ...]
@@ -48,7 +51,9 @@ class Times:
     measured: Mapping[Action, float] = field(default_factory=dict)
 
     @classmethod
-    def uniform(cls, stages: int, forward: float = 1, backward: float = 2, send: float = 0) -> Times:
+    def uniform(
+        cls, stages: int, forward: float = 1, backward: float = 2, send: float = 0
+    ) -> Times:
         """All stages alike; input and weight gradients are half a backward each."""
         half = (backward / 2,) * stages
         return cls((forward,) * stages, (backward,) * stages, half, half, send)
@@ -67,8 +72,9 @@ class Times:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of it, or of a measured run. spans: of the actions that compute. peak_activations: of each rank, the
-    most forwards, of one stage and one micro-batch each, whose activations were held at once."""
+    """What came of it, or of a measured run. spans: of the actions that compute. peak_activations:
+    of each rank, the most forwards, of one stage and one micro-batch each, whose activations were
+    held at once."""
 
     ranks: int
     spans: tuple[Span, ...]
@@ -106,11 +112,15 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, times: Times) -> Simulation:
-    """Runs a schedule that `check` has passed. Raises ScheduleError at a deadlock, ValueError if times are missing."""
+    """Runs a schedule that `check` has passed. Raises ScheduleError at a deadlock, ValueError if
+    times are missing."""
     for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
         given = len(getattr(times, kind))
         if given != schedule.stages:
-            raise ValueError(f"times of {given} stages for {kind}, and there are {schedule.stages}: give one for each")
+            raise ValueError(
+                f"times of {given} stages for {kind}, and there are {schedule.stages}: give one "
+                f"for each"
+            )
     clocks = [0.0] * schedule.ranks
     arrivals: dict[Action, float] = {}
     spans = []
@@ -118,7 +128,11 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
         if action.kind in SENDS:
             arrivals[action] = clocks[rank] + times.of(action)
             continue
-        start = max(clocks[rank], arrivals[action.counterpart]) if action.kind in RECEIVES else clocks[rank]
+        start = (
+            max(clocks[rank], arrivals[action.counterpart])
+            if action.kind in RECEIVES
+            else clocks[rank]
+        )
         clocks[rank] = start + times.of(action)
         if action.computes:
             spans.append(Span(rank, action, start, clocks[rank]))

@@ -3,12 +3,12 @@
     forward   values received, inputs  ->  values leaving       keeps the graph, or, to recompute it, what was received
     backward  gradients of the leaving ones  ->  those of the received ones, and of the weights
 
-A value that is only carried past is received and leaves, and so is its gradient. The last stage computes the loss; a
-micro-batch of b examples of a batch of B counts b/B, or as the loss counts (`dure.counted`), so that the sum of the
-gradients is that of the mean over the batch.
+A value that is only carried past is received and leaves, and so is its gradient. The last stage
+computes the loss; a micro-batch of b examples of a batch of B counts b/B, or as the loss counts
+(`dure.tasks.loss_shares`), so that the sum of the gradients is that of the mean over the batch.
 
-Batch normalisation sees a micro-batch, as it does with accumulated gradients, and updates its running statistics with
-each; recomputation leaves them alone.
+Batch normalisation sees a micro-batch, as it does with accumulated gradients, and updates its
+running statistics with each; recomputation leaves them alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from dure.counted import loss_of
 from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program
 from dure.parallel.pipeline.trace import leaves_of
+from dure.tasks.loss_shares import loss_of
 
 
 @dataclass
@@ -68,8 +68,9 @@ class _Kept:
 class Stage:
     """One stage. program_for: its program for a micro-batch of so many examples.
 
-    structure_for: of the model's outputs; loss: of outputs and targets; both are the last stage's. recompute: keeps
-    what was received and computes the rest again for backward, but in the last stage, which goes backward at once.
+    structure_for: of the model's outputs; loss: of outputs and targets; both are the last stage's.
+    recompute: keeps what was received and computes the rest again for backward, but in the last
+        stage, which goes backward at once.
     trains: else nothing is kept.
     """
 
@@ -117,7 +118,9 @@ class Stage:
             ends = self._run(program, batch, values)
         elif self.recompute:
             kept.state = self._stream.state() if self._stream.carried else None
-            kept.buffers = {name: program.module.get_buffer(name).clone() for name in program.written}
+            kept.buffers = {
+                name: program.module.get_buffer(name).clone() for name in program.written
+            }
             with torch.no_grad():
                 ends = self._run(program, batch, values)
         else:
@@ -132,7 +135,8 @@ class Stage:
         for given, shape in zip(inputs, program.shapes, strict=False):
             if shape is not None and given.shape != shape:
                 raise ValueError(
-                    f"examples of shape {list(given.shape[1:])} come behind others of {list(shape[1:])}: a model that "
+                    f"examples of shape {list(given.shape[1:])} come behind others of "
+                    f"{list(shape[1:])}: a model that "
                     "is cut needs all of one shape"
                 )
         results = program.module(*values, *inputs)
@@ -147,8 +151,11 @@ class Stage:
         self.weight_gradient(number)
         return self._returned(number, batch)
 
-    def input_gradient(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Computes gradients but for those of long weights; returns those that the stage before waits for."""
+    def input_gradient(
+        self, number: int, batch: Microbatch, gradients: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Computes gradients but for those of long weights; returns those that the stage before
+        waits for."""
         self._descend(number, batch, gradients)
         return self._returned(number, batch)
 
@@ -165,8 +172,16 @@ class Stage:
         if self.last:
             ends, gradients = kept.ends, [torch.full_like(kept.ends[0], batch.share)]
         else:
-            ends = [end for end, value in zip(kept.ends, program.leaving, strict=True) if value.differentiable]
-        pairs = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if end.requires_grad]
+            ends = [
+                end
+                for end, value in zip(kept.ends, program.leaving, strict=True)
+                if value.differentiable
+            ]
+        pairs = [
+            (end, gradient)
+            for end, gradient in zip(ends, gradients, strict=True)
+            if end.requires_grad
+        ]
         if pairs:
             torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
         if self._remaining is not None:
@@ -174,7 +189,8 @@ class Stage:
             self._remaining.clear()
 
     def _compute_again(self, kept: _Kept, number: int, batch: Microbatch, program: Program) -> None:
-        """Forward once more, with the buffers and from the random numbers of the first time; those of now come back."""
+        """Forward once more, with the buffers and from the random numbers of the first time; those
+        of now come back."""
         before = self._stream.state()
         buffers = {name: program.module.get_buffer(name) for name in program.written}
         now = {name: buffer.clone() for name, buffer in buffers.items()}

@@ -2,14 +2,16 @@
 
     stage s computes micro-batch m while stage s-1 computes m+1
 
-Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of one worker. What
-schedules change is how long a rank has nothing to do (the bubble) and how many micro-batches it keeps: see
-`dure.parallel.pipeline.builders`.
+Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of
+one worker. What schedules change is how long a rank has nothing to do (the bubble) and how many
+micro-batches it keeps: see `dure.parallel.pipeline.builders`.
 
-Over each boundary travel the values that cross it, once there, and their gradients, once back, for every example.
+Over each boundary travel the values that cross it, once there, and their gradients, once back, for
+every example.
 
-Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM"; Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"; Qi et al. 2023, "Zero Bubble
+Pipeline Parallelism".
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.contracts.strategy import Kind, Learner, Place
+from dure.contracts.task import Task
 from dure.data.partition import Description
-from dure.parallel.combined import OWN, Parallel, ParallelLearner
-from dure.parallel.mesh import Mesh
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import OWN, Parallel, ParallelLearner
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.schedule import Schedule
-from dure.strategy import Kind, Learner, Place
-from dure.task import Task
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,11 @@ class Pipeline:
     Args:
         batch_size: examples of a step; None is all the data.
         microbatches: M, the parts of a batch that pass through the stages one behind the other.
-        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your own, as text.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your
+            own, as text.
         stages_per_rank: of the interleaved schedule; by default two.
-        cut: names of the modules at which the stages behind the first begin; by default dure cuts in balance.
+        cut: names of the modules at which the stages behind the first begin; by default dure cuts
+            in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
         clip_norm: the largest norm that a step's gradient may have; by default any.

@@ -1,14 +1,17 @@
-"""What a model computes, as a list of operations: the form in which a model that nobody here wrote can be cut.
+"""What a model computes, as a list of operations: the form in which a model that nobody here wrote
+can be cut.
 
-`torch.export` runs the model once on tensors without data and writes down every operation, with the parameters, the
-buffers and the earlier values that it uses. Control flow that depends on shapes, tuples, dicts, attention masks, skip
-connections and shared weights are all resolved by that: what is left are operations in an order in which values flow
-forward only. So any position in the list is a place where the model can be cut.
+`torch.export` runs the model once on tensors without data and writes down every operation, with the
+parameters, the buffers and the earlier values that it uses. Control flow that depends on shapes,
+tuples, dicts, attention masks, skip connections and shared weights are all resolved by that: what
+is left are operations in an order in which values flow forward only. So any position in the list is
+a place where the model can be cut.
 
 Operations that change memory are settled first (`dure.parallel.pipeline.memory`).
 
-A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a model does beside its
-operations is not in it, and refused where that can be seen (`dure.parallel.pipeline.unseen`).
+A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a
+model does beside its operations is not in it, and refused where that can be seen
+(`dure.parallel.pipeline.unseen`).
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
     constant   operations without parameters and inputs in their ancestry, such as positions and masks: every stage
@@ -29,20 +32,29 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from dure.parallel.pipeline.memory import attribute, changed_by, company, families, inseparable, part_of, settle
+from dure.parallel.pipeline.memory import (
+    attribute,
+    changed_by,
+    company,
+    families,
+    inseparable,
+    part_of,
+    settle,
+)
 from dure.parallel.pipeline.unseen import unseen
 from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
-from dure.randomness import generators_state, restore_generators
+from dure.randomness.seeds import generators_state, restore_generators
 
 
 @dataclass(frozen=True)
 class Value:
     """A tensor without its data. differentiable: whether a gradient may come back for it.
 
-    order: its dimensions as they lie in memory in this trace, the last the closest. A view of a permuted tensor is
-    possible only where memory is in that order, so the receiver lays out anew what came as it is indexed.
+    order: its dimensions as they lie in memory in this trace, the last the closest. A view of a
+    permuted tensor is possible only where memory is in that order, so the receiver lays out anew
+    what came as it is indexed.
     """
 
     shape: tuple[int, ...]
@@ -64,11 +76,16 @@ class Value:
 
     def laid_out(self, tensor: Tensor) -> Tensor:
         """The same value, in the order of memory."""
-        return tensor.permute(self.order).contiguous().permute([self.order.index(d) for d in range(len(self.order))])
+        return (
+            tensor.permute(self.order)
+            .contiguous()
+            .permute([self.order.index(d) for d in range(len(self.order))])
+        )
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a tensor without gaps as they lie in memory; any other travels as it is indexed."""
+    """The dimensions of a tensor without gaps as they lie in memory; any other travels as it is
+    indexed."""
     strides: tuple[int, ...] = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     expected = 1
@@ -101,9 +118,13 @@ class Trace:
         self.company = company(self.operations, self.root)
         self._find_constants()
         for node in self.operations:
-            if not all(isinstance(leaf, (Tensor, int, float, bool, type(None))) for leaf in tree_leaves(_result(node))):
+            if not all(
+                isinstance(leaf, (Tensor, int, float, bool, type(None)))
+                for leaf in tree_leaves(_result(node))
+            ):
                 raise ValueError(
-                    f"a {type(model).__name__} cannot be cut, for {node.name} in {owner_of(node) or 'it'} makes a "
+                    f"a {type(model).__name__} cannot be cut, for {node.name} in "
+                    f"{owner_of(node) or 'it'} makes a "
                     "number that depends on the data; make it independent of them"
                 )
 
@@ -113,7 +134,9 @@ class Trace:
         constant.update(
             node
             for node in self.module.graph.nodes
-            if node.op == "get_attr" and not isinstance(self.tensor(node), nn.Parameter) and node not in self.changed
+            if node.op == "get_attr"
+            and not isinstance(self.tensor(node), nn.Parameter)
+            and node not in self.changed
         )
         before = -1
         while len(constant) != before:
@@ -140,7 +163,8 @@ class Trace:
 
     @cached_property
     def _differentiable(self) -> frozenset[fx.Node]:
-        """What a gradient goes through, and what shares memory into which such a value is written."""
+        """What a gradient goes through, and what shares memory into which such a value is
+        written."""
         found: set[fx.Node] = set()
         written: set[fx.Node] = set()
         for node in self.module.graph.nodes:
@@ -149,10 +173,14 @@ class Trace:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     found.add(node)
                 continue
-            reached = any(source in found or self.root[source] in written for source in node.all_input_nodes)
+            reached = any(
+                source in found or self.root[source] in written for source in node.all_input_nodes
+            )
             if node.op == "call_function" and reached and not _cuts_gradients(node):
                 found.update([node] if _floats(node) else [])
-                written.update(self.root[value] for value in changed_by(node) if value.op != "get_attr")
+                written.update(
+                    self.root[value] for value in changed_by(node) if value.op != "get_attr"
+                )
         found |= {node for node in self.operations if self.root[node] in written and _floats(node)}
         return frozenset(found & self._wanted(found))
 
@@ -162,10 +190,14 @@ class Trace:
         families = {self.root[node] for node in wanted}
         for node in reversed(self.operations):
             writes = any(self.root[value] in families for value in changed_by(node))
-            if (node in wanted or self.root[node] in families or writes) and not _cuts_gradients(node):
+            if (node in wanted or self.root[node] in families or writes) and not _cuts_gradients(
+                node
+            ):
                 sources = [source for source in node.all_input_nodes if source in found]
                 wanted.update([node, *sources] if node in found else [])
-                families.update(self.root[source] for source in sources if self.root[source] in self.changed)
+                families.update(
+                    self.root[source] for source in sources if self.root[source] in self.changed
+                )
         return wanted
 
     @property
@@ -194,8 +226,11 @@ class Trace:
         return list(seen)
 
     def is_on_shards(self, node: fx.Node) -> bool:
-        """Whether an operation is in a module in which every rank of a tensor group draws for itself."""
-        return any(path in self._on_shards for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+        """Whether an operation is in a module in which every rank of a tensor group draws for
+        itself."""
+        return any(
+            path in self._on_shards for path, _ in (node.meta.get("nn_module_stack") or {}).values()
+        )
 
     def numbers_of_draws(self) -> dict[fx.Node, int]:
         """The random operations, numbered through the model."""
@@ -220,7 +255,8 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"a {type(model).__name__} cannot be cut, for torch.export cannot trace it ({type(error).__name__}: "
+            f"a {type(model).__name__} cannot be cut, for torch.export cannot trace it "
+            f"({type(error).__name__}: "
             f"{reason}); make its control flow independent of the data"
         ) from error
     finally:
@@ -228,7 +264,9 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     if beside:
         raise ValueError(f"a {type(model).__name__} cannot be cut, for {beside[0]}")
     for node in list(module.graph.nodes):
-        if node.op == "call_module":  # checks that inputs have the shapes of the trace, which nobody else gives
+        if (
+            node.op == "call_module"
+        ):  # checks that inputs have the shapes of the trace, which nobody else gives
             module.graph.erase_node(node)
     return module, layers
 
@@ -236,9 +274,16 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Those of torch while it traces, and then what they were."""
-    fast, without_stacks = torch.backends.mha.get_fastpath_enabled(), fx.config.do_not_emit_stack_traces
-    torch.backends.mha.set_fastpath_enabled(False)  # layers of torch stay operations between which one can cut
-    fx.config.do_not_emit_stack_traces = True  # where in a file each operation is: nobody asks, and it takes long
+    fast, without_stacks = (
+        torch.backends.mha.get_fastpath_enabled(),
+        fx.config.do_not_emit_stack_traces,
+    )
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # layers of torch stay operations between which one can cut
+    fx.config.do_not_emit_stack_traces = (
+        True  # where in a file each operation is: nobody asks, and it takes long
+    )
     try:
         yield
     finally:
@@ -246,9 +291,14 @@ def _settings() -> Iterator[None]:
         fx.config.do_not_emit_stack_traces = without_stacks
 
 
-def names_of(model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Mapping[fx.Node, str]:
-    """The names that parameters and buffers have in the model: the first ones, where they have several."""
-    known = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+def names_of(
+    model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node]
+) -> Mapping[fx.Node, str]:
+    """The names that parameters and buffers have in the model: the first ones, where they have
+    several."""
+    known = {
+        id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
     several: Any = {"remove_duplicate": False}
     targets = {**dict(model.named_parameters(**several)), **dict(model.named_buffers(**several))}
     names: dict[fx.Node, str] = {}

@@ -1,7 +1,10 @@
-"""What a model does beside its operations, which a trace would lose: seen while it is traced, and then refused.
+"""What a model does beside its operations, which a trace would lose: seen while it is traced, and
+then refused.
 
-    gradients of its own  `torch.autograd.Function`, and hooks on tensors: a trace has what forward computes, from which
-                          backward is derived; a gradient that was to be reversed, or to pass a rounding, would not be
+    gradients of its own  `torch.autograd.Function`, and hooks on tensors: a trace has what forward
+    computes, from which
+                          backward is derived; a gradient that was to be reversed, or to pass a
+                          rounding, would not be
     numbers drawn         from the generators of Python and numpy: a trace has those that were drawn when it was made
     numbers counted       attributes that forward changes: a trace has those of its time
 
@@ -20,12 +23,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 TRACING = ("torch._dynamo.", "torch._functorch.", "torch._library.")
-"""Where torch has functions with which it traces, and those of custom operations, which a trace has as they are."""
+"""Where torch has functions with which it traces, and those of custom operations, which a trace has
+as they are."""
 
 
 @contextmanager
 def unseen(model: nn.Module) -> Iterator[list[str]]:
-    """While a model is traced inside, what the trace loses is added to the list, each as the end of a sentence."""
+    """While a model is traced inside, what the trace loses is added to the list, each as the end of
+    a sentence."""
     found: list[str] = []
     drawn, counted = _drawn(), numbers_of(model)
     behind = dict(counted)
@@ -37,16 +42,24 @@ def unseen(model: nn.Module) -> Iterator[list[str]]:
         if model.training:
             for kind in set(_kinds(Function)):
                 if "forward" in vars(kind) and not kind.__module__.startswith(TRACING):
-                    patches.enter_context(_replaced(kind, "forward", staticmethod(_noticed(kind, found))))
+                    patches.enter_context(
+                        _replaced(kind, "forward", staticmethod(_noticed(kind, found)))
+                    )
             patches.enter_context(_replaced(Tensor, "register_hook", _hooked(found)))
         patches.callback(model.register_forward_hook(counts).remove)
         yield found
     if _drawn() != drawn:
-        found.append("it draws random numbers from Python or numpy, which a trace would repeat; draw them from torch")
-    changed = [name for name in counted if behind[name] != counted[name] == counted[name]]  # nan is not itself
+        found.append(
+            "it draws random numbers from Python or numpy, which a trace would repeat; draw them "
+            "from torch"
+        )
+    changed = [
+        name for name in counted if behind[name] != counted[name] == counted[name]
+    ]  # nan is not itself
     if changed:
         found.append(
-            f"its forward changes the number {changed[0]}, which a trace does once; make it a buffer, a tensor"
+            f"its forward changes the number {changed[0]}, which a trace does once; make it a "
+            f"buffer, a tensor"
         )
 
 
@@ -71,10 +84,15 @@ def _noticed(kind: type[Function], found: list[str]) -> Callable[..., Any]:
     forward: Callable[..., Any] = kind.forward
 
     def noticed(*arguments: Any, **named: Any) -> Any:
-        if any(isinstance(each, Tensor) and each.requires_grad for each in (*arguments, *named.values())):
+        if any(
+            isinstance(each, Tensor) and each.requires_grad
+            for each in (*arguments, *named.values())
+        ):
             found.append(
-                f"it calls {kind.__name__}, a torch.autograd.Function, whose backward a trace does not have; write it "
-                "with operations alone, as x + (y - x).detach() for the value of y with the gradient of x"
+                f"it calls {kind.__name__}, a torch.autograd.Function, whose backward a trace does "
+                f"not have; write it "
+                "with operations alone, as x + (y - x).detach() for the value of y with the "
+                "gradient of x"
             )
         return forward(*arguments, **named)
 

@@ -4,10 +4,11 @@ A schedule is right if
 
     every action is of a stage that lives on its rank, and of every stage something is computed;
     every stage computes every micro-batch forward once and backward once: B, or I and then W;
-    what an action needs comes before it on its rank: F(s) after F(s-1) or the receive of its output, B(s) and I(s)
-    after F(s), and after B(s+1) or I(s+1) or the receive of its gradient, W(s) after I(s), sends after what they send;
-    every message between ranks is sent once and received once, of each two ranks in the order of sending;
-    and the ranks, which wait at receives but not at sends, all come to their end.
+    what an action needs comes before it on its rank: F(s) after F(s-1) or the receive of its
+    output, B(s) and I(s) after F(s), and after B(s+1) or I(s+1) or the receive of its gradient,
+    W(s) after I(s), sends after what they send; every message between ranks is sent once and
+    received once, of each two ranks in the order of sending; and the ranks, which wait at receives
+    but not at sends, all come to their end.
 
 The last is tried: the ranks run, without times. Cost: O(actions).
 """
@@ -16,24 +17,37 @@ from __future__ import annotations
 
 from collections import deque
 
-from dure.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Schedule, foreign, receive_before
+from dure.parallel.pipeline.schedule import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Schedule,
+    foreign,
+    receive_before,
+)
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot run. rank, place, action: the first thing wrong, and where it is in its rank's list.
+    """A schedule cannot run. rank, place, action: the first thing wrong, and where it is in its
+    rank's list.
 
     place is None for what is missing, and where no single action is to blame the rest is None too.
     """
 
     def __init__(
-        self, message: str, rank: int | None = None, place: int | None = None, action: Action | None = None
+        self,
+        message: str,
+        rank: int | None = None,
+        place: int | None = None,
+        action: Action | None = None,
     ) -> None:
         super().__init__(message)
         self.rank, self.place, self.action = rank, place, action
 
 
 def check(schedule: Schedule, require_backward: bool = True) -> None:
-    """Raises ScheduleError if the schedule is wrong. require_backward: False where forwards alone are enough."""
+    """Raises ScheduleError if the schedule is wrong. require_backward: False where forwards alone
+    are enough."""
     _check_homes(schedule)
     for rank in range(schedule.ranks):
         _check_belongs(schedule, rank)
@@ -53,16 +67,21 @@ def _error(schedule: Schedule, rank: int, place: int, said: str) -> ScheduleErro
 def _check_homes(schedule: Schedule) -> None:
     if schedule.microbatches < 1 or not schedule.home:
         raise ScheduleError(
-            f"the schedule has {schedule.microbatches} micro-batches and {schedule.stages} stages: give at least one"
+            f"the schedule has {schedule.microbatches} micro-batches and {schedule.stages} stages: "
+            f"give at least one"
         )
     for stage, rank in enumerate(schedule.home):
         if not 0 <= rank < schedule.ranks:
             raise ScheduleError(
-                f"stage {stage} has no home: it is to be on rank {rank}, and there are {schedule.ranks} ranks", rank
+                f"stage {stage} has no home: it is to be on rank {rank}, and there are "
+                f"{schedule.ranks} ranks",
+                rank,
             )
     for rank in range(schedule.ranks):
         if rank not in schedule.home:
-            raise ScheduleError(f"rank {rank} has no stage: give it one, or leave the rank out", rank)
+            raise ScheduleError(
+                f"rank {rank} has no stage: give it one, or leave the rank out", rank
+            )
 
 
 def _check_belongs(schedule: Schedule, rank: int) -> None:
@@ -70,17 +89,33 @@ def _check_belongs(schedule: Schedule, rank: int) -> None:
     home = schedule.home
     for place, action in enumerate(schedule.actions[rank]):
         if not 0 <= action.stage < schedule.stages:
-            raise _error(schedule, rank, place, f"is of a stage that is not there: there are {schedule.stages}")
+            raise _error(
+                schedule,
+                rank,
+                place,
+                f"is of a stage that is not there: there are {schedule.stages}",
+            )
         if not 0 <= action.microbatch < schedule.microbatches:
             raise _error(
-                schedule, rank, place, f"is of a micro-batch that is not there: there are {schedule.microbatches}"
+                schedule,
+                rank,
+                place,
+                f"is of a micro-batch that is not there: there are {schedule.microbatches}",
             )
         if home[action.stage] != rank:
             raise _error(
-                schedule, rank, place, f"is on a foreign rank: stage {action.stage} is on rank {home[action.stage]}"
+                schedule,
+                rank,
+                place,
+                f"is on a foreign rank: stage {action.stage} is on rank {home[action.stage]}",
             )
         if not action.computes and not foreign(home, action.stage, action.counterpart.stage):
-            raise _error(schedule, rank, place, f"has nothing to transfer: {_neighbour(action, home)}; take it out")
+            raise _error(
+                schedule,
+                rank,
+                place,
+                f"has nothing to transfer: {_neighbour(action, home)}; take it out",
+            )
 
 
 def _neighbour(action: Action, home: tuple[int, ...]) -> str:
@@ -96,14 +131,20 @@ def _check_stages(schedule: Schedule) -> None:
         if stage not in alive:
             action = Action("forward", stage, 0)
             raise ScheduleError(
-                f"stage {stage} is dead: rank {rank} computes nothing for it, not even {action}", rank, None, action
+                f"stage {stage} is dead: rank {rank} computes nothing for it, not even {action}",
+                rank,
+                None,
+                action,
             )
 
 
 def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
     """What has to come before an action on its rank: one of each of these."""
     kind, stage, microbatch = action
-    forward, gradient = Action("forward", stage, microbatch), Action("input_gradient", stage, microbatch)
+    forward, gradient = (
+        Action("forward", stage, microbatch),
+        Action("input_gradient", stage, microbatch),
+    )
     if kind in RECEIVES:
         return []
     if kind == "weight_gradient":
@@ -118,7 +159,12 @@ def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
     elif kind == "forward" and stage > 0:
         needs.append((Action("forward", stage - 1, microbatch),))
     elif kind != "forward" and stage < len(home) - 1:
-        needs.append((Action("backward", stage + 1, microbatch), Action("input_gradient", stage + 1, microbatch)))
+        needs.append(
+            (
+                Action("backward", stage + 1, microbatch),
+                Action("input_gradient", stage + 1, microbatch),
+            )
+        )
     return needs
 
 
@@ -128,10 +174,17 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     places: dict[Action, int] = {}
     for place, action in enumerate(actions):
         if action in places:
-            raise _error(schedule, rank, place, f"is there twice, first at place {places[action]}: keep one of them")
+            raise _error(
+                schedule,
+                rank,
+                place,
+                f"is there twice, first at place {places[action]}: keep one of them",
+            )
         twin = _twin(action)
         if twin in places:
-            raise _error(schedule, rank, place, f"is a second backward after {twin}: keep B, or I and W")
+            raise _error(
+                schedule, rank, place, f"is a second backward after {twin}: keep B, or I and W"
+            )
         for choice in _needs(action, schedule.home):
             if not any(needed in places for needed in choice):
                 raise _error(schedule, rank, place, f"needs {_where(choice, actions)}")
@@ -157,7 +210,10 @@ def _check_complete(schedule: Schedule, require_backward: bool) -> None:
     for stage, rank in enumerate(schedule.home):
         for number in range(schedule.microbatches):
             forward, backward = Action("forward", stage, number), Action("backward", stage, number)
-            gradient, weight = Action("input_gradient", stage, number), Action("weight_gradient", stage, number)
+            gradient, weight = (
+                Action("input_gradient", stage, number),
+                Action("weight_gradient", stage, number),
+            )
             missing = None
             if forward not in there:
                 missing = forward
@@ -167,7 +223,8 @@ def _check_complete(schedule: Schedule, require_backward: bool) -> None:
                 missing = backward
             if missing:
                 raise ScheduleError(
-                    f"{missing} is missing on rank {rank}: every stage computes every micro-batch forward once and "
+                    f"{missing} is missing on rank {rank}: every stage computes every micro-batch "
+                    f"forward once and "
                     "backward once",
                     rank,
                     None,
@@ -205,7 +262,8 @@ def _check_messages(schedule: Schedule) -> None:
 
 
 def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """All actions with their ranks, in an order in which they can happen. Raises ScheduleError at a deadlock."""
+    """All actions with their ranks, in an order in which they can happen. Raises ScheduleError at a
+    deadlock."""
     order: list[tuple[int, Action]] = []
     places = [0] * schedule.ranks
     sent: set[Action] = set()
@@ -239,7 +297,9 @@ def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> Schedul
         if awaited(chain[-1]) not in stuck:  # it has come to its end without that send
             rank = chain[-1]
             send = schedule.actions[rank][places[rank]].counterpart
-            return _error(schedule, rank, places[rank], f"waits for {send}, which is never sent: add it")
+            return _error(
+                schedule, rank, places[rank], f"waits for {send}, which is never sent: add it"
+            )
         chain.append(awaited(chain[-1]))
     circle = chain[chain.index(awaited(chain[-1])) :]
     start = circle.index(min(circle))
@@ -249,6 +309,10 @@ def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> Schedul
         action = schedule.actions[rank][places[rank]]
         send, other = action.counterpart, awaited(rank)
         behind = schedule.actions[other][places[other]]
-        steps.append(f"{'' if rank == circle[0] else f'{action} '}waits for {send}, which is behind {behind}")
+        steps.append(
+            f"{'' if rank == circle[0] else f'{action} '}waits for {send}, which is behind {behind}"
+        )
     first = circle[0]
-    return _error(schedule, first, places[first], f"can never go on (deadlock): it {'; '.join(steps)}")
+    return _error(
+        schedule, first, places[first], f"can never go on (deadlock): it {'; '.join(steps)}"
+    )

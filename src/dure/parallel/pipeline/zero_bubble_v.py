@@ -1,7 +1,8 @@
 """ZB-V: two stages a rank, down the ranks and up again, and the gradients of weights apart.
 
-A rank holds at most 2p activations of half a stage each, and is idle for about (p-1)/(6m) of its work where forward,
-input gradient and weight gradient take equally long (`V_TIMES` for other times).
+A rank holds at most 2p activations of half a stage each, and is idle for about (p-1)/(6m) of its
+work where forward, input gradient and weight gradient take equally long (`V_TIMES` for other
+times).
 
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (V-shaped stages).
 """
@@ -13,10 +14,11 @@ from heapq import heappop, heappush
 from dure.parallel.pipeline.schedule import Action, Computing, Kind
 
 V_TIMES: dict[Kind, int] = {"forward": 5, "input_gradient": 6, "weight_gradient": 4}
-"""What `zero_bubble_v` is made for, since a layer of a transformer takes about that: its attention has gradients of
-inputs alone. With these it is idle for at most 12 (p-1) of 30 m + 12 (p-1); made for actions that take equally long it
-would be idle for a tenth of the time on two ranks, however many micro-batches there are. Where they do take equally
-long it takes 6 m + p - 1 of their times if p ≤ 2, and up to p - 2 more otherwise (p ≤ 8, m ≥ 2p)."""
+"""What `zero_bubble_v` is made for, since a layer of a transformer takes about that: its attention
+has gradients of inputs alone. With these it is idle for at most 12 (p-1) of 30 m + 12 (p-1); made
+for actions that take equally long it would be idle for a tenth of the time on two ranks, however
+many micro-batches there are. Where they do take equally long it takes 6 m + p - 1 of their times if
+p ≤ 2, and up to p - 2 more otherwise (p ≤ 8, m ≥ 2p)."""
 
 _Counts = dict[Kind, list[int]]
 
@@ -29,12 +31,15 @@ def v_shaped(ranks: int) -> tuple[int, ...]:
 def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
     """Two stages a rank, down the ranks and up again (ZB-V); a rank holds at most 2p activations.
 
-    Made by a simulation in which actions take `V_TIMES` and a free rank takes what it can, in this order: forward and
-    input gradient of its second stage, forward and input gradient of its first, a weight gradient. Of the places for
-    activations the first stage leaves one free. So nothing deadlocks: the second stage of the oldest micro-batch that
-    is not done always finds a place, once the weight gradients of older ones, which wait for nobody, are there.
+    Made by a simulation in which actions take `V_TIMES` and a free rank takes what it can, in this
+    order: forward and input gradient of its second stage, forward and input gradient of its first,
+    a weight gradient. Of the places for activations the first stage leaves one free. So nothing
+    deadlocks: the second stage of the oldest micro-batch that is not done always finds a place,
+    once the weight gradients of older ones, which wait for nobody, are there.
     """
-    begun, done = ({kind: [0] * 2 * ranks for kind in V_TIMES} for _ in range(2))  # micro-batches of each stage
+    begun, done = (
+        {kind: [0] * 2 * ranks for kind in V_TIMES} for _ in range(2)
+    )  # micro-batches of each stage
     computing: list[list[Action]] = [[] for _ in range(ranks)]
     ends: list[tuple[int, int, Kind, int]] = []  # when, on which rank, of what, in which stage
     free, clock = set(range(ranks)), 0
@@ -67,7 +72,9 @@ def _wishes(rank: int, ranks: int) -> list[tuple[Kind, int]]:
     ]
 
 
-def _is_ready(kind: Kind, stage: int, ranks: int, microbatches: int, begun: _Counts, done: _Counts) -> bool:
+def _is_ready(
+    kind: Kind, stage: int, ranks: int, microbatches: int, begun: _Counts, done: _Counts
+) -> bool:
     """Whether the next action of a kind in a stage of a V may begin."""
     number, last = begun[kind][stage], 2 * ranks - 1
     if number == microbatches:
@@ -77,6 +84,8 @@ def _is_ready(kind: Kind, stage: int, ranks: int, microbatches: int, begun: _Cou
     if kind == "input_gradient":
         after = stage == last or done["input_gradient"][stage + 1] > number
         return after and done["forward"][stage] > number
-    held = sum(begun["forward"][own] - done["weight_gradient"][own] for own in (stage, last - stage))
+    held = sum(
+        begun["forward"][own] - done["weight_gradient"][own] for own in (stage, last - stage)
+    )
     room = held < 2 * ranks - (stage < ranks)
     return room and (stage == 0 or done["forward"][stage - 1] > number)

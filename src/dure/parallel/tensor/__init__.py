@@ -1,4 +1,5 @@
-"""Tensor parallelism: the matrices of one model divided over ranks, all of which compute every example together.
+"""Tensor parallelism: the matrices of one model divided over ranks, all of which compute every
+example together.
 
     model = dure.models.Transformer(...)          # the same on all ranks
     parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part of it
@@ -17,8 +18,9 @@
     ready       plans for models whose layers are known
     state       the whole model, and the norm of its gradient
 
-Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism";
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
+Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models".
 """
 
 from dure.parallel.tensor.dividing import parallelize
@@ -46,7 +48,11 @@ from dure.parallel.tensor.state import (
     replicated_parameters,
     whole_state_dict,
 )
-from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput, vocabulary_parallel_cross_entropy
+from dure.parallel.tensor.vocabulary import (
+    VocabularyEmbedding,
+    VocabularyOutput,
+    vocabulary_parallel_cross_entropy,
+)
 
 __all__ = [
     "Attributes",

@@ -2,9 +2,9 @@
 
     parallelize(model, plan, group)
 
-Every pattern of the plan must match. Nothing is changed before all of it has been checked. Parameters that several
-modules share are divided once, and remain shared. Before, the model travels once, from rank 0; the meter does not count
-it.
+Every pattern of the plan must match. Nothing is changed before all of it has been checked.
+Parameters that several modules share are divided once, and remain shared. Before, the model travels
+once, from rank 0; the meter does not count it.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", whose layers are put in the place of a model's own.
 """
@@ -36,13 +36,15 @@ def parallelize(
     *,
     overlap: bool | None = None,
 ) -> None:
-    """Divides a model over the ranks of a group by a plan, in place. All ranks call it, with models of one shape.
+    """Divides a model over the ranks of a group by a plan, in place. All ranks call it, with models
+    of one shape.
 
-    Rank 0's weights and buffers become everybody's before. Optimizers are made behind it, of what is left of the
-    parameters. overlap: as in `ColumnParallel`.
+    Rank 0's weights and buffers become everybody's before. Optimizers are made behind it, of what
+    is left of the parameters. overlap: as in `ColumnParallel`.
 
-    Raises ValueError, with the model as it was, for a pattern that matches nothing, for a module that cannot become
-    what the plan says, for a degree that does not divide it, and for a model that is divided already.
+    Raises ValueError, with the model as it was, for a pattern that matches nothing, for a module
+    that cannot become what the plan says, for a degree that does not divide it, and for a model
+    that is divided already.
     """
     group = Group.of(process_group)
     found = _found(model, plan)
@@ -64,15 +66,17 @@ def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None
 
 
 def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
-    """Raises ValueError where `parallelize` would over so many ranks, of which none is needed; changes nothing."""
+    """Raises ValueError where `parallelize` would over so many ranks, of which none is needed;
+    changes nothing."""
     _made(model, _found(model, plan), _alone(model, degree))
 
 
 def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> None:
-    """Raises LengthError if `inputs` make sequences that so many ranks cannot divide; no rank is needed.
+    """Raises LengthError if `inputs` make sequences that so many ranks cannot divide; no rank is
+    needed.
 
-    A copy of the model is divided, and runs on tensors without data. Where it computes what they cannot, nothing is
-    known before ranks start.
+    A copy of the model is divided, and runs on tensors without data. Where it computes what they
+    cannot, nothing is known before ranks start.
     """
     try:
         copied = copy.deepcopy(model)
@@ -99,22 +103,33 @@ def _device_of(model: nn.Module) -> torch.device:
 def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
     """The modules that a plan speaks of, by name."""
     if any(isinstance(module, Divided) for module in model.modules()):
-        raise ValueError("this model is divided already: divide a new one, and load_whole a state into it")
-    return [(name, kind) for pattern, kinds in plan.items() for name, kind in _matches(model, pattern, kinds)]
+        raise ValueError(
+            "this model is divided already: divide a new one, and load_whole a state into it"
+        )
+    return [
+        (name, kind)
+        for pattern, kinds in plan.items()
+        for name, kind in _matches(model, pattern, kinds)
+    ]
 
 
 def _made(
     model: nn.Module, found: Sequence[tuple[str, Kind]], at: At
 ) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
-    """The divided layers, by the id of what they replace, and what is to be done to other modules."""
+    """The divided layers, by the id of what they replace, and what is to be done to other
+    modules."""
     layers: dict[int, Divided] = {}
     said: dict[int, Replacement] = {}
-    changes: dict[tuple[int, Change], Callable[[], None]] = {}  # a module that has several names is changed once
+    changes: dict[
+        tuple[int, Change], Callable[[], None]
+    ] = {}  # a module that has several names is changed once
     for name, kind in found:
         module = model.get_submodule(name)
         if isinstance(kind, Replacement):
             if name == "":
-                raise ValueError("a plan divides layers inside a model, and cannot replace the model itself")
+                raise ValueError(
+                    "a plan divides layers inside a model, and cannot replace the model itself"
+                )
             if said.setdefault(id(module), kind) != kind:
                 raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
             if id(module) not in layers:
@@ -125,14 +140,18 @@ def _made(
     return layers, list(changes.values())
 
 
-def _matches(model: nn.Module, pattern: str, kinds: Kind | Sequence[Kind]) -> list[tuple[str, Kind]]:
+def _matches(
+    model: nn.Module, pattern: str, kinds: Kind | Sequence[Kind]
+) -> list[tuple[str, Kind]]:
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if fits(name, pattern)]
     if not names:
         raise ValueError(f"the plan's {pattern!r} matches no module of this {type(model).__name__}")
     each = several(kinds)
     for kind in each:
         if not isinstance(kind, Kind):
-            raise ValueError(f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are")
+            raise ValueError(
+                f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are"
+            )
     return [(name, kind) for name in names for kind in each]
 
 
@@ -153,15 +172,21 @@ def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
             if parameter is None:
                 continue
             division = layer.divisions.get(own)
-            first, kept, other = divided.setdefault(id(parameter), (name, layer.get_parameter(own), division))
+            first, kept, other = divided.setdefault(
+                id(parameter), (name, layer.get_parameter(own), division)
+            )
             if other != division:
-                raise ValueError(f"{first} and {name} share a parameter, and the plan divides it in two ways")
+                raise ValueError(
+                    f"{first} and {name} share a parameter, and the plan divides it in two ways"
+                )
             layer.register_parameter(own, kept)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if id(module) not in layers and parameter is not None and id(parameter) in divided:
                 first = divided[id(parameter)][0]
-                raise ValueError(f"{first} and {name} share a parameter: the plan has to divide both of them")
+                raise ValueError(
+                    f"{first} and {name} share a parameter: the plan has to divide both of them"
+                )
 
 
 def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:

@@ -1,9 +1,10 @@
 """Which slice of a parameter which rank holds, as data.
 
-Along one dimension a parameter of length n is made of blocks n_1 + … + n_k = n, and every block is divided on its own:
-rank r of N holds slice r of each, one behind another. One block is the usual case. A matrix in which query, key and
-value lie beside each other has three, so that a rank's queries meet its keys and its values; with grouped queries they
-are of unequal length. Where N does not divide a block its first n_i mod N slices have one element more.
+Along one dimension a parameter of length n is made of blocks n_1 + … + n_k = n, and every block is
+divided on its own: rank r of N holds slice r of each, one behind another. One block is the usual
+case. A matrix in which query, key and value lie beside each other has three, so that a rank's
+queries meet its keys and its values; with grouped queries they are of unequal length. Where N does
+not divide a block its first n_i mod N slices have one element more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dure.collectives.arguments import lengths_of
 
 @dataclass(frozen=True)
 class Division:
-    """dim: the dimension that is divided. blocks: lengths, in the undivided tensor, of what is divided on its own."""
+    """dim: the dimension that is divided. blocks: lengths, in the undivided tensor, of what is
+    divided on its own."""
 
     dim: int
     blocks: tuple[int, ...]
@@ -31,12 +33,16 @@ class Division:
 
     def lengths(self, size: int) -> list[int]:
         """What every rank holds of it."""
-        return [sum(each) for each in zip(*(lengths_of(block, size) for block in self.blocks), strict=True)]
+        return [
+            sum(each)
+            for each in zip(*(lengths_of(block, size) for block in self.blocks), strict=True)
+        ]
 
     def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """What a rank holds, in memory of its own."""
         pieces = [
-            block.tensor_split(size, self.dim)[rank] for block in whole.split_with_sizes(list(self.blocks), self.dim)
+            block.tensor_split(size, self.dim)[rank]
+            for block in whole.split_with_sizes(list(self.blocks), self.dim)
         ]
         return torch.cat(pieces, self.dim)
 
@@ -46,16 +52,23 @@ class Division:
         if len(self.blocks) == 1:
             return torch.cat(list(parts), self.dim)
         cut = [
-            part.split_with_sizes([lengths_of(block, size)[rank] for block in self.blocks], self.dim)
+            part.split_with_sizes(
+                [lengths_of(block, size)[rank] for block in self.blocks], self.dim
+            )
             for rank, part in enumerate(parts)
         ]
-        return torch.cat([cut[rank][block] for block in range(len(self.blocks)) for rank in range(size)], self.dim)
+        return torch.cat(
+            [cut[rank][block] for block in range(len(self.blocks)) for rank in range(size)],
+            self.dim,
+        )
 
 
 def sharers(what: str, outputs: int, size: int, unit: int) -> int:
-    """How many ranks share each unit, such as a head, where there are fewer units than ranks; else 1.
+    """How many ranks share each unit, such as a head, where there are fewer units than ranks; else
+    1.
 
-    Raises ValueError if units and ranks do not go into each other, or the ranks of a unit not into its width.
+    Raises ValueError if units and ranks do not go into each other, or the ranks of a unit not into
+    its width.
     """
     units = outputs // unit
     if outputs % unit or units >= size or size % units:
@@ -63,20 +76,25 @@ def sharers(what: str, outputs: int, size: int, unit: int) -> int:
         return 1
     if unit % (size // units):
         raise ValueError(
-            f"{what} has {units} units of {unit}, and {size // units} ranks cannot share {unit} outputs evenly: choose "
+            f"{what} has {units} units of {unit}, and {size // units} ranks cannot share {unit} "
+            f"outputs evenly: choose "
             f"a smaller degree than {size}"
         )
     return size // units
 
 
 def check_even(what: str, blocks: Sequence[int], size: int, unit: int = 1) -> None:
-    """Raises ValueError if the degree does not divide each of the blocks between its units, such as heads."""
+    """Raises ValueError if the degree does not divide each of the blocks between its units, such as
+    heads."""
     for block in blocks:
         if block % unit:
-            raise ValueError(f"{what} has a block of {block}, which is not a multiple of its unit of {unit}")
+            raise ValueError(
+                f"{what} has a block of {block}, which is not a multiple of its unit of {unit}"
+            )
         if (block // unit) % size:
             of = f" (units of {unit})" if unit > 1 else ""
             raise ValueError(
-                f"{what} has {block // unit}{of} to divide, not a multiple of the degree {size}: choose a degree that "
+                f"{what} has {block // unit}{of} to divide, not a multiple of the degree {size}: "
+                f"choose a degree that "
                 f"divides it"
             )

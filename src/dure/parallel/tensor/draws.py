@@ -1,9 +1,11 @@
-"""Random draws of a rank's own: dropout inside a divided region differs between ranks, and outside it is the same.
+"""Random draws of a rank's own: dropout inside a divided region differs between ranks, and outside
+it is the same.
 
-All ranks have seeded torch's generator alike, and outside draw alike. On the way in every rank draws one number from
-it, the same on all ranks, and goes on with a generator seeded by (that number, its rank); on the way out the common
-generator goes on behind that number. Nothing has to be remembered between steps: a run resumes, and a checkpointed
-layer is computed once more, with the same bits, if the common generator's state is what it was.
+All ranks have seeded torch's generator alike, and outside draw alike. On the way in every rank
+draws one number from it, the same on all ranks, and goes on with a generator seeded by (that
+number, its rank); on the way out the common generator goes on behind that number. Nothing has to be
+remembered between steps: a run resumes, and a checkpointed layer is computed once more, with the
+same bits, if the common generator's state is what it was.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", appendix B.2.
 """
@@ -17,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.randomness import derive
+from dure.randomness.seeds import derive
 
 
 class Draws:
-    """Whose draws are under way, for the layers of one model: those of all ranks, or this rank's own."""
+    """Whose draws are under way, for the layers of one model: those of all ranks, or this rank's
+    own."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -32,11 +35,15 @@ class Draws:
 
     def _state(self) -> list[Tensor]:
         states = [torch.default_generator.get_state()]
-        return [*states, torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else states
+        return (
+            [*states, torch.cuda.get_rng_state(self.device)]
+            if self.device.type == "cuda"
+            else states
+        )
 
     def enter(self) -> None:
-        """This rank's own from here. What was entered before and never left, as when a checkpoint is computed once
-        more only as far as it is needed, is forgotten."""
+        """This rank's own from here. What was entered before and never left, as when a checkpoint
+        is computed once more only as far as it is needed, is forgotten."""
         if self.group.size == 1:
             return
         number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
@@ -66,14 +73,17 @@ class Draws:
 
 
 def mark_on_shards(module: nn.Module) -> None:
-    """The module computes on shards, so that every rank draws for itself in programs made of its operations too."""
+    """The module computes on shards, so that every rank draws for itself in programs made of its
+    operations too."""
     module._on_shards = True  # type: ignore[assignment]
 
 
 def modules_on_shards(model: nn.Module) -> set[str]:
     """All names of the modules in which every rank draws for itself."""
     return {
-        name for name, module in model.named_modules(remove_duplicate=False) if getattr(module, "_on_shards", False)
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if getattr(module, "_on_shards", False)
     }
 
 

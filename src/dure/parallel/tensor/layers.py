@@ -1,21 +1,27 @@
-"""Linear layers whose matrix is divided over ranks, so that every rank computes a part of the layer.
+"""Linear layers whose matrix is divided over ranks, so that every rank computes a part of the
+layer.
 
     Y = X·A + b      X: (rows, inputs), A: (inputs, outputs); torch's nn.Linear stores W = Aᵀ
 
-ColumnParallel  A = [A_1, …, A_N] by columns: Y_r = X·A_r + b_r, a part of the outputs. These are rows of W, which is
-                why some call it row-wise. Forward sends nothing; backward sums ∂L/∂X = Σ_r ∂L/∂Y_r·A_rᵀ.
+ColumnParallel  A = [A_1, …, A_N] by columns: Y_r = X·A_r + b_r, a part of the outputs. These are
+rows of W, which is
+                why some call it row-wise. Forward sends nothing; backward sums ∂L/∂X = Σ_r
+                ∂L/∂Y_r·A_rᵀ.
 RowParallel     A by rows, X by columns to match: Y = Σ_r X_r·A_r + b, where b is added once, to the sum. These are
                 columns of W. Forward sums Y; backward sends nothing.
 
-One behind the other they are an MLP, with what is computed element by element between them: one all-reduce of
-rows·inputs elements backward, and one of rows·outputs forward, each 2(N-1)/N of its n elements a rank. With `sequence`
-each of them is a reduce-scatter on the one way and an all-gather on the other (`dure.parallel.tensor.functions`).
+One behind the other they are an MLP, with what is computed element by element between them: one
+all-reduce of rows·inputs elements backward, and one of rows·outputs forward, each 2(N-1)/N of its n
+elements a rank. With `sequence` each of them is a reduce-scatter on the one way and an all-gather
+on the other (`dure.parallel.tensor.functions`).
 
-In backward of ColumnParallel the gradient of X leaves first, and the weight's gradient is computed meanwhile, on a
-thread beside it; not so where the ranks of one host keep all of its cores busy: the thread would take their time.
-What is summed is computed where it is summed: matrix products write into memory that the ranks share.
+In backward of ColumnParallel the gradient of X leaves first, and the weight's gradient is computed
+meanwhile, on a thread beside it; not so where the ranks of one host keep all of its cores busy: the
+thread would take their time. What is summed is computed where it is summed: matrix products write
+into memory that the ranks share.
 
-Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
+Model Parallelism".
 """
 
 from __future__ import annotations
@@ -56,8 +62,8 @@ HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_h
 
 
 class _How(NamedTuple):
-    """group; whether the weight is stored as A; the dimension of the sequence; whether the input has still to enter;
-    whether sums travel beside the computation."""
+    """group; whether the weight is stored as A; the dimension of the sequence; whether the input
+    has still to enter; whether sums travel beside the computation."""
 
     group: Group
     transposed: bool
@@ -67,12 +73,15 @@ class _How(NamedTuple):
 
 
 def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> bool:
-    """Whether a sum and a matrix product go together. overlap: None chooses; then all ranks call it together."""
+    """Whether a sum and a matrix product go together. overlap: None chooses; then all ranks call it
+    together."""
     if overlap is not None or group.size == 1:
         return bool(overlap)
     if device.type != "cpu" or len(group.hosts()) > 1:
         return True
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return cores > group.size * torch.get_num_threads()
 
 
@@ -81,7 +90,9 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _weight_gradient(rows: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
-    return torch.mm(rows.conj().t(), gradient) if transposed else torch.mm(gradient.t(), rows.conj())
+    return (
+        torch.mm(rows.conj().t(), gradient) if transposed else torch.mm(gradient.t(), rows.conj())
+    )
 
 
 class _Column(Function):
@@ -97,18 +108,24 @@ class _Column(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         how, (rows, weight) = ctx.how, ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
             arrive = _begin_input(how, gradient, weight, ctx.shape)
-        of_weight = _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
+        of_weight = (
+            _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
+        )
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return arrive() if ctx.needs_input_grad[0] else None, of_weight, of_bias, None
 
 
-def _begin_input(how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
+def _begin_input(
+    how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size
+) -> Callable[[], Tensor]:
     """The gradient of a column-parallel layer's input sets off; what is returned waits for it."""
     matrix, group = (weight.t() if how.transposed else weight).conj(), how.group
     if not how.enters or group.size == 1:
@@ -122,7 +139,10 @@ def _begin_input(how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size)
             own = reduce_scattered(inputs.view(shape), group, dim)
             return lambda: own
         handle = group.perform(
-            "reduce-scatter of a gradient", lambda: reduce_scattered(inputs.view(shape), group, dim, True), inputs, True
+            "reduce-scatter of a gradient",
+            lambda: reduce_scattered(inputs.view(shape), group, dim, True),
+            inputs,
+            True,
         )
         return lambda: timed("reduce-scatter", group, handle.wait)  # type: ignore[union-attr]
     if not how.beside:
@@ -156,21 +176,28 @@ class _Row(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         how, (rows, weight) = ctx.how, ctx.saved_tensors
         if how.sequence is not None and how.group.size > 1:
             gradient = gathered(gradient, how.group, along(gradient, how.sequence, how.group))
         gradient = gradient.reshape(-1, gradient.shape[-1])
         of_input = None
         if ctx.needs_input_grad[0]:
-            of_input = torch.mm(gradient, (weight.t() if how.transposed else weight).conj()).view(ctx.shape)
-        of_weight = _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
+            of_input = torch.mm(gradient, (weight.t() if how.transposed else weight).conj()).view(
+                ctx.shape
+            )
+        of_weight = (
+            _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
+        )
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None
 
 
 class Divided(nn.Module):
-    """A layer some of whose parameters are divided. divisions: how, by their names; the others are on every rank."""
+    """A layer some of whose parameters are divided. divisions: how, by their names; the others are
+    on every rank."""
 
     def __init__(self, process_group: Group | dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -179,12 +206,17 @@ class Divided(nn.Module):
         self.draws: Draws | None = None
 
     def divide(self, name: str, whole: Tensor | None, division: Division | None) -> None:
-        """Registers this rank's part of a parameter; of None, none. division: None is a parameter of every rank."""
+        """Registers this rank's part of a parameter; of None, none. division: None is a parameter
+        of every rank."""
         if whole is None:
             self.register_parameter(name, None)
             return
         group = self.group
-        own = whole.detach().clone() if division is None else division.part(whole.detach(), group.rank, group.size)
+        own = (
+            whole.detach().clone()
+            if division is None
+            else division.part(whole.detach(), group.rank, group.size)
+        )
         made = nn.Parameter(own, whole.requires_grad)
         made.__dict__.update(vars(whole))
         self.register_parameter(name, made)
@@ -213,20 +245,27 @@ def is_transposed(linear: nn.Module) -> bool:
 
     Raises ValueError if it is not linear, or does more than such a layer.
     """
-    transposed = type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith("transformers.")
+    transposed = type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith(
+        "transformers."
+    )
     if not transposed and not isinstance(linear, nn.Linear):
-        raise ValueError(f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D")
+        raise ValueError(
+            f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D"
+        )
     check_plain(linear, type(linear) if transposed else nn.Linear)
     return transposed
 
 
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody wants to see the parameter's gradient as autograd makes it."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raises ValueError if a module does more than one of `kind`, which a divided one would leave out."""
+    """Raises ValueError if a module does more than one of `kind`, which a divided one would leave
+    out."""
     more = None
     if type(module).forward is not kind.forward:
         more = "a forward of its own"
@@ -237,7 +276,10 @@ def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
     elif any(map(has_hooks, module.parameters(recurse=False))):
         more = "hooks on its parameters"
     if more is not None:
-        raise ValueError(f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not divided")
+        raise ValueError(
+            f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not "
+            f"divided"
+        )
 
 
 class DividedLinear(Divided):
@@ -255,7 +297,9 @@ class DividedLinear(Divided):
     ) -> Self:
         """Of an nn.Linear or Hugging Face's Conv1D, the same on all ranks."""
         made: Callable[..., Self] = cls
-        return made(*_parameters(linear), process_group, transposed=is_transposed(linear), **options)
+        return made(
+            *_parameters(linear), process_group, transposed=is_transposed(linear), **options
+        )
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
@@ -266,18 +310,22 @@ class ColumnParallel(DividedLinear):
 
     weight, bias: undivided, the same on all ranks; this rank's part of them is copied.
     process_group: a group of torch.distributed, or a `dure.collectives.Group`; None is all ranks.
-    blocks: outputs that are divided each on their own, as those of query, key and value in one matrix; None is one.
+    blocks: outputs that are divided each on their own, as those of query, key and value in one
+        matrix; None is one.
     unit: a block is divided between multiples of it, such as the width of a head.
-    gather_output: all outputs on every rank, by an all-gather; its gradient must be the same on all ranks.
-    enters: False where the input has entered the divided region already, as by `enter`, with other layers.
-    sequence: the dimension of the input along which the ranks hold shards of a sequence; None where they do not. The
-        gathered input is kept for backward, so that nothing is gathered twice.
+    gather_output: all outputs on every rank, by an all-gather; its gradient must be the same on all
+        ranks.
+    enters: False where the input has entered the divided region already, as by `enter`, with other
+        layers.
+    sequence: the dimension of the input along which the ranks hold shards of a sequence; None where
+        they do not. The gathered input is kept for backward, so that nothing is gathered twice.
     transposed: whether the weight is stored as A.
-    overlap: whether the gradient of X travels beside the weight's; None chooses; then all ranks come here together.
+    overlap: whether the gradient of X travels beside the weight's; None chooses; then all ranks
+        come here together.
     even: False allows parts of unequal length.
-    shares: where there are fewer units than ranks, neighbours share one: each holds a part of its matrix, and all of
-        them get all of its outputs, as the keys and values of grouped queries. That is an all-gather of all units
-        forward, and a reduce-scatter backward.
+    shares: where there are fewer units than ranks, neighbours share one: each holds a part of its
+        matrix, and all of them get all of its outputs, as the keys and values of grouped queries.
+        That is an all-gather of all units forward, and a reduce-scatter backward.
     name: what errors call it.
     """
 
@@ -303,10 +351,15 @@ class ColumnParallel(DividedLinear):
         self.out_features, self.in_features = weight.shape[dim], weight.shape[1 - dim]
         blocks = tuple(blocks) if blocks is not None else (self.out_features,)
         if sum(blocks) != self.out_features:
-            raise ValueError(f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} outputs")
+            raise ValueError(
+                f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} "
+                f"outputs"
+            )
         what, self.sharers = f"{name} with {self.out_features} outputs", 1
         if shares and len(blocks) > 1:
-            raise ValueError(f"{name} has {len(blocks)} blocks, and units can be shared where there is one")
+            raise ValueError(
+                f"{name} has {len(blocks)} blocks, and units can be shared where there is one"
+            )
         if shares and not gather_output:
             self.sharers = sharers(what, self.out_features, self.group.size, unit)
         elif even:
@@ -318,22 +371,26 @@ class ColumnParallel(DividedLinear):
         self._how = _How(self.group, transposed, sequence, enters, beside)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., inputs). Returns this rank's outputs, those of the unit that it shares, or all of them."""
+        """tensor: (..., inputs). Returns this rank's outputs, those of the unit that it shares, or
+        all of them."""
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         if self.draws is not None and self.training:
             self.draws.enter()
         if self.sharers > 1:
             return share(outputs, self.group, self.sharers)
-        return gather_features(outputs, self.group, self._outputs) if self.gather_output else outputs
+        return (
+            gather_features(outputs, self.group, self._outputs) if self.gather_output else outputs
+        )
 
 
 class RowParallel(DividedLinear):
-    """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ; b is on every rank.
+    """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ; b is on
+    every rank.
 
     input_is_parallel: False where all ranks have the whole input, of which they take their part.
-    sequence: the dimension of the output along which the ranks are left shards of a sequence; None leaves all of it.
-    The other arguments are those of `ColumnParallel`.
+    sequence: the dimension of the output along which the ranks are left shards of a sequence; None
+    leaves all of it. The other arguments are those of `ColumnParallel`.
     """
 
     def __init__(
@@ -351,14 +408,17 @@ class RowParallel(DividedLinear):
         super().__init__(process_group)
         dim = 0 if transposed else 1
         self.in_features, self.out_features = weight.shape[dim], weight.shape[1 - dim]
-        check_even(f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit)
+        check_even(
+            f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit
+        )
         self.divide("weight", weight, Division(dim, (self.in_features,)))
         self.divide("bias", bias, None)
         self.input_is_parallel = input_is_parallel
         self._how = _How(self.group, transposed, sequence, False, False)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., this rank's inputs, or all of them). Returns all outputs, or a shard of the sequence."""
+        """tensor: (..., this rank's inputs, or all of them). Returns all outputs, or a shard of the
+        sequence."""
         if self.draws is not None:
             self.draws.leave()
         if not self.input_is_parallel:

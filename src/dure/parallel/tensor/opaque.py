@@ -1,13 +1,15 @@
 """Divided layers in a trace: each is one operation whose inside is not looked into.
 
-What a divided layer computes has messages in it, forward and backward, and a tracer would follow neither. So while a
-model is traced (`dure.parallel.pipeline.trace`) each of its divided layers, each entry into a divided region, and each
-place where a sequence is cut or joined, is written down as one operation, with its parameters; when the trace is made
-into a program, the layer itself is put back in its place. What leaves it has the shape of a shard, or of the whole.
+What a divided layer computes has messages in it, forward and backward, and a tracer would follow
+neither. So while a model is traced (`dure.parallel.pipeline.trace`) each of its divided layers,
+each entry into a divided region, and each place where a sequence is cut or joined, is written down
+as one operation, with its parameters; when the trace is made into a program, the layer itself is
+put back in its place. What leaves it has the shape of a shard, or of the whole.
 
     opens   1: behind it the divided region has begun; -1: it is over; 0: neither
 
-A model is not cut inside a divided region: what every rank draws for itself there has to end where it began.
+A model is not cut inside a divided region: what every rank draws for itself there has to end where
+it began.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ _under_way: list[Layers] = []
 
 
 @torch.library.custom_op("dure::opaque", mutates_args=())
-def _opaque(tensor: Tensor, weights: list[Tensor], number: int, shape: list[int], opens: int) -> Tensor:
-    raise RuntimeError("an opaque operation is part of a trace, and stands for a layer that computes")
+def _opaque(
+    tensor: Tensor, weights: list[Tensor], number: int, shape: list[int], opens: int
+) -> Tensor:
+    raise RuntimeError(
+        "an opaque operation is part of a trace, and stands for a layer that computes"
+    )
 
 
 @_opaque.register_fake
@@ -54,10 +60,13 @@ def opaque(
     weights: Sequence[Tensor] = (),
     opens: int = 0,
 ) -> Tensor:
-    """While a model is traced: `function` of `tensor`, of which the trace sees the shape of the result alone."""
+    """While a model is traced: `function` of `tensor`, of which the trace sees the shape of the
+    result alone."""
     layers = _under_way[-1]
     layers.append(function)
-    result: Tensor = torch.ops.dure.opaque(tensor, list(weights), len(layers) - 1, list(shape), opens)
+    result: Tensor = torch.ops.dure.opaque(
+        tensor, list(weights), len(layers) - 1, list(shape), opens
+    )
     return result
 
 
@@ -97,7 +106,8 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
 
 
 def of_shard(shape: Sequence[int], dim: int, group: Group) -> list[int]:
-    """The shape of a rank's shard of a sequence. Raises ValueError if the degree does not divide it."""
+    """The shape of a rank's shard of a sequence. Raises ValueError if the degree does not divide
+    it."""
     made = list(shape)
     check_length(made[dim], group)
     made[dim] //= group.size
@@ -142,5 +152,7 @@ def _outputs(layer: Divided) -> int:
     if isinstance(layer, VocabularyEmbedding):
         return layer.embedding_dim
     if isinstance(layer, ColumnParallel) and not layer.gather_output:
-        return layer.sharers * int(layer.get_parameter("weight").shape[1 if layer._how.transposed else 0])
+        return layer.sharers * int(
+            layer.get_parameter("weight").shape[1 if layer._how.transposed else 0]
+        )
     return int(layer.out_features)  # type: ignore[arg-type]

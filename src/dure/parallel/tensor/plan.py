@@ -6,8 +6,9 @@
         "blocks.*": Attributes("heads"),
     }
 
-A plan maps patterns of module names, as `fnmatch` has them but a name's segments one by one (`*` does not cross a dot),
-to what is done there: one thing, or several in order. `dure.parallel.tensor.dividing` does it.
+A plan maps patterns of module names, as `fnmatch` has them but a name's segments one by one (`*`
+does not cross a dot), to what is done there: one thing, or several in order.
+`dure.parallel.tensor.dividing` does it.
 
     Column, Row             a linear layer becomes ColumnParallel, RowParallel
     Vocabulary, Output      an embedding, an output layer divided by symbols
@@ -19,11 +20,12 @@ to what is done there: one thing, or several in order. `dure.parallel.tensor.div
     OnShards                the module computes on shards: gradients of its parameters are summed over the ranks
     OwnDraws                inside the module every rank draws for itself: its dropout is on shards
 
-Between a Column and the Row behind it every rank draws for itself, while the model trains, and elsewhere all draw
-alike, if they have seeded torch's generator alike (`dure.parallel.tensor.draws`).
+Between a Column and the Row behind it every rank draws for itself, while the model trains, and
+elsewhere all draw alike, if they have seeded torch's generator alike
+(`dure.parallel.tensor.draws`).
 
-Sources: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models" (shards of a sequence).
+Sources: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models" (shards of a sequence).
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Checked:
-    """What all kinds have in common: values of other types than a kind's fields have are refused."""
+    """What all kinds have in common: values of other types than a kind's fields have are
+    refused."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
@@ -59,8 +62,8 @@ class Checked:
 
 @dataclass(frozen=True)
 class Column(Checked):
-    """blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output, enters, sequence,
-    shares: as in `ColumnParallel`."""
+    """blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output,
+    enters, sequence, shares: as in `ColumnParallel`."""
 
     blocks: Positive | tuple[Positive, ...] = 1
     unit: Positive = 1
@@ -92,7 +95,10 @@ class Column(Checked):
         weight: Any = module.weight
         outputs = weight.shape[1 if is_transposed(module) else 0]
         if outputs % self.blocks:
-            raise ValueError(f"{name} has {outputs} outputs, which are not {self.blocks} equal blocks: give lengths")
+            raise ValueError(
+                f"{name} has {outputs} outputs, which are not {self.blocks} equal blocks: give "
+                f"lengths"
+            )
         return (outputs // self.blocks,) * self.blocks
 
 
@@ -124,12 +130,15 @@ class Vocabulary(Checked):
     sequence: int | None = None
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
-        return VocabularyEmbedding.from_embedding(module, at.group, sequence=self.sequence, name=name)
+        return VocabularyEmbedding.from_embedding(
+            module, at.group, sequence=self.sequence, name=name
+        )
 
 
 @dataclass(frozen=True)
 class Output(Checked):
-    """gather: all scores on every rank; False leaves their parts for `vocabulary_parallel_cross_entropy`.
+    """gather: all scores on every rank; False leaves their parts for
+    `vocabulary_parallel_cross_entropy`.
 
     enters, sequence: as in `ColumnParallel`.
     """
@@ -152,8 +161,8 @@ class Output(Checked):
 
 @dataclass(frozen=True)
 class Attributes(Checked):
-    """names: attributes that are integers. units: they are divided by how many ranks share one of so many units, as
-    the number of queries to a key; None: by the degree."""
+    """names: attributes that are integers. units: they are divided by how many ranks share one of
+    so many units, as the number of queries to a key; None: by the degree."""
 
     names: tuple[str, ...]
     units: Positive | None = None
@@ -172,9 +181,13 @@ class Attributes(Checked):
         for each in self.names:
             value = getattr(module, each, None)
             if not isinstance(value, int):
-                raise ValueError(f"{name or 'the model'} has no integer {each!r} that could be divided")
+                raise ValueError(
+                    f"{name or 'the model'} has no integer {each!r} that could be divided"
+                )
             if value % degree:
-                raise ValueError(f"{name or 'the model'} has {each} = {value}, not a multiple of {by}")
+                raise ValueError(
+                    f"{name or 'the model'} has {each} = {value}, not a multiple of {by}"
+                )
             parts[each] = value // degree
 
         def divide() -> None:
@@ -186,7 +199,8 @@ class Attributes(Checked):
 
 @dataclass(frozen=True)
 class Enter(Checked):
-    """sequence: the dimension along which the input is a shard, of which all are gathered; None: it is whole.
+    """sequence: the dimension along which the input is a shard, of which all are gathered; None: it
+    is whole.
 
     argument: the input's name, where it is given by name; else it is the first one.
     """
@@ -199,7 +213,9 @@ class Enter(Checked):
 
         def entered(tensor: Tensor) -> Tensor:
             if is_tracing():
-                shape = tensor.shape if sequence is None else of_whole(tensor.shape, sequence, group)
+                shape = (
+                    tensor.shape if sequence is None else of_whole(tensor.shape, sequence, group)
+                )
                 return opaque(entered, tensor, shape, opens=1)
             if sequence is not None:
                 return enter_sequence(tensor, group, sequence)
@@ -242,12 +258,15 @@ class Join(Checked):
                 return opaque(joined, tensor, of_whole(tensor.shape, dim, group))
             return enter_sequence(tensor, group, dim)
 
-        return lambda: _keep(module.register_forward_hook(lambda module, inputs, output: joined(output)))
+        return lambda: _keep(
+            module.register_forward_hook(lambda module, inputs, output: joined(output))
+        )
 
 
 @dataclass(frozen=True)
 class OnShards:
-    """The sums travel when autograd has such a gradient: an all-reduce of each parameter's elements."""
+    """The sums travel when autograd has such a gradient: an all-reduce of each parameter's
+    elements."""
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         group = at.group
@@ -264,7 +283,9 @@ class OnShards:
         def install() -> None:
             if group.size > 1:
                 watch(module)  # for programs of its operations, which do not call it
-                module.register_forward_pre_hook(watch)  # for copies of the model, which come without hooks
+                module.register_forward_pre_hook(
+                    watch
+                )  # for copies of the model, which come without hooks
 
         return install
 
@@ -303,7 +324,10 @@ def several(kinds: Kind | Sequence[Kind]) -> Sequence[Any]:
 def divides_sequences(plan: Plan) -> bool:
     """Whether ranks hold shards of sequences somewhere."""
     kinds = [kind for value in plan.values() for kind in several(value)]
-    return any(isinstance(kind, Cut | Join) or getattr(kind, "sequence", None) is not None for kind in kinds)
+    return any(
+        isinstance(kind, Cut | Join) or getattr(kind, "sequence", None) is not None
+        for kind in kinds
+    )
 
 
 @dataclass(frozen=True)
@@ -327,7 +351,9 @@ def linear_of(name: str, module: nn.Module) -> nn.Module:
 def on_input(module: nn.Module, function: Callable[[Tensor], Tensor], argument: str) -> None:
     """Puts a function before a module's first argument, or the one of that name."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (function(args[0]), *args[1:]), named
         return args, {**named, argument: function(named[argument])}

@@ -6,12 +6,13 @@
                                 than ranks, shared by neighbours; gated MLP
     nn.Sequential, TwoNN        linear layers in pairs, a column-parallel and a row-parallel one
 
-A transformer's layer enters and leaves twice, for its attention and its MLP: two all-reduces of b·s·h elements forward
-and two backward (Shoeybi et al. 2019). Besides, the embedding sums b·s·h forward, the output layer backward.
+A transformer's layer enters and leaves twice, for its attention and its MLP: two all-reduces of
+b·s·h elements forward and two backward (Shoeybi et al. 2019). Besides, the embedding sums b·s·h
+forward, the output layer backward.
 
-With `sequence`, between those regions every rank holds a shard of the sequence, in norms, dropout and residuals, and
-their memory is divided as well: reduce-scatters and all-gathers in the place of all-reduces, and an all-reduce of the
-gradient of each parameter there (Korthikanti et al. 2022).
+With `sequence`, between those regions every rank holds a shard of the sequence, in norms, dropout
+and residuals, and their memory is divided as well: reduce-scatters and all-gathers in the place of
+all-reduces, and an all-reduce of the gradient of each parameter there (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -35,11 +36,32 @@ from dure.parallel.tensor.plan import (
     Row,
     Vocabulary,
 )
-from dure.parallel.written_plan import TensorPlan
+from dure.parallel.tensor.written_plan import TensorPlan
 
 ELEMENT_WISE = (
-    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.ReLU6, nn.Softplus),
-    *(nn.Mish, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign, nn.Dropout, nn.Identity),
+    *(
+        nn.ReLU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.SELU,
+        nn.CELU,
+        nn.ReLU6,
+        nn.Softplus,
+    ),
+    *(
+        nn.Mish,
+        nn.Hardtanh,
+        nn.Hardswish,
+        nn.Hardsigmoid,
+        nn.LogSigmoid,
+        nn.Softsign,
+        nn.Dropout,
+        nn.Identity,
+    ),
 )
 """What may stand between the two layers of a pair."""
 
@@ -47,13 +69,17 @@ ELEMENT_WISE = (
 def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = True) -> Plan:
     """The ready plan for a model of a known class, or one derived from it.
 
-    sequence: shards of the sequence between the divided regions. gather_scores: False leaves every rank its part of
-    the scores, for `vocabulary_parallel_cross_entropy`. Raises ValueError if there is no such plan.
+    sequence: shards of the sequence between the divided regions. gather_scores: False leaves every
+    rank its part of the scores, for `vocabulary_parallel_cross_entropy`. Raises ValueError if there
+    is no such plan.
     """
     kinds = {f"{each.__module__}.{each.__name__}" for each in type(model).__mro__}
     if "dure.models.Transformer" in kinds:
         return _transformer(model, sequence, gather_scores)
-    gpt2, llama = "transformers.models.gpt2.modeling_gpt2.", "transformers.models.llama.modeling_llama."
+    gpt2, llama = (
+        "transformers.models.gpt2.modeling_gpt2.",
+        "transformers.models.llama.modeling_llama.",
+    )
     for kind, prefix in (("GPT2LMHeadModel", "transformer."), ("GPT2Model", "")):
         if gpt2 + kind in kinds:
             return _gpt2(model, prefix, sequence, gather_scores)
@@ -61,22 +87,30 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
         if llama + kind in kinds:
             return _llama(model, prefix, sequence, gather_scores)
     layers = getattr(model, "layers", None) if "dure.models.TwoNN" in kinds else model
-    if isinstance(layers, nn.Sequential) and type(layers).forward is nn.Sequential.forward and not sequence:
+    if (
+        isinstance(layers, nn.Sequential)
+        and type(layers).forward is nn.Sequential.forward
+        and not sequence
+    ):
         return _pairs(layers, "" if layers is model else "layers.")
     raise ValueError(
-        f"there is no ready plan{' with sequence=True' if sequence else ''} for a {type(model).__name__}; write one: "
+        f"there is no ready plan{' with sequence=True' if sequence else ''} for a "
+        f"{type(model).__name__}; write one: "
         f'{{"layers.*.first": Column(), "layers.*.second": Row()}} for modules one behind the other; strategies '
         f"take it as plan=, dure.parallel.tensor.parallelize in a loop of your own"
     )
 
 
 def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
-    """The user's own plan, if there is one; or the ready plan of a model, or of the one module inside it that has one.
+    """The user's own plan, if there is one; or the ready plan of a model, or of the one module
+    inside it that has one.
 
     Raises ValueError if there is none.
     """
     if own.entries and sequence:
-        raise ValueError("a plan of your own says itself where sequences are divided: leave sequence out")
+        raise ValueError(
+            "a plan of your own says itself where sequences are divided: leave sequence out"
+        )
     if own.entries:
         return own.plan
     try:
@@ -87,7 +121,9 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
                 inner = plan_for(child, sequence=sequence)
             except ValueError:
                 continue
-            return {f"{name}.{pattern}" if pattern else name: kind for pattern, kind in inner.items()}
+            return {
+                f"{name}.{pattern}" if pattern else name: kind for pattern, kind in inner.items()
+            }
         raise error
 
 
@@ -112,7 +148,9 @@ def _transformer(model: Any, sequence: bool, gather: bool) -> Plan:
 
 def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
     if model.config.add_cross_attention:
-        raise ValueError("the ready plan for GPT-2 knows no cross-attention: write a plan for this model")
+        raise ValueError(
+            "the ready plan for GPT-2 knows no cross-attention: write a plan for this model"
+        )
     along = 1 if sequence else None
     width = model.config.n_embd // model.config.n_head
     plan: dict[str, Kind | tuple[Kind, ...]] = {
@@ -127,7 +165,9 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
         plan["lm_head"] = Output(gather, enters=not sequence)
     if sequence:
         if not prefix:
-            raise ValueError("the ready plan with sequence=True needs the output layer of GPT2LMHeadModel")
+            raise ValueError(
+                "the ready plan with sequence=True needs the output layer of GPT2LMHeadModel"
+            )
         plan[f"{prefix}h.*"] = OwnDraws()
         plan[f"{prefix}h.0"] = Cut(1)
         plan[f"{prefix}h.*.ln_*"] = OnShards()
@@ -137,11 +177,17 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
 
 def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
     along = 1 if sequence else None
-    width, keys = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim, model.config.num_key_value_heads
+    width, keys = (
+        model.get_submodule(f"{prefix}layers.0.self_attn").head_dim,
+        model.config.num_key_value_heads,
+    )
     shared, gate = Column(unit=width, enters=False, shares=True), Column(enters=False)
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         f"{prefix}embed_tokens": Vocabulary(),
-        f"{prefix}layers.*.self_attn": (Attributes("num_key_value_groups", units=keys), Enter(along)),
+        f"{prefix}layers.*.self_attn": (
+            Attributes("num_key_value_groups", units=keys),
+            Enter(along),
+        ),
         f"{prefix}layers.*.self_attn.q_proj": Column(unit=width, enters=False),
         **{f"{prefix}layers.*.self_attn.{name}_proj": shared for name in "kv"},
         f"{prefix}layers.*.self_attn.o_proj": Row(unit=width, sequence=along),
@@ -154,7 +200,9 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
         plan["lm_head"] = Output(gather, enters=not sequence)
     if sequence:
         if not prefix:
-            raise ValueError("the ready plan with sequence=True needs the output layer of LlamaForCausalLM")
+            raise ValueError(
+                "the ready plan with sequence=True needs the output layer of LlamaForCausalLM"
+            )
         plan[f"{prefix}layers.*"] = OwnDraws()
         plan[f"{prefix}layers.0"] = Cut(1)
         plan[f"{prefix}layers.*.*_layernorm"] = OnShards()
@@ -182,7 +230,8 @@ def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
             first = None
     if not plan:
         raise ValueError(
-            "there is no pair of linear layers with only element-wise layers between them in this nn.Sequential, so "
+            "there is no pair of linear layers with only element-wise layers between them in this "
+            "nn.Sequential, so "
             "there is no ready plan for it: write one"
         )
     return plan

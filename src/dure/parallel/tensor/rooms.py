@@ -1,7 +1,8 @@
 """Memory in which the ranks of a host sum: shared with the peers, and used again from step to step.
 
-What `empty_shared` returns is made sure of page by page, which takes as long as to sum it. The shapes of a step
-are those of the last one: so memory whose last tensor is gone waits here for the next one of its size.
+What `empty_shared` returns is made sure of page by page, which takes as long as to sum it. The
+shapes of a step are those of the last one: so memory whose last tensor is gone waits here for the
+next one of its size.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The whole model of a divided one: its state, to save and to load at any degree; and the norm of its gradient.
+"""The whole model of a divided one: its state, to save and to load at any degree; and the norm of
+its gradient.
 
-The names of parameters are those of the undivided model, and so is what `whole_state_dict` returns, bit for bit:
-to divide is to copy. What travels for it is bookkeeping, and not counted by the meter.
+The names of parameters are those of the undivided model, and so is what `whole_state_dict` returns,
+bit for bit: to divide is to copy. What travels for it is bookkeeping, and not counted by the meter.
 
-The norm of the whole gradient is sqrt(Σ_r ‖divided on r‖² + ‖replicated‖²): replicated parameters have the same
-gradient on all ranks, and count once. One number a rank is summed.
+The norm of the whole gradient is sqrt(Σ_r ‖divided on r‖² + ‖replicated‖²): replicated parameters
+have the same gradient on all ranks, and count once. One number a rank is summed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any]:
-    """The undivided model's state_dict, in memory of its own: on every rank, or on rank 0 and elsewhere empty.
+    """The undivided model's state_dict, in memory of its own: on every rank, or on rank 0 and
+    elsewhere empty.
 
     All ranks call it. Tensors that the model shares, as tied weights, are one in it too.
     """
@@ -72,14 +74,21 @@ def _whole(value: Any, division: Division | None, group: Group | None) -> Any:
 
 @torch.no_grad()
 def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads the undivided model's state into a divided one, of any degree. Every rank has the whole state.
+    """Loads the undivided model's state into a divided one, of any degree. Every rank has the whole
+    state.
 
-    Raises ValueError, with the model as it was, if names or shapes are not those of the undivided model.
+    Raises ValueError, with the model as it was, if names or shapes are not those of the undivided
+    model.
     """
     divided, own = divisions(model), model.state_dict()
-    for word, names in (("misses", own.keys() - state.keys()), ("has beside the model's", state.keys() - own.keys())):
+    for word, names in (
+        ("misses", own.keys() - state.keys()),
+        ("has beside the model's", state.keys() - own.keys()),
+    ):
         if names:
-            raise ValueError(f"the state {word} {', '.join(sorted(names))}: it is not that of this model")
+            raise ValueError(
+                f"the state {word} {', '.join(sorted(names))}: it is not that of this model"
+            )
     parts = {}
     for name, value in state.items():
         division, group = divided.get(name, (None, None))
@@ -89,14 +98,20 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
             if division is not None:
                 shape[division.dim] = division.length
             if list(value.shape) != shape:
-                raise ValueError(f"{name} has the shape {list(value.shape)} in the state, and {shape} in the model")
+                raise ValueError(
+                    f"{name} has the shape {list(value.shape)} in the state, and {shape} in the "
+                    f"model"
+                )
         whole = division is None or group is None
         parts[name] = value if whole else division.part(value, group.rank, group.size)  # type: ignore[union-attr]
     model.load_state_dict(parts)
 
 
-def gradient_norm(model: nn.Module, process_group: Group | dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of the undivided model's gradient, the same on all ranks, which call it together; in float64."""
+def gradient_norm(
+    model: nn.Module, process_group: Group | dist.ProcessGroup | None = None
+) -> Tensor:
+    """The 2-norm of the undivided model's gradient, the same on all ranks, which call it together;
+    in float64."""
     group, divided = Group.of(process_group), divisions(model)
     mine: list[Tensor] = []
     alike: list[Tensor] = []
@@ -117,8 +132,11 @@ def _squares(gradients: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float, process_group: Group | dist.ProcessGroup | None = None) -> Tensor:
-    """Scales the gradient so that its norm is `max_norm` at most, as torch's clip_grad_norm_; returns the norm."""
+def clip_gradients(
+    model: nn.Module, max_norm: float, process_group: Group | dist.ProcessGroup | None = None
+) -> Tensor:
+    """Scales the gradient so that its norm is `max_norm` at most, as torch's clip_grad_norm_;
+    returns the norm."""
     norm = gradient_norm(model, process_group)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in _gradients(model):

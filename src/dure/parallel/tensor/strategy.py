@@ -1,15 +1,17 @@
-"""Tensor parallelism: every layer's matrices are divided over the ranks, which compute each example together.
+"""Tensor parallelism: every layer's matrices are divided over the ranks, which compute each example
+together.
 
     MLP        Y = GELU(X A) B     A by columns, B by rows: one all-reduce of Y forward, one of ∂X backward
     attention  its heads           the same: query, key and value by columns, the projection by rows
 
-So a layer of a transformer sums 2 b s h numbers forward and 2 b s h backward over the ranks, for b sequences of length
-s and width h; by a ring or the backend's own all-reduce a rank sends 2(N-1)/N of each. That is why tensor neighbours
-share a host.
+So a layer of a transformer sums 2 b s h numbers forward and 2 b s h backward over the ranks, for b
+sequences of length s and width h; by a ring or the backend's own all-reduce a rank sends 2(N-1)/N
+of each. That is why tensor neighbours share a host.
 
 All ranks see every example, hold 1/N of each divided layer, and walk the path of one worker.
 
-Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
+Model Parallelism".
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.contracts.strategy import Kind, Learner, Place
+from dure.contracts.task import Task
 from dure.data.partition import Description
-from dure.parallel.combined import Parallel, ParallelLearner
-from dure.parallel.mesh import Mesh
-from dure.parallel.written_plan import TensorPlan
-from dure.strategy import Kind, Learner, Place
-from dure.task import Task
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel, ParallelLearner
+from dure.parallel.tensor.written_plan import TensorPlan
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,11 @@ class TensorParallel:
 
     Args:
         batch_size: examples of a step; None is all the data.
-        sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and all-gather in place of
-            all-reduce).
+        sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and
+            all-gather in place of all-reduce).
         clip_norm: the largest norm that a step's gradient may have; by default any.
-        plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's ready plan.
+        plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's
+            ready plan.
     """
 
     batch_size: int | None = 64

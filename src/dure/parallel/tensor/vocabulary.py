@@ -1,19 +1,21 @@
-"""What is as long as the vocabulary, divided over ranks: the embedding, the output layer, and the cross-entropy.
+"""What is as long as the vocabulary, divided over ranks: the embedding, the output layer, and the
+cross-entropy.
 
-Rank r holds the rows of a slice of the vocabulary; the first V mod N slices have one row more. The embedding of a
-symbol that another rank holds is 0 here, and the sum over the ranks is the embedding: an all-reduce of b·s·h elements
-forward, nothing backward. The output layer is a column-parallel one, whose weight may be the embedding's: both are
-divided alike, and remain one.
+Rank r holds the rows of a slice of the vocabulary; the first V mod N slices have one row more. The
+embedding of a symbol that another rank holds is 0 here, and the sum over the ranks is the
+embedding: an all-reduce of b·s·h elements forward, nothing backward. The output layer is a
+column-parallel one, whose weight may be the embedding's: both are divided alike, and remain one.
 
 The loss needs no scores of other ranks. With z the scores of a position and t its target,
 
     L = log Σ_v exp(z_v - m) - (z_t - m),   m = max_v z_v
 
-takes three numbers of each position from every rank: its maximum, its sum of exponentials, its score of the target,
-which is 0 where another rank holds it. An all-reduce of n elements and one of 2n, for n positions, instead of n·V;
-backward sends nothing: ∂L/∂z_v = softmax(z)_v - [v = t].
+takes three numbers of each position from every rank: its maximum, its sum of exponentials, its
+score of the target, which is 0 where another rank holds it. An all-reduce of n elements and one of
+2n, for n positions, instead of n·V; backward sends nothing: ∂L/∂z_v = softmax(z)_v - [v = t].
 
-Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
+Model Parallelism".
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 class VocabularyEmbedding(Divided):
     """nn.Embedding whose rows are divided; its output is the whole embedding, on every rank.
 
-    weight: undivided, the same on all ranks. sequence: the dimension of the output along which the ranks are left
-    shards of it; None leaves all of it.
+    weight: undivided, the same on all ranks. sequence: the dimension of the output along which the
+    ranks are left shards of it; None leaves all of it.
     """
 
     def __init__(
@@ -70,13 +72,22 @@ class VocabularyEmbedding(Divided):
         sequence: int | None = None,
         name: str = "the embedding",
     ) -> Self:
-        """Of an nn.Embedding, the same on all ranks. Raises ValueError for what cannot be divided."""
+        """Of an nn.Embedding, the same on all ranks. Raises ValueError for what cannot be
+        divided."""
         if not isinstance(embedding, nn.Embedding):
-            raise ValueError(f"{name} is a {type(embedding).__name__}: only an nn.Embedding is divided by its rows")
+            raise ValueError(
+                f"{name} is a {type(embedding).__name__}: only an nn.Embedding is divided by its "
+                f"rows"
+            )
         check_plain(embedding, nn.Embedding)
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-            raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has not")
-        return cls(embedding.weight, process_group, padding_idx=embedding.padding_idx, sequence=sequence)
+            raise ValueError(
+                f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has "
+                f"not"
+            )
+        return cls(
+            embedding.weight, process_group, padding_idx=embedding.padding_idx, sequence=sequence
+        )
 
     def forward(self, indices: Tensor) -> Tensor:
         """indices: any shape, of the whole vocabulary."""
@@ -106,7 +117,8 @@ class VocabularyEmbedding(Divided):
 
 
 class VocabularyOutput(ColumnParallel):
-    """The layer from hidden states to scores: `ColumnParallel` by symbols, as `VocabularyEmbedding` divides them."""
+    """The layer from hidden states to scores: `ColumnParallel` by symbols, as `VocabularyEmbedding`
+    divides them."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, even=False, **options)
@@ -114,8 +126,11 @@ class VocabularyOutput(ColumnParallel):
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, targets: Tensor, group: Group, start: int, ignore_index: int) -> Tensor:
-        """scores: (n, this rank's symbols); returns the loss of each position, 0 where it is ignored."""
+    def forward(
+        ctx: Any, scores: Tensor, targets: Tensor, group: Group, start: int, ignore_index: int
+    ) -> Tensor:
+        """scores: (n, this rank's symbols); returns the loss of each position, 0 where it is
+        ignored."""
         positions, symbols = scores.shape
         maximum = room((positions,), scores, group)
         if symbols:
@@ -160,11 +175,13 @@ def vocabulary_parallel_cross_entropy(
     *,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy` of scores that are divided by symbols, with its value and gradient; the same on all ranks.
+    """`F.cross_entropy` of scores that are divided by symbols, with its value and gradient; the
+    same on all ranks.
 
-    scores_part: this rank's scores, with the symbols in dimension 1, or 0 if it is the only one. targets: indices of
-    the whole vocabulary, the same on all ranks. vocabulary: how many symbols there are; None asks all ranks, in a
-    short message. Raises ValueError for what does not fit together.
+    scores_part: this rank's scores, with the symbols in dimension 1, or 0 if it is the only one.
+    targets: indices of the whole vocabulary, the same on all ranks. vocabulary: how many symbols
+    there are; None asks all ranks, in a short message. Raises ValueError for what does not fit
+    together.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}; choose mean, sum or none")
@@ -175,12 +192,16 @@ def vocabulary_parallel_cross_entropy(
     symbols, shape = scores_part.shape[1], scores_part.shape[:1] + scores_part.shape[2:]
     flat_targets = targets.reshape(-1)
     if targets.numel() != shape.numel() or (not single and targets.shape != shape):
-        raise ValueError(f"targets of shape {list(targets.shape)} do not fit scores for {list(shape)} positions")
+        raise ValueError(
+            f"targets of shape {list(targets.shape)} do not fit scores for {list(shape)} positions"
+        )
     group = Group.of(process_group)
     start, total = _slice_of_vocabulary(group, symbols, vocabulary)
     outside = (flat_targets != ignore_index) & ((flat_targets < 0) | (flat_targets >= total))
     if bool(outside.any()):
-        raise IndexError(f"target {int(flat_targets[outside][0])} is outside of the vocabulary of {total}")
+        raise IndexError(
+            f"target {int(flat_targets[outside][0])} is outside of the vocabulary of {total}"
+        )
     flat = scores_part.movedim(1, -1).reshape(shape.numel(), symbols)
     losses: Tensor = _CrossEntropy.apply(flat, flat_targets, group, start, ignore_index)  # type: ignore[no-untyped-call]
     if reduction == "none":
@@ -192,11 +213,15 @@ def vocabulary_parallel_cross_entropy(
 def _slice_of_vocabulary(group: Group, symbols: int, vocabulary: int | None) -> tuple[int, int]:
     """Where this rank's symbols begin, and how many there are."""
     if vocabulary is None:
-        lengths = [int(length) for (length,) in group.all_gather_values([float(symbols)], "the vocabulary's parts")]
+        lengths = [
+            int(length)
+            for (length,) in group.all_gather_values([float(symbols)], "the vocabulary's parts")
+        ]
         return sum(lengths[: group.rank]), sum(lengths)
     lengths = lengths_of(vocabulary, group.size)
     if lengths[group.rank] != symbols:
         raise ValueError(
-            f"rank {group.rank} of {group.size} holds {lengths[group.rank]} of {vocabulary} symbols, and not {symbols}"
+            f"rank {group.rank} of {group.size} holds {lengths[group.rank]} of {vocabulary} "
+            f"symbols, and not {symbols}"
         )
     return sum(lengths[: group.rank]), vocabulary

@@ -1,6 +1,7 @@
 """ZeRO: what every rank of data parallel holds alike is divided over the ranks instead.
 
-With Ψ parameters and N ranks, in float32 with Adam (Ψ elements of parameters, Ψ of gradients, 2Ψ of state):
+With Ψ parameters and N ranks, in float32 with Adam (Ψ elements of parameters, Ψ of gradients, 2Ψ of
+state):
 
     stage   divided                     bytes a rank holds       elements a rank sends in a step
     0       nothing (data parallel)     16Ψ                      2Ψ·(N-1)/N
@@ -8,10 +9,11 @@ With Ψ parameters and N ranks, in float32 with Adam (Ψ elements of parameters,
     2       and gradients               4Ψ + 12Ψ/N               2Ψ·(N-1)/N
     3       and parameters              16Ψ/N + units            3Ψ·(N-1)/N
 
-Every rank computes the gradient of its part of the batch. A reduce-scatter leaves rank r the sum of its N-th part, by
-which it updates its N-th part of the parameters, with an optimizer that has the state of that part alone. In stages 1
-and 2 an all-gather makes the parameters whole again on all ranks. In stage 3 they never are: before a unit (a layer, a
-block of layers) computes, in forward and once more in backward, its parameters are gathered, and freed behind it.
+Every rank computes the gradient of its part of the batch. A reduce-scatter leaves rank r the sum of
+its N-th part, by which it updates its N-th part of the parameters, with an optimizer that has the
+state of that part alone. In stages 1 and 2 an all-gather makes the parameters whole again on all
+ranks. In stage 3 they never are: before a unit (a layer, a block of layers) computes, in forward
+and once more in backward, its parameters are gathered, and freed behind it.
 
     division    which elements which rank holds, as data; what a step sends; what a rank holds
     units       which parameters are gathered together
@@ -33,7 +35,8 @@ block of layers) computes, in forward and once more in backward, its parameters 
     redundancy  `ZeroRedundancy`, for any training loop
     strategy    `ZeRO`, for `dure.train`
 
-Source: Rajbhandari, Rasley, Ruwase and He 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+Source: Rajbhandari, Rasley, Ruwase and He 2020, "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models".
 """
 
 from dure.parallel.zero.checkpoint import read_whole

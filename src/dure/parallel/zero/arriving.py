@@ -1,9 +1,10 @@
 """Stages 1 and 2, if asked for: parameters become whole while the next forward pass has begun.
 
-Behind an update every rank sends its chunk of each block in the order in which forward needs them, and the program
-goes on. Until a block has arrived its parameters are `Away`: a module waits for what it holds before it computes, and
-whoever else asks for a parameter (a norm, a `state_dict`, a module that uses another's) waits for it there. Who reads
-memory without asking, as compiled code and views that were made before, would read what is on its way.
+Behind an update every rank sends its chunk of each block in the order in which forward needs them,
+and the program goes on. Until a block has arrived its parameters are `Away`: a module waits for
+what it holds before it computes, and whoever else asks for a parameter (a norm, a `state_dict`, a
+module that uses another's) waits for it there. Who reads memory without asking, as compiled code
+and views that were made before, would read what is on its way.
 
 Source: Megatron-LM's `overlap_param_gather`.
 """
@@ -32,8 +33,8 @@ class _Coming(NamedTuple):
 
 
 class Arriving:
-    """How the blocks of one rank become whole behind an update. shares: those that will, if the wire is planned while
-    the program goes on."""
+    """How the blocks of one rank become whole behind an update. shares: those that will, if the
+    wire is planned while the program goes on."""
 
     def __init__(self, model: nn.Module, shares: Sequence[Share], wire: Wire) -> None:
         self.wire = wire
@@ -43,7 +44,11 @@ class Arriving:
             return
         holder = {id(parameter): share for share in shares for parameter in share.parameters}
         for module in model.modules():
-            own = {id(holder[id(p)]): holder[id(p)] for p in module.parameters(recurse=False) if id(p) in holder}
+            own = {
+                id(holder[id(p)]): holder[id(p)]
+                for p in module.parameters(recurse=False)
+                if id(p) in holder
+            }
             if own or module is model:
                 module.register_forward_pre_hook(self._before(list(own.values())), prepend=True)
 
@@ -51,7 +56,9 @@ class Arriving:
         def before(module: nn.Module, inputs: Any) -> None:
             if not self._coming:
                 return
-            if not torch.is_grad_enabled():  # modules may choose other operators while a parameter is away
+            if (
+                not torch.is_grad_enabled()
+            ):  # modules may choose other operators while a parameter is away
                 self.settle()
             for share in shares:
                 self._settle(share)
@@ -59,10 +66,15 @@ class Arriving:
         return before
 
     def begin(self, shares: Iterable[Share]) -> None:
-        """Sends and receives the chunks of these blocks, in this order, which is that of all ranks."""
+        """Sends and receives the chunks of these blocks, in this order, which is that of all
+        ranks."""
         for share, handle in [(share, self._gather(share)) for share in shares]:
             kinds = [type(parameter) for parameter in share.parameters]
-            if not self.wire.planned or handle.is_completed() or not {nn.Parameter, Divided}.issuperset(kinds):
+            if (
+                not self.wire.planned
+                or handle.is_completed()
+                or not {nn.Parameter, Divided}.issuperset(kinds)
+            ):
                 self.wire.wait(handle, "parameters")
                 continue
             self._coming[id(share)] = _Coming(share, handle, kinds)
@@ -93,11 +105,13 @@ class Arriving:
 
 
 def check_reads(model: nn.Module) -> None:
-    """Raises ValueError if a module is compiled: nothing tells when compiled code reads a parameter."""
+    """Raises ValueError if a module is compiled: nothing tells when compiled code reads a
+    parameter."""
     for name, module in model.named_modules():
         compiled = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
-                f"overlap_gather needs to see who reads a parameter, and {name or 'the model'} is compiled: "
+                f"overlap_gather needs to see who reads a parameter, and {name or 'the model'} is "
+                f"compiled: "
                 "leave overlap_gather out, or do not compile"
             )

@@ -1,12 +1,13 @@
 """Parameters whose gradients, and in stage 3 whose elements, lie divided over the ranks.
 
-A `Divided` parameter tells who asks for its gradient where that is, instead of showing none: a norm over missing
-gradients would be 0, and clipping to it would do nothing, silently.
+A `Divided` parameter tells who asks for its gradient where that is, instead of showing none: a norm
+over missing gradients would be 0, and clipping to it would do nothing, silently.
 
-An `Away` parameter has no elements either, between two gatherings. It keeps its shape, dtype and identity, so that a
-model can be counted, printed and walked through; memory it has none. Whoever computes with it asks for it: inside the
-model's forward pass its unit is gathered on the spot, which serves modules that use parameters of others; anywhere
-else that is an error that says what to do. In stages 1 and 2, on its way behind an update, it is waited for.
+An `Away` parameter has no elements either, between two gatherings. It keeps its shape, dtype and
+identity, so that a model can be counted, printed and walked through; memory it has none. Whoever
+computes with it asks for it: inside the model's forward pass its unit is gathered on the spot,
+which serves modules that use parameters of others; anywhere else that is an error that says what to
+do. In stages 1 and 2, on its way behind an update, it is waited for.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Away(Divided):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        is_property = name == "__get__" and getattr(func.__self__, "__name__", "") not in _NEEDS_ELEMENTS
+        is_property = (
+            name == "__get__" and getattr(func.__self__, "__name__", "") not in _NEEDS_ELEMENTS
+        )
         if not is_property and name not in _HARMLESS:
             for parameter in _away_among((args, kwargs)):
                 parameter.__dict__["_fetch"](parameter)
@@ -115,7 +118,8 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
-    """From now on `check` is called before somebody reads the parameter's gradient; it may raise."""
+    """From now on `check` is called before somebody reads the parameter's gradient; it may
+    raise."""
     if type(parameter) is nn.Parameter:  # kinds of others stay what they are
         parameter.__class__ = Divided
         parameter.__dict__["_before_grad"] = check
@@ -124,7 +128,9 @@ def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
 @contextmanager
 def unwatched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, nobody is told: for who looks at gradients without using them, as a tracer."""
-    checks = [(p, p.__dict__.pop("_before_grad")) for p in parameters if "_before_grad" in p.__dict__]
+    checks = [
+        (p, p.__dict__.pop("_before_grad")) for p in parameters if "_before_grad" in p.__dict__
+    ]
     try:
         yield
     finally:
@@ -132,13 +138,17 @@ def unwatched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.__dict__["_before_grad"] = check
 
 
-def send_away(parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None], stays: bool = False) -> None:
+def send_away(
+    parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None], stays: bool = False
+) -> None:
     """Takes the elements from a parameter. `fetch` makes it whole when asked for, or raises.
 
     stays: its elements stay where they are, and are only kept from being used.
     """
     if not stays:
-        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
+            parameter.shape
+        )
     parameter.__class__ = Away
     parameter.__dict__["_fetch"] = fetch
 
@@ -156,4 +166,8 @@ def _away_among(node: Any) -> list[nn.Parameter]:
         return [node] if type(node) is Away else []
     if isinstance(node, dict):
         node = list(node.values())
-    return [found for part in node for found in _away_among(part)] if isinstance(node, (list, tuple)) else []
+    return (
+        [found for part in node for found in _away_among(part)]
+        if isinstance(node, (list, tuple))
+        else []
+    )

@@ -1,11 +1,13 @@
-"""Checkpoints of which every rank writes its part, and that any number of ranks, or one process, can read.
+"""Checkpoints of which every rank writes its part, and that any number of ranks, or one process,
+can read.
 
     folder/00002-of-00004.safetensors    rank 2's pieces: "weights/<name>" and "state/<key>/<name>", runs of elements;
                                          which runs they are is in the metadata
     folder/rest.safetensors              what is not divided, as buffers
     folder/index.json                    names, shapes, the optimizer's settings, how many ranks; written last
 
-A reader takes from each file the elements that it needs, so that no rank needs room for more than its share.
+A reader takes from each file the elements that it needs, so that no rank needs room for more than
+its share.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ def file_of(rank: int, ranks: int) -> str:
     return f"{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def save(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group) -> None:
+def save(
+    folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group
+) -> None:
     """Writes this rank's part; all ranks call it, on a folder that all of them see.
 
-    A checkpoint that is there already stays whole until all parts of the new one are written; only while these take
-    the places of the older ones there is none.
+    A checkpoint that is there already stays whole until all parts of the new one are written; only
+    while these take the places of the older ones there is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
@@ -75,17 +79,33 @@ def _part(shares: Sequence[Share], division: Division) -> bytes:
     return weights_to_bytes(tensors, {"runs": json.dumps(runs), "numbers": json.dumps(numbers)})
 
 
-def _write_index(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, ranks: int) -> None:
-    divided = {id(p): name for share in shares for name, p in zip(share.block.names, share.parameters, strict=True)}
+def _write_index(
+    folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, ranks: int
+) -> None:
+    divided = {
+        id(p): name
+        for share in shares
+        for name, p in zip(share.block.names, share.parameters, strict=True)
+    }
     state = model.state_dict(keep_vars=True)
     settings, tensors = pack_tree(division.groups())
-    rest = {name: value for name, value in state.items() if id(value) not in divided and isinstance(value, Tensor)}
+    rest = {
+        name: value
+        for name, value in state.items()
+        if id(value) not in divided and isinstance(value, Tensor)
+    }
     rest |= {_SETTINGS + name: value for name, value in tensors.items()}
     blocks = [share.block for share in shares]
     index = {
         "ranks": ranks,
-        "names": {name: divided[id(value)] for name, value in state.items() if id(value) in divided},
-        "shapes": {name: shape for block in blocks for name, shape in zip(block.names, block.shapes, strict=True)},
+        "names": {
+            name: divided[id(value)] for name, value in state.items() if id(value) in divided
+        },
+        "shapes": {
+            name: shape
+            for block in blocks
+            for name, shape in zip(block.names, block.shapes, strict=True)
+        },
         "order": [divided.get(id(parameter)) for parameter in division.parameters],
         "settings": settings,
     }
@@ -93,31 +113,46 @@ def _write_index(folder: Path, model: nn.Module, shares: Sequence[Share], divisi
     names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
     unseen = [name for name in names if not _new(folder, name).exists()]
     if unseen:
-        raise RunFolderError(f"rank 0 does not see {_new(folder, unseen[0])}: all ranks have to write to one folder")
-    (folder / "index.json").unlink(missing_ok=True)  # until the new one: parts of two are no checkpoint
+        raise RunFolderError(
+            f"rank 0 does not see {_new(folder, unseen[0])}: all ranks have to write to one folder"
+        )
+    (folder / "index.json").unlink(
+        missing_ok=True
+    )  # until the new one: parts of two are no checkpoint
     for name in names:
         _new(folder, name).rename(folder / name)
     write_atomically(folder / "index.json", json.dumps(index).encode())
 
 
 class Checkpoint:
-    """A checkpoint to read from, as a context. Raises RunFolderError if there is none, or a part of it is missing."""
+    """A checkpoint to read from, as a context. Raises RunFolderError if there is none, or a part of
+    it is missing."""
 
     def __init__(self, folder: Path) -> None:
         with ExitStack() as stack:
             try:
                 index = json.loads((folder / "index.json").read_bytes())
                 rest = weights_from_bytes((folder / _REST).read_bytes())
-                names = [str(folder / file_of(rank, index["ranks"])) for rank in range(index["ranks"])]
-                self._files = [stack.enter_context(safe_open(name, framework="pt")) for name in names]
+                names = [
+                    str(folder / file_of(rank, index["ranks"])) for rank in range(index["ranks"])
+                ]
+                self._files = [
+                    stack.enter_context(safe_open(name, framework="pt")) for name in names
+                ]
             except (OSError, ValueError) as error:
-                raise RunFolderError(f"{folder} holds no whole checkpoint of ZeRO: {error}") from error
+                raise RunFolderError(
+                    f"{folder} holds no whole checkpoint of ZeRO: {error}"
+                ) from error
             self._open = stack.pop_all()
         self.names: dict[str, str] = index["names"]
         self.order: list[str | None] = index["order"]
         self.shapes = {name: tuple(shape) for name, shape in index["shapes"].items()}
         self.rest = {name: value for name, value in rest.items() if not name.startswith(_SETTINGS)}
-        tensors = {name.removeprefix(_SETTINGS): value for name, value in rest.items() if name.startswith(_SETTINGS)}
+        tensors = {
+            name.removeprefix(_SETTINGS): value
+            for name, value in rest.items()
+            if name.startswith(_SETTINGS)
+        }
         self.groups: list[dict[str, Any]] = unpack_tree(index["settings"], tensors)
         self._has = [set(file.keys()) for file in self._files]
         self._runs = [json.loads(file.metadata()["runs"]) for file in self._files]
@@ -138,7 +173,8 @@ class Checkpoint:
         self._open.close()
 
     def read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
-        """The elements [start, stop) of `key` of a parameter; a single number as it is; None if there is none."""
+        """The elements [start, stop) of `key` of a parameter; a single number as it is; None if
+        there is none."""
         parts = []
         for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
             first, last = runs.get(name, (0, 0))
@@ -164,15 +200,22 @@ class Checkpoint:
 
     def state_of(self, name: str, start: int, stop: int) -> dict[str, Any]:
         """The optimizer's state of a run of elements; empty if there is none."""
-        tensors = {key: self.read(f"state/{key}", name, start, stop) for key in sorted(self._keys.get(name, ()))}
-        return {**self._numbers.get(name, {}), **{key: value for key, value in tensors.items() if value is not None}}
+        tensors = {
+            key: self.read(f"state/{key}", name, start, stop)
+            for key in sorted(self._keys.get(name, ()))
+        }
+        return {
+            **self._numbers.get(name, {}),
+            **{key: value for key, value in tensors.items() if value is not None},
+        }
 
 
 @torch.no_grad()
 def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division) -> None:
     """Takes this rank's pieces out of a checkpoint of the same model. Every rank calls it.
 
-    Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
+    Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or
+    optimizer.
     """
     with Checkpoint(folder) as checkpoint:
         _check_model(model, checkpoint, folder)
@@ -187,9 +230,13 @@ def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Divi
         divided = {id(parameter) for share in shares for parameter in share.parameters}
         for name, parameter in model.named_parameters():
             if id(parameter) not in divided:  # frozen ones are divided in stage 3 only
-                parameter.copy_(checkpoint.weights(name, 0, parameter.numel()).view(parameter.shape))
+                parameter.copy_(
+                    checkpoint.weights(name, 0, parameter.numel()).view(parameter.shape)
+                )
         buffers = {name for name, _ in model.named_buffers()}
-        model.load_state_dict({name: v for name, v in checkpoint.rest.items() if name in buffers}, strict=False)
+        model.load_state_dict(
+            {name: v for name, v in checkpoint.rest.items() if name in buffers}, strict=False
+        )
 
 
 def _check_model(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None:
@@ -199,7 +246,10 @@ def _check_model(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None
     there |= {name: tuple(value.shape) for name, value in checkpoint.rest.items()}
     if own != there:
         differ = sorted(name for name in own | there if own.get(name) != there.get(name))
-        raise ValueError(f"{folder} is of another model: {', '.join(differ)} differ in shape or are in one of them")
+        raise ValueError(
+            f"{folder} is of another model: {', '.join(differ)} differ in shape or are in one of "
+            f"them"
+        )
 
 
 def read_whole(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -210,9 +260,13 @@ def read_whole(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with Checkpoint(Path(folder)) as checkpoint:
         lengths = {name: torch.Size(shape).numel() for name, shape in checkpoint.shapes.items()}
         values = {
-            name: checkpoint.weights(name, 0, lengths[name]).view(shape) for name, shape in checkpoint.shapes.items()
+            name: checkpoint.weights(name, 0, lengths[name]).view(shape)
+            for name, shape in checkpoint.shapes.items()
         }
-        weights = {**checkpoint.rest, **{name: values[divided] for name, divided in checkpoint.names.items()}}
+        weights = {
+            **checkpoint.rest,
+            **{name: values[divided] for name, divided in checkpoint.names.items()},
+        }
         state: dict[int, Any] = {}
         for number, name in enumerate(checkpoint.order):
             own = checkpoint.state_of(name, 0, lengths[name]) if name is not None else {}

@@ -1,6 +1,7 @@
 """Memory that all ranks of a host map: what one of them writes, the others read where it lies.
 
-It is a file without a name (memfd), which vanishes with the last process that maps it, however that process ends.
+It is a file without a name (memfd), which vanishes with the last process that maps it, however that
+process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _LINE = 64
 
 
 def common_memory(group: Group, nbytes: int) -> Tensor | None:
-    """Bytes, zeros, that are the same on all ranks; None where the ranks do not share memory. All ranks call it.
+    """Bytes, zeros, that are the same on all ranks; None where the ranks do not share memory. All
+    ranks call it.
 
     They do if the backend is dure and all of them are on one host, and may open each other's files.
     """
@@ -31,7 +33,9 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
     if group.rank == 0:
         descriptor = os.memfd_create("dure-zero")
         os.ftruncate(descriptor, nbytes)
-    pid, theirs = group.all_gather_values([float(os.getpid()), float(descriptor)], "sharing memory")[0]
+    pid, theirs = group.all_gather_values(
+        [float(os.getpid()), float(descriptor)], "sharing memory"
+    )[0]
     mapped: Tensor | None = None
     try:
         if group.rank != 0:
@@ -39,7 +43,9 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
         mapped = Mapping(descriptor, nbytes).tensor()
     except (OSError, ValueError):
         mapped = None
-    everybody = all(row[0] for row in group.all_gather_values([float(mapped is not None)], "sharing memory"))
+    everybody = all(
+        row[0] for row in group.all_gather_values([float(mapped is not None)], "sharing memory")
+    )
     if descriptor >= 0:
         os.close(descriptor)
     return mapped if everybody else None

@@ -1,4 +1,5 @@
-"""A model's parameters become shares: units, blocks, and in which precision they are computed with."""
+"""A model's parameters become shares: units, blocks, and in which precision they are computed
+with."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
 class Cut(NamedTuple):
-    """A unit: names of the modules that need it, the shares of its blocks, whether other units are used within."""
+    """A unit: names of the modules that need it, the shares of its blocks, whether other units are
+    used within."""
 
     modules: list[str]
     shares: list[Share]
@@ -38,10 +40,11 @@ def divide(
     common: bool,
     alone: int = ALONE,
 ) -> list[Cut]:
-    """Takes the parameters over. In stages 1 and 2 frozen ones stay as they are, unless they are shortened.
+    """Takes the parameters over. In stages 1 and 2 frozen ones stay as they are, unless they are
+    shortened.
 
-    common: whether stage 3 may keep parameters in memory that all ranks read, where they can. alone: elements from
-    which on a parameter is a block of its own. All ranks call it.
+    common: whether stage 3 may keep parameters in memory that all ranks read, where they can.
+    alone: elements from which on a parameter is a block of its own. All ranks call it.
     """
     named = dict(model.named_parameters())
     short = _shortened(model) if precision == "bf16" else {}
@@ -50,23 +53,37 @@ def divide(
         names = [name for name in plan.parameters if named[name].numel()]
         names = [name for name in names if named[name].requires_grad or stage == 3 or name in short]
         dtypes = [short.get(name, named[name].dtype) for name in names]
-        planned.append((plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes, alone)))
+        planned.append(
+            (plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes, alone))
+        )
     device = next(iter(named.values())).device
     common = common and stage == 3 and device.type == "cpu"
-    slices = _slices([block for _, blocks in planned for block in blocks], group) if common else None
+    slices = (
+        _slices([block for _, blocks in planned for block in blocks], group) if common else None
+    )
 
     def share(block: Block) -> Share:
         parameters = [named[name] for name in block.names]
         if slices is not None:
-            return Share(block, parameters, group.rank, slices.take(block.padded, block.dtype), common=True)
+            return Share(
+                block, parameters, group.rank, slices.take(block.padded, block.dtype), common=True
+            )
         elements = block.chunk if stage == 3 else block.padded
-        return Share(block, parameters, group.rank, _sent_from(elements, block.dtype, group, device))
+        return Share(
+            block, parameters, group.rank, _sent_from(elements, block.dtype, group, device)
+        )
 
-    return [Cut(plan.modules, list(map(share, blocks)), plan.around) for plan, blocks in planned if blocks]
+    return [
+        Cut(plan.modules, list(map(share, blocks)), plan.around)
+        for plan, blocks in planned
+        if blocks
+    ]
 
 
 def _slices(blocks: list[Block], group: Group) -> Slices | None:
-    memory = common_memory(group, sum(Slices.room(block.padded * block.dtype.itemsize) for block in blocks))
+    memory = common_memory(
+        group, sum(Slices.room(block.padded * block.dtype.itemsize) for block in blocks)
+    )
     return Slices(memory) if memory is not None else None
 
 
@@ -78,7 +95,8 @@ def _sent_from(elements: int, dtype: torch.dtype, group: Group, device: torch.de
 
 
 def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
-    """The parameters that are computed with in bfloat16. Norms with running statistics keep their digits."""
+    """The parameters that are computed with in bfloat16. Norms with running statistics keep their
+    digits."""
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     kept = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
     return {
@@ -89,18 +107,24 @@ def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def shorten_numbers(model: nn.Module, rests: Callable[[], bool]) -> None:
-    """From now on inputs of the model become bfloat16, and what it gives back in bfloat16 becomes float32.
+    """From now on inputs of the model become bfloat16, and what it gives back in bfloat16 becomes
+    float32.
 
-    rests: tells whether the parameters are whole and in their own dtype, so that inputs have to stay in theirs.
+    rests: tells whether the parameters are whole and in their own dtype, so that inputs have to
+    stay in theirs.
     """
 
     def shorten(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if rests():
             return None
-        return tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, (args, kwargs))
+        return tree_map_only(
+            Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, (args, kwargs)
+        )
 
     def lengthen(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, outputs)
+        return tree_map_only(
+            Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, outputs
+        )
 
     model.register_forward_pre_hook(shorten, with_kwargs=True, prepend=True)
     model.register_forward_hook(lengthen)

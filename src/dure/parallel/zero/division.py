@@ -1,8 +1,10 @@
-"""The division as data: which elements of which parameters each rank holds, and what a step then sends.
+"""The division as data: which elements of which parameters each rank holds, and what a step then
+sends.
 
-A *block* is a row of parameters of one dtype that travels as one message. Its n elements are filled up to N chunks of
-c = ceil(n/N) elements each, at most N-1 elements of padding; rank r holds chunk r. A long parameter
-whose elements N divides is a block of its own and needs no padding: its gradient is sent from where it is.
+A *block* is a row of parameters of one dtype that travels as one message. Its n elements are filled
+up to N chunks of c = ceil(n/N) elements each, at most N-1 elements of padding; rank r holds chunk
+r. A long parameter whose elements N divides is a block of its own and needs no padding: its
+gradient is sent from where it is.
 
 Nothing here knows ranks that run: a test can ask for any division, and what it costs.
 """
@@ -21,13 +23,14 @@ import torch
 Stage = Literal[1, 2, 3]
 
 ALONE = 1 << 17
-"""From so many elements on a parameter is a block of its own: a message of half a megabyte costs little to begin. Where
-messages lie in shared memory a parameter is copied there either way, unless it is so long that its gradient is computed
-there (`dure.parallel.direct`)."""
+"""From so many elements on a parameter is a block of its own: a message of half a megabyte costs
+little to begin. Where messages lie in shared memory a parameter is copied there either way, unless
+it is so long that its gradient is computed there (`dure.parallel.direct`)."""
 
 
 class Piece(NamedTuple):
-    """A run of elements of a parameter within a chunk: parameter[start:stop] (flat) lies at chunk[at:at+stop-start]."""
+    """A run of elements of a parameter within a chunk: parameter[start:stop] (flat) lies at
+    chunk[at:at+stop-start]."""
 
     start: int
     stop: int
@@ -35,7 +38,8 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A run of elements of a parameter in a message, parameter[start:stop]. whole: whether that is all of it."""
+    """A run of elements of a parameter in a message, parameter[start:stop]. whole: whether that is
+    all of it."""
 
     number: int
     start: int
@@ -47,8 +51,8 @@ class Part(NamedTuple):
 class Block:
     """A row of parameters divided over `ranks`.
 
-    names, shapes: of the parameters. dtype: in which they are gathered and their gradients travel. master: in which
-    the optimizer sees them. trained: whether they have gradients.
+    names, shapes: of the parameters. dtype: in which they are gathered and their gradients travel.
+    master: in which the optimizer sees them. trained: whether they have gradients.
     """
 
     names: tuple[str, ...]
@@ -82,7 +86,8 @@ class Block:
 
     @property
     def alone(self) -> bool:
-        """Whether it is one parameter without padding: what it is divided into lies in the parameter itself."""
+        """Whether it is one parameter without padding: what it is divided into lies in the
+        parameter itself."""
         return len(self.names) == 1 and self.elements == self.padded
 
     @cached_property
@@ -94,12 +99,14 @@ class Block:
         )
 
     def parts(self, tail: int) -> list[list[tuple[int, Part | None]]]:
-        """What each row of a message consists of, a chunk and `tail` numbers behind it: lengths, and of which parameter
-        each part is; None for padding and tails."""
+        """What each row of a message consists of, a chunk and `tail` numbers behind it: lengths,
+        and of which parameter each part is; None for padding and tails."""
         chunks: list[list[tuple[int, Part | None]]] = [[] for _ in range(self.ranks)]
         for index, pieces in enumerate(self.pieces):
             for rank, (start, stop, _) in pieces:
-                chunks[rank].append((stop - start, Part(index, start, stop, stop - start == self.lengths[index])))
+                chunks[rank].append(
+                    (stop - start, Part(index, start, stop, stop - start == self.lengths[index]))
+                )
         for chunk in chunks:
             chunk.append((self.chunk + tail - sum(length for length, _ in chunk), None))
         return [[part for part in chunk if part[0]] for chunk in chunks]
@@ -109,7 +116,9 @@ class Block:
         return next((piece for holder, piece in self.pieces[index] if holder == rank), None)
 
     def _holders(self, first: int, length: int) -> range:
-        return range(first // self.chunk, -(-(first + length) // self.chunk)) if length else range(0)
+        return (
+            range(first // self.chunk, -(-(first + length) // self.chunk)) if length else range(0)
+        )
 
     def _piece(self, first: int, length: int, rank: int) -> Piece:
         low, high = max(first, rank * self.chunk), min(first + length, (rank + 1) * self.chunk)
@@ -117,12 +126,16 @@ class Block:
 
 
 def blocks_of(
-    parameters: Sequence[tuple[str, torch.Tensor]], ranks: int, dtypes: Sequence[torch.dtype], alone: int = ALONE
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    ranks: int,
+    dtypes: Sequence[torch.dtype],
+    alone: int = ALONE,
 ) -> list[Block]:
-    """The blocks of a unit's parameters: long ones alone, the others in a row a dtype, frozen ones apart.
+    """The blocks of a unit's parameters: long ones alone, the others in a row a dtype, frozen ones
+    apart.
 
-    dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision. alone: elements of
-    long ones.
+    dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision.
+    alone: elements of long ones.
     """
     rows: dict[tuple[object, ...], list[int]] = {}
     for index, ((_, parameter), dtype) in enumerate(zip(parameters, dtypes, strict=True)):
@@ -145,9 +158,10 @@ def blocks_of(
 def bytes_sent(blocks: Sequence[Block], stage: Stage, tail: int, tail_width: int = 4) -> int:
     """Payload bytes that a rank sends in a step, the same on every rank and with every algorithm.
 
-    A reduce-scatter or an all-gather of a block sends N-1 chunks. Gradients are reduced once; parameters are gathered
-    once after the step in stages 1 and 2, and twice within it, for forward and for backward, in stage 3, frozen ones
-    among them. tail: numbers behind the chunks of the step's last message, of `tail_width` bytes each.
+    A reduce-scatter or an all-gather of a block sends N-1 chunks. Gradients are reduced once;
+    parameters are gathered once after the step in stages 1 and 2, and twice within it, for forward
+    and for backward, in stage 3, frozen ones among them. tail: numbers behind the chunks of the
+    step's last message, of `tail_width` bytes each.
     """
     if not blocks or blocks[0].ranks == 1:
         return 0
@@ -158,7 +172,8 @@ def bytes_sent(blocks: Sequence[Block], stage: Stage, tail: int, tail_width: int
 
 
 class Memory(NamedTuple):
-    """Bytes that a rank holds: what stays between steps, and the buffers into which units are gathered."""
+    """Bytes that a rank holds: what stays between steps, and the buffers into which units are
+    gathered."""
 
     parameters: int
     gradients: int
@@ -173,12 +188,13 @@ class Memory(NamedTuple):
 def memory(blocks: Sequence[Block], stage: Stage, state: float = 8, buffers: int = 0) -> Memory:
     """The formula, padding included: what a rank holds when backward has ended.
 
-    state: bytes of the optimizer's state for each element; 8 for Adam in float32, 4 for momentum, 0 for plain SGD.
+    state: bytes of the optimizer's state for each element; 8 for Adam in float32, 4 for momentum, 0
+        for plain SGD.
     buffers: bytes of the units that are gathered at once in stage 3.
 
-    In float32 with Adam and without padding: stage 1 8Ψ + 8Ψ/N, stage 2 4Ψ + 12Ψ/N, stage 3 16Ψ/N. Where parameters
-    are gathered in another dtype than their master's, the master counts as optimizer state, and the gradient of
-    what the rank updates is in the master's dtype.
+    In float32 with Adam and without padding: stage 1 8Ψ + 8Ψ/N, stage 2 4Ψ + 12Ψ/N, stage 3 16Ψ/N.
+    Where parameters are gathered in another dtype than their master's, the master counts as
+    optimizer state, and the gradient of what the rank updates is in the master's dtype.
     """
     parameters = gradients = optimizer = 0.0
     for block in blocks:

@@ -1,12 +1,13 @@
 """Stage 3: units are gathered just before they are used, and freed after it.
 
-A unit is gathered into a buffer, of which its parameters become views; when it is freed they are `Away`. What autograd
-saves of them for the backward pass is kept as a place in the unit and not as memory, and read from the buffer that the
-unit then has (torch's saved-tensor hooks). A unit is freed in backward when all its gradients are there and nothing in
-the graph needs it; before that some module of it may come again, as a part whose activations are computed anew.
+A unit is gathered into a buffer, of which its parameters become views; when it is freed they are
+`Away`. What autograd saves of them for the backward pass is kept as a place in the unit and not as
+memory, and read from the buffer that the unit then has (torch's saved-tensor hooks). A unit is
+freed in backward when all its gradients are there and nothing in the graph needs it; before that
+some module of it may come again, as a part whose activations are computed anew.
 
-A unit is used from the first call of one of its modules to the end of the last. What a module gives back may be a view
-of a parameter; then the unit stays until the forward pass ends.
+A unit is used from the first call of one of its modules to the end of the last. What a module gives
+back may be a view of a parameter; then the unit stays until the forward pass ends.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from dure.parallel.zero.wire import Wire
 
 
 class Unit:
-    """Shares that are gathered together. calls: of its modules in this forward pass; saved: places that autograd keeps;
-    stays: until the end of the pass; complete: all its gradients of this backward pass are there; comes_again: a
-    backward pass needed it after it was freed; whole: one buffer a share, where it is gathered or on its way."""
+    """Shares that are gathered together. calls: of its modules in this forward pass; saved: places
+    that autograd keeps; stays: until the end of the pass; complete: all its gradients of this
+    backward pass are there; comes_again: a backward pass needed it after it was freed; whole: one
+    buffer a share, where it is gathered or on its way."""
 
     def __init__(self, number: int, modules: list[nn.Module], shares: list[Share]) -> None:
         self.number, self.modules, self.shares = number, modules, shares
@@ -44,17 +46,21 @@ class Unit:
 
     def give(self, share: int, elements: Sequence[Tensor]) -> None:
         """Gives the parameters of a share their elements."""
-        for parameter, kind, own in zip(self.shares[share].parameters, self.kinds[share], elements, strict=True):
+        for parameter, kind, own in zip(
+            self.shares[share].parameters, self.kinds[share], elements, strict=True
+        ):
             bring_back(parameter, kind, own)
 
     @property
     def frozen(self) -> bool:
-        """Whether it has parameters without gradients, which nothing tells the end of backward of."""
+        """Whether it has parameters without gradients, which nothing tells the end of backward
+        of."""
         return any(not share.block.trained for share in self.shares)
 
 
 def tensors_in(outputs: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in what a module gives back: in containers, and in objects of classes that torch does not know."""
+    """The tensors in what a module gives back: in containers, and in objects of classes that torch
+    does not know."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -79,9 +85,11 @@ class _Saved:
 
 
 class Gathering:
-    """All units of a model on one rank, gathered and freed. When is somebody else's business: `need` asks him.
+    """All units of a model on one rank, gathered and freed. When is somebody else's business:
+    `need` asks him.
 
-    here: whether all parameters are, so that nothing has to be asked (`dure.parallel.zero.in_place`).
+    here: whether all parameters are, so that nothing has to be asked
+    (`dure.parallel.zero.in_place`).
     """
 
     in_place = False
@@ -98,9 +106,12 @@ class Gathering:
     def issue(self, unit: Unit) -> None:
         """Begins to gather a unit."""
         assert unit.whole is None
-        unit.whole = [self.pool.take(share.block.padded, share.block.dtype) for share in unit.shares]
+        unit.whole = [
+            self.pool.take(share.block.padded, share.block.dtype) for share in unit.shares
+        ]
         unit.handles = [
-            self.wire.all_gather(whole, share.own) for whole, share in zip(unit.whole, unit.shares, strict=True)
+            self.wire.all_gather(whole, share.own)
+            for whole, share in zip(unit.whole, unit.shares, strict=True)
         ]
 
     def arrive(self, unit: Unit) -> None:
@@ -141,7 +152,9 @@ class Gathering:
 
         def fetch(parameter: nn.Parameter) -> None:
             self.need(unit)
-            unit.stays = unit.always_stays = True  # nobody knows for how long a module that is not its own needs it
+            unit.stays = unit.always_stays = (
+                True  # nobody knows for how long a module that is not its own needs it
+            )
 
         with torch.inference_mode(False), torch.no_grad():
             for share in unit.shares:
@@ -154,7 +167,10 @@ class Gathering:
             return None
         try:
             return self._where.get(tensor.untyped_storage().data_ptr())
-        except (NotImplementedError, RuntimeError):  # tensors without memory of their own, such as nested or fake ones
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ):  # tensors without memory of their own, such as nested or fake ones
             return None
 
     def called(self, unit: Unit, outputs: Any) -> None:
@@ -168,7 +184,9 @@ class Gathering:
 
     def own_memory(self, outputs: Any) -> Any:
         """The outputs, copied where they lie in a buffer."""
-        return tree_map_only(Tensor, lambda output: output.clone() if self.lies_in(output) else output, outputs)
+        return tree_map_only(
+            Tensor, lambda output: output.clone() if self.lies_in(output) else output, outputs
+        )
 
     # What autograd saves.
 
@@ -197,12 +215,16 @@ class Gathering:
         self.need(kept.unit)
         assert kept.unit.whole is not None
         view = kept.unit.whole[kept.number].as_strided(kept.size, kept.stride, kept.offset)
-        return view.clone() if torch.is_grad_enabled() else view  # a graph of gradients keeps it beyond this pass
+        return (
+            view.clone() if torch.is_grad_enabled() else view
+        )  # a graph of gradients keeps it beyond this pass
 
     def begin_backward(self) -> None:
         self.in_backward = True
         for unit in self.units:
-            unit.complete = not (unit.comes_again or any(share.block.trained for share in unit.shares))
+            unit.complete = not (
+                unit.comes_again or any(share.block.trained for share in unit.shares)
+            )
 
     def unneeded(self, unit: Unit) -> None:
         """Autograd keeps no place in this unit any more."""

@@ -1,7 +1,8 @@
-"""Stage 3 where all ranks share memory (the backend dure, on one host): nothing is gathered, and nothing is copied.
+"""Stage 3 where all ranks share memory (the backend dure, on one host): nothing is gathered, and
+nothing is copied.
 
-The parameters are views of the memory in which every rank keeps its chunk. They are all there from the beginning of a
-pass to its end, and outside of passes only kept from being used.
+The parameters are views of the memory in which every rank keeps its chunk. They are all there from
+the beginning of a pass to its end, and outside of passes only kept from being used.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Optimizers that update a rank's pieces: they are checked, given their pieces, and their state is made whole again.
+"""Optimizers that update a rank's pieces: they are checked, given their pieces, and their state is
+made whole again.
 
-An optimizer is divided by giving its parameter groups the pieces instead of the parameters, so all its settings and
-whoever holds it (a scheduler of learning rates) stay as they are. That is right for optimizers that treat every element
-for itself; others are refused (`dure.parallel.divisible`).
+An optimizer is divided by giving its parameter groups the pieces instead of the parameters, so all
+its settings and whoever holds it (a scheduler of learning rates) stay as they are. That is right
+for optimizers that treat every element for itself; others are refused (`dure.parallel.divisible`).
 
-The whole state has the form of `Optimizer.state_dict()` over the undivided parameters, and so loads into the same
-optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
+The whole state has the form of `Optimizer.state_dict()` over the undivided parameters, and so loads
+into the same optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,25 +24,32 @@ from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 
 
 class Division:
-    """An optimizer whose groups hold this rank's pieces; `original` remembers the parameters, in order."""
+    """An optimizer whose groups hold this rank's pieces; `original` remembers the parameters, in
+    order."""
 
     def __init__(self, optimizer: Optimizer, shares: Sequence[Share]) -> None:
         self.optimizer = optimizer
         self.shares = list(shares)
         self.where = {
-            id(parameter): (share, index) for share in shares for index, parameter in enumerate(share.parameters)
+            id(parameter): (share, index)
+            for share in shares
+            for index, parameter in enumerate(share.parameters)
         }
         held = {id(share.parameters[part.place]): part for share in shares for part in share.held}
         self.original: list[list[nn.Parameter]] = []
         for group in optimizer.param_groups:
             parameters = list(group["params"])
             self.original.append(parameters)
-            group["params"] = [held[id(parameter)].part for parameter in parameters if id(parameter) in held]
+            group["params"] = [
+                held[id(parameter)].part for parameter in parameters if id(parameter) in held
+            ]
         for parameters in self.original:
             for parameter in parameters:
                 state = optimizer.state.pop(parameter, None)
                 if state is not None and id(parameter) in held:
-                    optimizer.state[held[id(parameter)].part] = _divided(state, parameter.shape, held[id(parameter)])
+                    optimizer.state[held[id(parameter)].part] = _divided(
+                        state, parameter.shape, held[id(parameter)]
+                    )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -51,12 +59,16 @@ class Division:
     def state_dict(self, group: Group) -> dict[str, Any]:
         """The whole state on rank 0, elsewhere without that of the parameters. All ranks call it.
 
-        It comes block by block, so that the others need no more memory, and rank 0 that of the whole and of a block.
+        It comes block by block, so that the others need no more memory, and rank 0 that of the
+        whole and of a block.
         """
         number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         state: dict[int, Any] = {}
         for share in self.shares:
-            rows = [[held.place, held.piece.start, dict(self.state_of(held.part))] for held in share.held]
+            rows = [
+                [held.place, held.piece.start, dict(self.state_of(held.part))]
+                for held in share.held
+            ]
             for content in group.gather_bytes(tree_to_bytes(rows)):
                 for index, start, own in tree_from_bytes(content):
                     number = number_of.get(id(share.parameters[index]))
@@ -74,7 +86,9 @@ class Division:
         groups, first = [], 0
         for settings, parameters in zip(self.optimizer.param_groups, self.original, strict=True):
             numbers = list(range(first, first + len(parameters)))
-            groups.append({**{k: v for k, v in settings.items() if k != "params"}, "params": numbers})
+            groups.append(
+                {**{k: v for k, v in settings.items() if k != "params"}, "params": numbers}
+            )
             first += len(parameters)
         return groups
 
@@ -90,22 +104,29 @@ class Division:
                 f"{[len(parameters) for parameters in self.original]}"
             )
         numbers = [number for group in whole["param_groups"] for number in group["params"]]
-        states = dict(zip(map(id, self.parameters), (whole["state"].get(n) for n in numbers), strict=True))
+        states = dict(
+            zip(map(id, self.parameters), (whole["state"].get(n) for n in numbers), strict=True)
+        )
         parts: dict[int, Any] = {}
         for share in self.shares:
             for held in share.held:
                 state = states.get(id(share.parameters[held.place]))
-                parts[id(held.part)] = _divided(state, share.block.shapes[held.place], held) if state else {}
+                parts[id(held.part)] = (
+                    _divided(state, share.block.shapes[held.place], held) if state else {}
+                )
         self.load_parts(parts, whole["param_groups"])
 
-    def load_parts(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    def load_parts(
+        self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Takes the states of this rank's pieces, by their id, and the settings of the groups.
 
         Raises ValueError if there are not as many groups.
         """
         if len(groups) != len(self.optimizer.param_groups):
             raise ValueError(
-                f"this state has {len(groups)} parameter groups, the optimizer {len(self.optimizer.param_groups)}"
+                f"this state has {len(groups)} parameter groups, the optimizer "
+                f"{len(self.optimizer.param_groups)}"
             )
         mine: dict[int, Any] = {}
         settings, first = [], 0
@@ -120,7 +141,8 @@ class Division:
 
 
 def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict[str, Any]:
-    """One parameter's state, of which a piece is cut: tensors of the parameter's shape are, single numbers are not."""
+    """One parameter's state, of which a piece is cut: tensors of the parameter's shape are, single
+    numbers are not."""
     piece = held.piece
 
     def cut(value: Any) -> Any:
@@ -132,7 +154,8 @@ def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict
 
 
 def _join(whole: dict[str, Any], shape: Sequence[int], start: int, own: Mapping[str, Any]) -> None:
-    """Puts a piece of one parameter's state to its place in the whole. Single numbers are the first piece's."""
+    """Puts a piece of one parameter's state to its place in the whole. Single numbers are the first
+    piece's."""
     for key, value in own.items():
         if not (isinstance(value, Tensor) and value.dim()):
             whole.setdefault(key, value)

@@ -1,7 +1,9 @@
-"""Forward and backward passes on one rank: what hooks tell becomes messages, in the order that all ranks follow.
+"""Forward and backward passes on one rank: what hooks tell becomes messages, in the order that all
+ranks follow.
 
-Hooks on the model's modules say when units are needed, hooks on parameters when gradients are there, and a callback of
-autograd when a backward pass has ended. A rank without examples takes part in a pass by sending what the order says.
+Hooks on the model's modules say when units are needed, hooks on parameters when gradients are
+there, and a callback of autograd when a backward pass has ended. A rank without examples takes part
+in a pass by sending what the order says.
 """
 
 from __future__ import annotations
@@ -40,34 +42,52 @@ class Orders:
         return forward_order(self.units)
 
     def backward(self, gathers: bool, reduces: bool) -> list[Action]:
-        events = [event for event in self.events if (gathers if event.kind == "gather" else reduces)]
+        events = [
+            event for event in self.events if (gathers if event.kind == "gather" else reduces)
+        ]
         return backward_order(events, self.prefetch)
 
-    def learn(self, group: Group, needed: Sequence[int], events: Sequence[Action], carrier: int | None) -> None:
+    def learn(
+        self, group: Group, needed: Sequence[int], events: Sequence[Action], carrier: int | None
+    ) -> None:
         """Takes over what rank 0 has seen. Bookkeeping, once: not counted by the meter."""
         units = list(dict.fromkeys([*needed, *self.units]))
         actions = completed(events, self.everything, carrier)
-        mine = [*units, *(action.number if action.kind == "gather" else -1 - action.number for action in actions)]
-        first = [int(number) for number in group.all_gather_values([float(number) for number in mine], "order")[0]]
+        mine = [
+            *units,
+            *(
+                action.number if action.kind == "gather" else -1 - action.number
+                for action in actions
+            ),
+        ]
+        first = [
+            int(number)
+            for number in group.all_gather_values([float(number) for number in mine], "order")[0]
+        ]
         self.restore(first)
 
     def numbers(self) -> list[int]:
         """What was learned, for a checkpoint; `restore` takes it."""
-        coded = [event.number if event.kind == "gather" else -1 - event.number for event in self.events]
+        coded = [
+            event.number if event.kind == "gather" else -1 - event.number for event in self.events
+        ]
         return [*self.units, *coded] if self.learned else []
 
     def restore(self, numbers: Sequence[int]) -> None:
         count = len(self.units)
         self.units = list(numbers[:count])
-        self.events = [Action("gather", n) if n >= 0 else Action("reduce", -1 - n) for n in numbers[count:]]
+        self.events = [
+            Action("gather", n) if n >= 0 else Action("reduce", -1 - n) for n in numbers[count:]
+        ]
         self.learned = True
 
 
 class Passes:
     """The passes of one model. gathering: None in stages 1 and 2.
 
-    direct: prepares gradients. hurried: whether gradients are sent while backward goes on (stages 2 and 3). sends:
-    whether they are sent in this pass. rests: whether all is gathered, so that nothing has to be done.
+    direct: prepares gradients. hurried: whether gradients are sent while backward goes on (stages 2
+    and 3). sends: whether they are sent in this pass. rests: whether all is gathered, so that
+    nothing has to be done.
     """
 
     def __init__(
@@ -81,10 +101,17 @@ class Passes:
         hurried: bool,
     ) -> None:
         self.model, self.group = model, group
-        self.gathering, self.reducing, self.orders, self.hurried = gathering, reducing, orders, hurried
+        self.gathering, self.reducing, self.orders, self.hurried = (
+            gathering,
+            reducing,
+            orders,
+            hurried,
+        )
         self.sends = True
         self.rests = False
-        self._blocks = dict(zip(gathering.units, orders.blocks, strict=True)) if gathering is not None else {}
+        self._blocks = (
+            dict(zip(gathering.units, orders.blocks, strict=True)) if gathering is not None else {}
+        )
         self._unit_of = {block: unit for unit, blocks in self._blocks.items() for block in blocks}
         self.forward: Sweep | None = None
         self.backward: Sweep | None = None
@@ -164,7 +191,9 @@ class Passes:
     def _look_at(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Long gradients are computed where they leave from."""
         if torch.is_grad_enabled() and not self.rests:
-            self._direct.prepare(output for output in tree_leaves(outputs) if isinstance(output, Tensor))
+            self._direct.prepare(
+                output for output in tree_leaves(outputs) if isinstance(output, Tensor)
+            )
 
     def _watch_gradients(self) -> None:
         for number, share in enumerate(self.reducing.shares):
@@ -176,11 +205,16 @@ class Passes:
         reducing = self.reducing
 
         def arrived(parameter: Any) -> None:
-            if self.backward is not None and not self.rests and reducing.waits_for[number] not in (None, index):
+            if (
+                self.backward is not None
+                and not self.rests
+                and reducing.waits_for[number] not in (None, index)
+            ):
                 return
             if self.rests:
                 raise RuntimeError(
-                    "a backward pass inside gathered(), where gradients are not divided; leave it before"
+                    "a backward pass inside gathered(), where gradients are not divided; leave it "
+                    "before"
                 )
             if not self.sends and self.gathering is None:
                 return
@@ -215,7 +249,9 @@ class Passes:
 
     def _forward_sweep(self) -> Sweep:
         order = self.orders.forward()
-        return Sweep(order, self.orders.prefetch, self._gather, self.reducing.issue, self.reducing.ready)
+        return Sweep(
+            order, self.orders.prefetch, self._gather, self.reducing.issue, self.reducing.ready
+        )
 
     def _leave(self, failed: bool) -> None:
         assert self.gathering is not None
@@ -265,7 +301,9 @@ class Passes:
             sweep.need(unit.number)
             unit.always_stays |= again and self.scope is not None
             unit.comes_again |= again and self.scope is None
-        if unit.whole is None:  # used again after it was freed, or outside of a pass of the whole model: on all ranks
+        if (
+            unit.whole is None
+        ):  # used again after it was freed, or outside of a pass of the whole model: on all ranks
             self.gathering.issue(unit)
         self.gathering.arrive(unit)
 
@@ -276,7 +314,8 @@ class Passes:
         return torch._C._current_graph_task_id() != -1
 
     def _backward(self, arriving: int = 0) -> Sweep:
-        """The pass that is under way, or begins now. arriving: gradients that are there since just now."""
+        """The pass that is under way, or begins now. arriving: gradients that are there since just
+        now."""
         if self.backward is None:
             self._begin_backward(arriving)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -289,7 +328,9 @@ class Passes:
         gathers = self.gathering is not None and not self.gathering.in_place
         order = self.orders.backward(gathers, self.sends)
         prefetch = self.orders.prefetch
-        self.backward = Sweep(order, prefetch, self._gather, self.reducing.issue, self.reducing.ready)
+        self.backward = Sweep(
+            order, prefetch, self._gather, self.reducing.issue, self.reducing.ready
+        )
         if self.gathering is not None:
             self.gathering.begin_backward()
             self.gathering.count()
@@ -315,7 +356,8 @@ class Passes:
         self._end_backward()
 
     def take_part(self, backward: bool) -> None:
-        """Takes part in a forward pass of the others, and in the backward pass, with nothing to compute."""
+        """Takes part in a forward pass of the others, and in the backward pass, with nothing to
+        compute."""
         if self.gathering is not None:
             self.abandon()
             self.gathering.count()

@@ -1,9 +1,11 @@
-"""Gradients become sums: each block's message, the tail that travels behind the last one, and who comes late.
+"""Gradients become sums: each block's message, the tail that travels behind the last one, and who
+comes late.
 
-The message of a block is the gradient itself where a parameter is a block alone; otherwise, and where messages have to
-lie in shared memory, gradients are copied into N rows, one a rank, there without this rank's own. The last message of a
-step carries the tail: numbers that all ranks have to know, in each of its rows, because a reduce-scatter leaves every
-rank one row. Each number is written by one rank and zero elsewhere, or counts, so that the sum is what was meant.
+The message of a block is the gradient itself where a parameter is a block alone; otherwise, and
+where messages have to lie in shared memory, gradients are copied into N rows, one a rank, there
+without this rank's own. The last message of a step carries the tail: numbers that all ranks have to
+know, in each of its rows, because a reduce-scatter leaves every rank one row. Each number is
+written by one rank and zero elsewhere, or counts, so that the sum is what was meant.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from dure.parallel.zero.wire import Later, Wire
 
 @dataclass(frozen=True)
 class Tail:
-    """Numbers of a caller's own that travel with every step: how many, and what this rank says. Sums come back."""
+    """Numbers of a caller's own that travel with every step: how many, and what this rank says.
+    Sums come back."""
 
     length: int = 0
     say: Callable[[], Sequence[float]] = tuple
@@ -60,12 +63,14 @@ class Reducing:
     shares: of the blocks that have gradients. most: messages under way at once.
     tail: the caller's numbers; `heard` are their sums of the last pass.
 
-    waits_for: of each block, the parameter that was the last one to have its gradient in the last pass that completed
-    it, and probably is again; None where all have to tell, because it is not known yet, or was another one in this
-    pass, or because gradients of an earlier pass are there.
+    waits_for: of each block, the parameter that was the last one to have its gradient in the last
+    pass that completed it, and probably is again; None where all have to tell, because it is not
+    known yet, or was another one in this pass, or because gradients of an earlier pass are there.
     """
 
-    def __init__(self, shares: Sequence[Share], wire: Wire, pool: Pool, stage: Stage, most: int, tail: Tail) -> None:
+    def __init__(
+        self, shares: Sequence[Share], wire: Wire, pool: Pool, stage: Stage, most: int, tail: Tail
+    ) -> None:
         self.shares, self.wire, self.pool, self.stage = list(shares), wire, pool, stage
         self.most, self.tail = most, tail
         self.heard: list[float] = [0.0] * tail.length
@@ -75,7 +80,9 @@ class Reducing:
         self._first = [0]
         for share in self.shares:
             self._first.append(self._first[-1] + len(share.parameters))
-        self._number_of = {id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone}
+        self._number_of = {
+            id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone
+        }
         self._places: dict[int, Tensor] = {}
         self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
         pool.before_change = self._prepared.clear  # so that what it drops is gone
@@ -90,9 +97,11 @@ class Reducing:
         return self.tail.length + self._first[-1] + (len(self.shares) if self.stage == 3 else 0)
 
     def choose_carrier(self, events: Sequence[Action]) -> int | None:
-        """The block that carries the tail: the last one that is copied anyway, or else the last one, of those that can.
+        """The block that carries the tail: the last one that is copied anyway, or else the last
+        one, of those that can.
 
-        In half precision numbers do not keep their value, so where all gradients are so the tail travels alone.
+        In half precision numbers do not keep their value, so where all gradients are so the tail
+        travels alone.
         """
         order = [action.number for action in events if action.kind == "reduce"]
         able = [number for number in order if self.shares[number].block.dtype in _EXACT]
@@ -112,17 +121,20 @@ class Reducing:
         self._numbers: Tensor | None = None
 
     def arrived(self, number: int, index: int) -> bool:
-        """Parameter `index` of a block has its gradient of this pass; whether the block is complete now.
+        """Parameter `index` of a block has its gradient of this pass; whether the block is complete
+        now.
 
-        Of a block that waits for this one it is enough to be told of this one: with a hook on each of many parameters,
-        what runs between two products cost 1 % of a step.
+        Of a block that waits for this one it is enough to be told of this one: with a hook on each
+        of many parameters, what runs between two products cost 1 % of a step.
         """
         arrived = self._arrived[number]
         arrived.add(index)
         if self.waits_for[number] is not None:
             self.waits_for[number] = None
             gradients = gradients_of(self.shares[number].parameters)
-            arrived.update(index for index, gradient in enumerate(gradients) if gradient is not None)
+            arrived.update(
+                index for index, gradient in enumerate(gradients) if gradient is not None
+            )
             arrived.update(self._used[number])
         if not self.ready(number):
             return False
@@ -143,7 +155,9 @@ class Reducing:
     def _send(self, number: int, carries: bool) -> None:
         adds, self._adds[number] = self._adds[number], True
         alone = self.shares[number].block.alone and not carries
-        self._sent.append(self._send_alone(number, adds) if alone else self._send_rows(number, carries, adds))
+        self._sent.append(
+            self._send_alone(number, adds) if alone else self._send_rows(number, carries, adds)
+        )
 
     def _into(self, number: int, message: Tensor, adds: bool, carries: bool) -> Tensor:
         """Where the sum of a message goes: where it is to stay, or into this rank's row."""
@@ -159,7 +173,8 @@ class Reducing:
         return row
 
     def _take(self, number: int) -> list[Tensor | None]:
-        """The gradients of a block on this rank, strided and without a graph, which then are gone from there.
+        """The gradients of a block on this rank, strided and without a graph, which then are gone
+        from there.
 
         None where there is none.
         """
@@ -173,7 +188,8 @@ class Reducing:
         return taken
 
     def place_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where the gradient of a parameter can be computed so that it leaves from there (`dure.parallel.direct`)."""
+        """Where the gradient of a parameter can be computed so that it leaves from there
+        (`dure.parallel.direct`)."""
         number = self._number_of.get(id(parameter))
         if number is None or number == self.carrier or number in self._places:
             return None
@@ -182,13 +198,19 @@ class Reducing:
         return self._places[number].view(block.shapes[0])
 
     def _alone(self, number: int) -> tuple[Tensor, bool, list[Tensor]]:
-        """The message of a parameter that is a block, whether its memory is the pool's, and this rank's own chunk where
-        that is not in the message."""
-        block, (taken,), place = self.shares[number].block, self._take(number), self._places.pop(number, None)
+        """The message of a parameter that is a block, whether its memory is the pool's, and this
+        rank's own chunk where that is not in the message."""
+        block, (taken,), place = (
+            self.shares[number].block,
+            self._take(number),
+            self._places.pop(number, None),
+        )
         gradient = _plain(taken).contiguous().view(-1) if taken is not None else None
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True, []
-        if place is not None and gradient is None:  # autograd may have written there, and waits for another part
+        if (
+            place is not None and gradient is None
+        ):  # autograd may have written there, and waits for another part
             self.pool.leave(place)
             place = None
         if self.wire.split_phase:
@@ -198,11 +220,14 @@ class Reducing:
             return place, True, self._copy_for_others(number, gradient, place)
         if place is not None:
             self.pool.give(place)
-        message = gradient if gradient is not None else self.shares[number].own.new_zeros(block.padded)
+        message = (
+            gradient if gradient is not None else self.shares[number].own.new_zeros(block.padded)
+        )
         return message, False, []
 
     def _copy_for_others(self, number: int, gradient: Tensor, message: Tensor) -> list[Tensor]:
-        """Copies what other ranks read of a gradient; returns this rank's own chunk, unless that is copied too."""
+        """Copies what other ranks read of a gradient; returns this rank's own chunk, unless that is
+        copied too."""
         share = self.shares[number]
         if gradient.dtype != message.dtype:
             message.copy_(gradient)
@@ -217,7 +242,9 @@ class Reducing:
     def _send_alone(self, number: int, adds: bool) -> _Sent:
         share, (message, pooled, own) = self.shares[number], self._alone(number)
         into = self._into(number, message, adds, False)
-        return _Sent(share, message, into, pooled, adds, self.wire.reduce_scatter(message, into, own))
+        return _Sent(
+            share, message, into, pooled, adds, self.wire.reduce_scatter(message, into, own)
+        )
 
     def _send_rows(self, number: int, carries: bool, adds: bool) -> _Sent:
         share, gradients = self.shares[number], self._take(number)
@@ -234,7 +261,12 @@ class Reducing:
         key = number, tail, message.data_ptr(), into.data_ptr()
         if key not in self._prepared:
             share = self.shares[number]
-            rows = Rows(share.block, tail, message, share.rank if self.wire.split_phase and not tail else None)
+            rows = Rows(
+                share.block,
+                tail,
+                message,
+                share.rank if self.wire.split_phase and not tail else None,
+            )
             self._prepared[key] = _Prepared(rows, self.wire.prepare_reduce_scatter(message, into))
         return self._prepared[key]
 
@@ -290,7 +322,8 @@ class Reducing:
         share.gradient.copy_(reduced)
 
     def finish(self) -> None:
-        """The end of a pass: waits for all sums, sends what was late, and hands the gradients to the optimizer."""
+        """The end of a pass: waits for all sums, sends what was late, and hands the gradients to
+        the optimizer."""
         if self.carrier is None and self.shares:
             device = self.shares[0].own.device
             self._numbers = torch.tensor(self._said(), dtype=torch.float32, device=device)
@@ -298,7 +331,10 @@ class Reducing:
         self._settle_all()
         numbers = self._numbers.tolist() if self._numbers is not None else []
         size = self.wire.group.size if self.wire.mean and self.carrier is not None else 1
-        self.heard, flags = [number * size for number in numbers[: self.tail.length]], numbers[self.tail.length :]
+        self.heard, flags = (
+            [number * size for number in numbers[: self.tail.length]],
+            numbers[self.tail.length :],
+        )
         used = [flag > 0 for flag in flags[: self._first[-1]]]
         for number, late in enumerate(flags[self._first[-1] :]):
             if late:
@@ -319,7 +355,8 @@ class Reducing:
         return [gradient for gradient in found if gradient is not None]
 
     def drop(self) -> None:
-        """Forgets gradients that have not been sent, and in stage 1 the memory of those that have."""
+        """Forgets gradients that have not been sent, and in stage 1 the memory of those that
+        have."""
         self.some_used = False
         for share in self.shares:
             drop_gradients(share.parameters)
@@ -330,7 +367,10 @@ class Reducing:
         self._places.clear()
         kept, self._kept = self._kept, []
         for message, handle in kept:
-            if any(share.gradient is not None and lies_in(share.gradient, message) for share in self.shares):
+            if any(
+                share.gradient is not None and lies_in(share.gradient, message)
+                for share in self.shares
+            ):
                 self._kept.append((message, handle))
             else:
                 self._give(message, handle)

@@ -51,29 +51,35 @@ class ZeroRedundancy:
             optimizer.zero_grad()
 
     Args:
-        model: on one device, the same on all ranks in shapes; rank 0's weights and buffers become everybody's. Which
-            parameters are trained is decided before.
-        optimizer: over parameters of the model, in any groups; or a function that makes one of `model.parameters()`.
-            It must treat every element for itself, as SGD and Adam do. It goes on to be the one to call.
+        model: on one device, the same on all ranks in shapes; rank 0's weights and buffers become
+            everybody's. Which parameters are trained is decided before.
+        optimizer: over parameters of the model, in any groups; or a function that makes one of
+            `model.parameters()`. It must treat every element for itself, as SGD and Adam do. It
+            goes on to be the one to call.
         stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
-        process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`; None is all ranks.
+        process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`;
+            None is all ranks.
         reduce: what becomes of the ranks' gradients: their mean, or their sum.
         precision: "bf16" computes and sends in bfloat16, and updates parameters in their own dtype.
-        units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None chooses.
-        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0 does not. None takes
-            one, but none where the ranks of one host keep all of its cores busy: it would take their time.
-        overlap_gather: in stages 1 and 2 `step` does not wait for the updated parameters, which arrive behind the next
-            forward pass; whoever reads one before waits for it. Where every rank has a host of its own and the backend
-            is dure; elsewhere it changes nothing. Compiled code, and views of parameters that were made before a step,
-            do not wait: call `settle` before they read, and before the process group is destroyed. Ranks must send the
-            same in every step: what is sent is not compared any more.
+        units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None
+            chooses.
+        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0
+            does not. None takes one, but none where the ranks of one host keep all of its cores
+            busy: it would take their time.
+        overlap_gather: in stages 1 and 2 `step` does not wait for the updated parameters, which
+            arrive behind the next forward pass; whoever reads one before waits for it. Where every
+            rank has a host of its own and the backend is dure; elsewhere it changes nothing.
+            Compiled code, and views of parameters that were made before a step, do not wait: call
+            `settle` before they read, and before the process group is destroyed. Ranks must send
+            the same in every step: what is sent is not compared any more.
         algorithm: "native" is the backend's own; "ring" and "one_shot" go over sends.
-        in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share a host and the
-            backend is dure, so that no unit is copied; False gathers copies there too.
+        in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share
+            a host and the backend is dure, so that no unit is copied; False gathers copies there
+            too.
         tail: numbers that travel with a step.
 
-    All ranks run the same loop. One that has no examples in a step calls `take_part` instead of forward and backward.
-    Raises ValueError for what does not fit.
+    All ranks run the same loop. One that has no examples in a step calls `take_part` instead of
+    forward and backward. Raises ValueError for what does not fit.
     """
 
     def __init__(
@@ -98,16 +104,22 @@ class ZeroRedundancy:
         if reduce not in ("mean", "sum"):
             raise ValueError(f"gradients cannot be reduced to a {reduce!r}; choose mean or sum")
         self.model, self.stage, self.group = model, stage, Group.of(process_group)
-        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+        self.optimizer = (
+            optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+        )
         self.device = check_model(model, self.optimizer)
         check_element_wise(self.optimizer)
         check_weights_stay(model, self.group.size)
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
-        self.wire = Wire(self.group, algorithm, prefetch > 0, reduce == "mean", planned=overlap_gather)
+        self.wire = Wire(
+            self.group, algorithm, prefetch > 0, reduce == "mean", planned=overlap_gather
+        )
         for tensor in (*model.parameters(), *model.buffers()):
             self.group.broadcast_values([tensor], counted=False)
         in_place = in_place and algorithm == "native"
-        alone = WORTH_IT // 4 if self.wire.split_phase else ALONE  # shorter ones are copied into a message either way
+        alone = (
+            WORTH_IT // 4 if self.wire.split_phase else ALONE
+        )  # shorter ones are copied into a message either way
         cuts = divide(model, stage, self.group, precision, units, in_place, alone)
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
@@ -139,16 +151,23 @@ class ZeroRedundancy:
         gathering = None
         if self.stage == 3:
             modules = [[self.model.get_submodule(name) for name in cut.modules] for cut in cuts]
-            units = [Unit(i, *each) for i, each in enumerate(zip(modules, [cut.shares for cut in cuts], strict=True))]
+            units = [
+                Unit(i, *each)
+                for i, each in enumerate(zip(modules, [cut.shares for cut in cuts], strict=True))
+            ]
             in_place = all(share.common for share in self.shares)
             gathering = (InPlace if in_place else Gathering)(units, self.wire, self._pool)
         else:
             for share in self.shares:
                 share.install()
         number = {id(share): number for number, share in enumerate(self.trained)}
-        blocks = [[number[id(share)] for share in cut.shares if share.block.trained] for cut in cuts]
+        blocks = [
+            [number[id(share)] for share in cut.shares if share.block.trained] for cut in cuts
+        ]
         orders = Orders(blocks, {unit for unit, cut in enumerate(cuts) if cut.around}, prefetch)
-        return Passes(self.model, self.group, gathering, self.reducing, orders, direct, hurried=self.stage > 1)
+        return Passes(
+            self.model, self.group, gathering, self.reducing, orders, direct, hurried=self.stage > 1
+        )
 
     # What it costs.
 
@@ -158,18 +177,29 @@ class ZeroRedundancy:
         return [share.block for share in self.shares]
 
     def bytes_per_step(self) -> int:
-        """What this rank sends in a step of forward, backward and update. In stage 3, when the order is learned."""
+        """What this rank sends in a step of forward, backward and update. In stage 3, when the
+        order is learned."""
         numbers, carrier, size = self.reducing.length, self.reducing.carrier, self.group.size
         if carrier is None:
             return bytes_sent(self.blocks, self.stage, 0) + 4 * (2 * (size - 1) * numbers // size)
-        return bytes_sent(self.blocks, self.stage, numbers, self.trained[carrier].block.dtype.itemsize)
+        return bytes_sent(
+            self.blocks, self.stage, numbers, self.trained[carrier].block.dtype.itemsize
+        )
 
     def memory(self) -> Memory:
-        """Bytes that this rank holds now: parameters, gradients, the optimizer's state (the masters of mixed precision
-        among it), and buffers for messages and units; not what the user and the model's own buffers hold."""
-        state = [value for one in self.optimizer.state.values() for value in one.values() if isinstance(value, Tensor)]
+        """Bytes that this rank holds now: parameters, gradients, the optimizer's state (the masters
+        of mixed precision among it), and buffers for messages and units; not what the user and the
+        model's own buffers hold."""
+        state = [
+            value
+            for one in self.optimizer.state.values()
+            for value in one.values()
+            if isinstance(value, Tensor)
+        ]
         masters = [share.master for share in self.trained if share.master is not share.own]
-        gradients = [share.gradient for share in self.trained if share.gradient is not None] + self.reducing.local()
+        gradients = [
+            share.gradient for share in self.trained if share.gradient is not None
+        ] + self.reducing.local()
         own = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         divided = {id(parameter) for share in self.shares for parameter in share.parameters}
         whole = [parameter for parameter in self.model.parameters() if id(parameter) not in divided]
@@ -183,7 +213,8 @@ class ZeroRedundancy:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is sent inside is not counted by the group's meter: that of an evaluation, for example."""
+        """What is sent inside is not counted by the group's meter: that of an evaluation, for
+        example."""
         waits, transfers = list(self.wire.waits), list(self.wire.transfers)
         self.settle()
         self.wire.group, before = self._quiet, self.wire.group
@@ -196,7 +227,8 @@ class ZeroRedundancy:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients on this rank, whole; the next one outside sends their sum.
+        """Backward passes inside leave their gradients on this rank, whole; the next one outside
+        sends their sum.
 
         In stage 1 nothing is sent before the step in any case.
         """
@@ -211,16 +243,18 @@ class ZeroRedundancy:
         self.arriving.settle()
 
     def take_part(self, backward: bool = True) -> None:
-        """Takes part in a step of the other ranks for which this one has no examples: it adds zeros.
+        """Takes part in a step of the other ranks for which this one has no examples: it adds
+        zeros.
 
-        In stage 3 layers that a model uses several times in a pass are gathered as often, which nobody can know here:
-        for such a model compute any example, and multiply its loss by 0. backward: False for a forward pass alone, as
-        in an evaluation.
+        In stage 3 layers that a model uses several times in a pass are gathered as often, which
+        nobody can know here: for such a model compute any example, and multiply its loss by 0.
+        backward: False for a forward pass alone, as in an evaluation.
         """
         self.passes.take_part(backward)
 
     def reduce(self) -> None:
-        """Makes sure that the gradients of this step are summed, which in stage 1 is else left to the step."""
+        """Makes sure that the gradients of this step are summed, which in stage 1 is else left to
+        the step."""
         if self.stage == 1 and not self._reduced:
             self.passes.reduce()
             self._reduced = True
@@ -237,19 +271,26 @@ class ZeroRedundancy:
         self._reduced = False
 
     def parts(self) -> list[nn.Parameter]:
-        """What the optimizer updates on this rank: runs of elements of the parameters, with their gradients."""
+        """What the optimizer updates on this rank: runs of elements of the parameters, with their
+        gradients."""
         return [held.part for share in self.trained for held in share.held]
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales the gradients so that their norm over all ranks is `max_norm` at most; returns the norm before.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scales the gradients so that their norm over all ranks is `max_norm` at most; returns the
+        norm before.
 
-        As `torch.nn.utils.clip_grad_norm_`, whose arguments these are. A rank sends one float64 to each other rank.
+        As `torch.nn.utils.clip_grad_norm_`, whose arguments these are. A rank sends one float64 to
+        each other rank.
         """
         self.reduce()
         gradients = [part.grad for part in self.parts() if part.grad is not None]
         total = self._norm(gradients, norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
+            raise RuntimeError(
+                f"the norm of the gradients is {float(total)}, so they cannot be clipped"
+            )
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
@@ -258,7 +299,9 @@ class ZeroRedundancy:
     def _norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
         norms = torch.zeros(1, dtype=torch.float64, device=self.device)
         if gradients:
-            norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients])
+            norms = torch.stack(
+                [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
+            )
         mine = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
         parts = all_gather(mine, self.wire.group, self.wire.algorithm)
         return parts.max() if math.isinf(norm_type) else parts.sum() ** (1 / norm_type)
@@ -270,14 +313,18 @@ class ZeroRedundancy:
             raise RuntimeError("step() inside gathered(), where nothing is divided; leave it first")
         if self._reduced and self.reducing.local():
             raise RuntimeError(
-                "a backward pass came after the gradients were reduced; call step() or zero_grad() before"
+                "a backward pass came after the gradients were reduced; call step() or zero_grad() "
+                "before"
             )
         self.reduce()
         if self.stage > 1 and self.reducing.local():
-            raise RuntimeError("step() after a backward pass inside no_sync(); the last one has to be outside")
+            raise RuntimeError(
+                "step() after a backward pass inside no_sync(); the last one has to be outside"
+            )
         if self.reducing.passes == self._stepped or not self.reducing.some_used:
             raise RuntimeError(
-                "step() before backward(): no rank has a gradient (one without examples calls take_part())"
+                "step() before backward(): no rank has a gradient (one without examples calls "
+                "take_part())"
             )
         self.settle()
         self._whole.meet()  # others may still compute with what is updated now
@@ -289,7 +336,11 @@ class ZeroRedundancy:
         self._whole.meet()
         if self.stage < 3:
             self._check_home()
-            order = [action.number for action in reversed(self.passes.orders.events) if action.kind == "reduce"]
+            order = [
+                action.number
+                for action in reversed(self.passes.orders.events)
+                if action.kind == "reduce"
+            ]
             self.arriving.begin(self.trained[number] for number in order)
 
     def _check_home(self) -> None:
@@ -297,15 +348,20 @@ class ZeroRedundancy:
             assert share.whole is not None
             for parameter, start in zip(share.parameters, share.block.starts, strict=True):
                 if parameter.data_ptr() != share.whole.data_ptr() + start * share.whole.itemsize:
-                    raise RuntimeError("the model was moved or converted after it was divided; do that before")
+                    raise RuntimeError(
+                        "the model was moved or converted after it was divided; do that before"
+                    )
 
     def _gradients_are_divided(self) -> None:
         if self.passes.in_backward():
             return
-        if any(share.accumulates() for share in self.trained) or (self.stage == 1 and self.reducing.local()):
+        if any(share.accumulates() for share in self.trained) or (
+            self.stage == 1 and self.reducing.local()
+        ):
             raise RuntimeError(
                 "gradients are divided over the ranks, and this parameter has none: clip them by "
-                "zero.clip_grad_norm_(), look at those of zero.parts(), forget them by zero.zero_grad()"
+                "zero.clip_grad_norm_(), look at those of zero.parts(), forget them by "
+                "zero.zero_grad()"
             )
 
     # The whole model.
@@ -314,15 +370,16 @@ class ZeroRedundancy:
     def gathered(self) -> Iterator[None]:
         """Inside, every rank has the whole model: to look at, to run without gradients, to change.
 
-        All ranks enter and leave it together. What is changed must be changed on all ranks alike. Needs memory for
-        the whole model.
+        All ranks enter and leave it together. What is changed must be changed on all ranks alike.
+        Needs memory for the whole model.
         """
         self.settle()
         with self._whole.gathered():
             yield
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
-        """The model's whole state_dict, on rank 0; `everywhere`: on every rank. Elsewhere it is empty.
+        """The model's whole state_dict, on rank 0; `everywhere`: on every rank. Elsewhere it is
+        empty.
 
         All ranks call it. Ranks that get nothing need room for one block at a time.
         """
@@ -338,24 +395,29 @@ class ZeroRedundancy:
         self._whole.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0; elsewhere without tensors.
+        """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0; elsewhere
+        without tensors.
 
-        All ranks call it. It loads into the same optimizer of one process, or of any number of ranks.
+        All ranks call it. It loads into the same optimizer of one process, or of any number of
+        ranks.
         """
         return self.division.state_dict(self._quiet)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole state, which every rank gives. Raises ValueError if it does not fit."""
+        """Takes this rank's part of a whole state, which every rank gives. Raises ValueError if it
+        does not fit."""
         self.division.load_state_dict(state)
 
     def save(self, folder: str | Path) -> None:
-        """Writes model and optimizer into a folder that all ranks see, each its part (`zero.checkpoint`)."""
+        """Writes model and optimizer into a folder that all ranks see, each its part
+        (`zero.checkpoint`)."""
         checkpoint.save(Path(folder), self.model, self.shares, self.division, self._quiet)
 
     def load(self, folder: str | Path) -> None:
         """Goes on from what `save` wrote, on however many ranks; every rank reads its part.
 
-        Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or optimizer.
+        Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model
+        or optimizer.
         """
         self.settle()
         self._whole.meet()
@@ -364,36 +426,61 @@ class ZeroRedundancy:
 
 
 def prefetch_of(group: Group, device: torch.device) -> int:
-    """One unit ahead, or none where ranks sum in memory that they share and keep all cores busy; as rank 0 sees it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """One unit ahead, or none where ranks sum in memory that they share and keep all cores busy; as
+    rank 0 sees it."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     here = device.type == "cpu" and len(group.hosts()) == 1 and group.backend(device) == "dure"
     busy = here and cores <= group.size * torch.get_num_threads()
     return 1 - int(group.all_gather_values([float(busy)], "choice of prefetching")[0][0])
 
 
-def check_settings(stage: int, precision: str, prefetch: int | None, overlap_gather: bool = False) -> None:
+def check_settings(
+    stage: int, precision: str, prefetch: int | None, overlap_gather: bool = False
+) -> None:
     """Raises ValueError for settings that there are not."""
     if stage not in get_args(Stage):
         raise ValueError(f"ZeRO has no stage {stage}; choose 1, 2 or 3")
     if precision not in PRECISIONS:
-        raise ValueError(f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}"
+        )
     if prefetch is not None and prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed")
+        raise ValueError(
+            f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed"
+        )
     if overlap_gather and (stage == 3 or prefetch == 0):
-        why = "stage 3 gathers when layers compute" if stage == 3 else "prefetch=0 sends nothing beside the computation"
-        raise ValueError(f"overlap_gather is of stages 1 and 2, beside the computation; {why}: leave it out")
+        why = (
+            "stage 3 gathers when layers compute"
+            if stage == 3
+            else "prefetch=0 sends nothing beside the computation"
+        )
+        raise ValueError(
+            f"overlap_gather is of stages 1 and 2, beside the computation; {why}: leave it out"
+        )
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> torch.device:
-    """The model's device. Raises ValueError if it cannot be divided, or is not what the optimizer is for."""
+    """The model's device. Raises ValueError if it cannot be divided, or is not what the optimizer
+    is for."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError("the model has no trainable parameter")
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1 or "meta" in {device.type for device in devices}:
-        raise ValueError(f"the model's parameters are on {', '.join(map(str, devices))}; move them to one device first")
-    if any(id(parameter) not in parameters for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("the optimizer has parameters that are not the model's, or were divided before")
+        raise ValueError(
+            f"the model's parameters are on {', '.join(map(str, devices))}; move them to one "
+            f"device first"
+        )
+    if any(
+        id(parameter) not in parameters
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
+        raise ValueError(
+            "the optimizer has parameters that are not the model's, or were divided before"
+        )
     return devices.pop()
 
 

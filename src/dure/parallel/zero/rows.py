@@ -1,6 +1,8 @@
-"""The message of a block that is not one parameter alone: its gradients, copied into N rows, one a rank.
+"""The message of a block that is not one parameter alone: its gradients, copied into N rows, one a
+rank.
 
-The row of the rank itself nobody else reads: where a sum can be made of what lies anywhere, it is not copied.
+The row of the rank itself nobody else reads: where a sum can be made of what lies anywhere, it is
+not copied.
 """
 
 from __future__ import annotations
@@ -16,19 +18,22 @@ from dure.parallel.zero.division import Block, Part
 class Rows:
     """Where the gradients of a block go, in a message that may be filled again and again.
 
-    tail: numbers behind each row. own: the rank whose row need not be copied; None if all have to be.
+    tail: numbers behind each row. own: the rank whose row need not be copied; None if all have to
+    be.
     """
 
     def __init__(self, block: Block, tail: int, message: Tensor, own: int | None) -> None:
         rows, self._dtype = message.view(block.ranks, -1), message.dtype
-        filled = [_filled(block, row, parts) for row, parts in zip(rows, block.parts(tail), strict=True)]
+        filled = [
+            _filled(block, row, parts) for row, parts in zip(rows, block.parts(tail), strict=True)
+        ]
         self._own = filled.pop(own) if own is not None else []
         self._others = [place for row in filled for place in row]
         self._tails = rows[:, block.chunk :]
 
     def fill(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Copies the gradients, which are strided; zeros where there is none, and behind them. Returns what together is
-        the row that was not copied, if there is one."""
+        """Copies the gradients, which are strided; zeros where there is none, and behind them.
+        Returns what together is the row that was not copied, if there is one."""
         own = self._whole_row(gradients)
         into, values = [], []
         for place, part in self._others if own else [*self._own, *self._others]:
@@ -43,11 +48,17 @@ class Rows:
         return own
 
     def _whole_row(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The own row as it lies in the gradients; empty if some of it is missing, or has to be converted."""
+        """The own row as it lies in the gradients; empty if some of it is missing, or has to be
+        converted."""
         row = []
         for place, part in self._own:
             gradient = gradients[part.number] if part is not None else place.zero_()
-            if gradient is None or gradient.dtype != self._dtype or not gradient.is_contiguous() or _is_lazy(gradient):
+            if (
+                gradient is None
+                or gradient.dtype != self._dtype
+                or not gradient.is_contiguous()
+                or _is_lazy(gradient)
+            ):
                 return []
             row.append(_run(gradient, part) if part is not None else gradient)
         return row
@@ -57,8 +68,11 @@ class Rows:
         self._tails[:] = torch.tensor(numbers, dtype=self._tails.dtype, device=self._tails.device)
 
 
-def _filled(block: Block, row: Tensor, parts: Sequence[tuple[int, Part | None]]) -> list[tuple[Tensor, Part | None]]:
-    """The places of a row, with what is to be copied there. A whole parameter is copied as it is, in its shape."""
+def _filled(
+    block: Block, row: Tensor, parts: Sequence[tuple[int, Part | None]]
+) -> list[tuple[Tensor, Part | None]]:
+    """The places of a row, with what is to be copied there. A whole parameter is copied as it is,
+    in its shape."""
     places = row.split_with_sizes([length for length, _ in parts])
     return [
         (place.view(block.shapes[part.number]) if part is not None and part.whole else place, part)

@@ -1,4 +1,5 @@
-"""What a rank holds of a block: its chunk of the parameters, of their gradients, and what the optimizer updates."""
+"""What a rank holds of a block: its chunk of the parameters, of their gradients, and what the
+optimizer updates."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from dure.parallel.zero.division import Block, Piece
 
 
 class Held(NamedTuple):
-    """A piece of a parameter that this rank updates. place: the parameter's in the block. part: what the
-    optimizer is given: of one dimension, or none for a single number."""
+    """A piece of a parameter that this rank updates. place: the parameter's in the block. part:
+    what the optimizer is given: of one dimension, or none for a single number."""
 
     place: int
     piece: Piece
@@ -25,19 +26,26 @@ class Held(NamedTuple):
 class Share:
     """Rank `rank`'s share of a block; the parameters are taken over.
 
-    own: the chunk, in the dtype in which it is gathered. whole: where the rank has all chunks for good: its own copy in
-    stages 1 and 2; in stage 3 memory that is `common` to all ranks, of which each writes its chunk. master: the chunk
-    that the optimizer updates: `own`, or a copy in more digits. gradient: the sum that belongs to it, in the master's
-    dtype; None before there is one.
+    own: the chunk, in the dtype in which it is gathered. whole: where the rank has all chunks for
+    good: its own copy in stages 1 and 2; in stage 3 memory that is `common` to all ranks, of which
+    each writes its chunk. master: the chunk that the optimizer updates: `own`, or a copy in more
+    digits. gradient: the sum that belongs to it, in the master's dtype; None before there is one.
     """
 
     def __init__(
-        self, block: Block, parameters: Sequence[nn.Parameter], rank: int, memory: Tensor, common: bool = False
+        self,
+        block: Block,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        memory: Tensor,
+        common: bool = False,
     ) -> None:
         """memory: of one chunk, or of all chunks."""
         self.block, self.parameters, self.rank, self.common = block, list(parameters), rank, common
         self.whole = memory if block.ranks == 1 or memory.numel() > block.chunk else None
-        self.own = memory if self.whole is None else memory[rank * block.chunk : (rank + 1) * block.chunk]
+        self.own = (
+            memory if self.whole is None else memory[rank * block.chunk : (rank + 1) * block.chunk]
+        )
         self._places = list(zip(block.starts, block.lengths, block.shapes, strict=True))
         self.gradient: Tensor | None = None
         self._cut: Tensor | None = None  # the gradient that `_pieces` are of
@@ -50,7 +58,9 @@ class Share:
             for index in range(len(parameters)):
                 piece = block.piece(index, rank)
                 if piece is not None:
-                    self.held.append(Held(index, piece, nn.Parameter(self.part(self.master, index, piece))))
+                    self.held.append(
+                        Held(index, piece, nn.Parameter(self.part(self.master, index, piece)))
+                    )
 
     @staticmethod
     def of(chunk: Tensor, piece: Piece) -> Tensor:
@@ -89,7 +99,9 @@ class Share:
         if self.whole is None or self.common:
             return
         self.whole[self.block.elements :].zero_()
-        for name, length, view in zip(self.block.names, self.block.lengths, self.views(self.whole), strict=True):
+        for name, length, view in zip(
+            self.block.names, self.block.lengths, self.views(self.whole), strict=True
+        ):
             view.copy_(read(name, 0, length).view(view.shape))
 
     @torch.no_grad()
@@ -121,9 +133,9 @@ class Share:
 class Pool:
     """Buffers that are used again and again, so that no memory has to be made anew in every step.
 
-    The smallest free buffer that is large enough is taken; if there is none, a larger one is made in place of the
-    largest free one. So there are as many as were ever in use at once, and what is asked for again has the same view of
-    it. shared: where other ranks can read them.
+    The smallest free buffer that is large enough is taken; if there is none, a larger one is made
+    in place of the largest free one. So there are as many as were ever in use at once, and what is
+    asked for again has the same view of it. shared: where other ranks can read them.
     """
 
     def __init__(self, device: torch.device, shared: bool = False) -> None:
@@ -131,11 +143,15 @@ class Pool:
         self.free: list[Tensor] = []  # by size
         self.used: dict[int, Tensor] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self.before_change: Callable[[], None] = lambda: None  # called before a buffer is dropped, or left
+        self.before_change: Callable[[], None] = lambda: (
+            None
+        )  # called before a buffer is dropped, or left
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         nbytes = elements * dtype.itemsize
-        place = next((place for place, buffer in enumerate(self.free) if buffer.numel() >= nbytes), None)
+        place = next(
+            (place for place, buffer in enumerate(self.free) if buffer.numel() >= nbytes), None
+        )
         if place is not None:
             buffer = self.free.pop(place)
         else:

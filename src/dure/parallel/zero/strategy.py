@@ -1,9 +1,11 @@
-"""ZeRO for `dure.train`: data parallel in which every rank holds its part of what they would all hold alike.
+"""ZeRO for `dure.train`: data parallel in which every rank holds its part of what they would all
+hold alike.
 
-The joint batch is divided as in data parallel (`dure.parallel.data`), so N ranks walk the path of one worker. What all
-ranks have to agree on travels in the tail of a step's last message: rank 0's wishes, the loss of every rank, when each
-arrived, and which buffers rank 0's forward has changed; these follow in a broadcast. Evaluations gather units as a
-forward pass does, and checkpoints gather the optimizer's state to whole tensors, block by block: neither is counted.
+The joint batch is divided as in data parallel (`dure.parallel.data.strategy`), so N ranks walk the
+path of one worker. What all ranks have to agree on travels in the tail of a step's last message:
+rank 0's wishes, the loss of every rank, when each arrived, and which buffers rank 0's forward has
+changed; these follow in a broadcast. Evaluations gather units as a forward pass does, and
+checkpoints gather the optimizer's state to whole tensors, block by block: neither is counted.
 """
 
 from __future__ import annotations
@@ -17,23 +19,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.buffers import load_passing_buffers, passing_buffers
 from dure.collectives.arguments import check_algorithm
-from dure.counted import loss_of
+from dure.contracts.strategy import Kind, Learner, Place, Progress
+from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.data.partition import Description
-from dure.devices import to_cpu, to_device
 from dure.errors import LossNotFiniteError
-from dure.evaluation import evaluate
-from dure.parallel.single import SingleLearner, check_gradient
+from dure.machine.devices import to_cpu, to_device
+from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import Speaker, check_weights_stay
 from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Tail
 from dure.parallel.zero.redundancy import ZeroRedundancy, check_settings
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
-from dure.strategy import Kind, Learner, Place, Progress
-from dure.task import Task
+from dure.tasks.evaluation import evaluate
+from dure.tasks.loss_shares import loss_of
+from dure.tensors.buffers import load_passing_buffers, passing_buffers
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,16 @@ class ZeRO:
         stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
         batch_size: examples of a step over all workers together; None is all the data.
         algorithm: how sums and parameters travel: native (the backend's own), ring or one_shot.
-        accumulate: pieces in which a worker computes its part of a batch, one after another. From stage 2 on each is
-            reduced at once, so that memory stays what it is.
+        accumulate: pieces in which a worker computes its part of a batch, one after another. From
+            stage 2 on each is reduced at once, so that memory stays what it is.
         clip_norm: the largest norm that a step's gradient may have; by default any.
         precision: full, or bf16 to compute in bfloat16 and update in full.
         unit_size: elements that are gathered at once in stage 3; by default a million.
-        prefetch: units gathered ahead in stage 3, beside the computation; by default one, or none on busy cores.
-        overlap_gather: in stages 1 and 2 updated parameters arrive behind the next forward pass, where every rank has a
-            host of its own and the backend is dure (`ZeroRedundancy`); elsewhere it changes nothing.
+        prefetch: units gathered ahead in stage 3, beside the computation; by default one, or none
+            on busy cores.
+        overlap_gather: in stages 1 and 2 updated parameters arrive behind the next forward pass,
+            where every rank has a host of its own and the backend is dure (`ZeroRedundancy`);
+            elsewhere it changes nothing.
     """
 
     stage: Stage = 2
@@ -92,7 +96,8 @@ class ZeRO:
 
 
 class ZeROLearner(SingleLearner):
-    """SGD over a model that is divided. `self.model` and `self.optimizer` are the task's own, divided in place."""
+    """SGD over a model that is divided. `self.model` and `self.optimizer` are the task's own,
+    divided in place."""
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
@@ -130,7 +135,9 @@ class ZeROLearner(SingleLearner):
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
                 self.backward(piece, self.shares.of(piece, indices))
-            elif self.strategy.stage == 3:  # all gather the same units in the same order, whatever the model does
+            elif (
+                self.strategy.stage == 3
+            ):  # all gather the same units in the same order, whatever the model does
                 self.backward(indices[:1], 0.0)
             else:
                 self.zero.take_part()
@@ -141,17 +148,22 @@ class ZeROLearner(SingleLearner):
         self._account(arrival)
         for rank, loss in enumerate(losses):
             if not math.isfinite(loss):  # nobody can save the last good state alone
-                raise LossNotFiniteError(loss, f"rank {rank}", f"step {self.step + 1}", intact=False)
+                raise LossNotFiniteError(
+                    loss, f"rank {rank}", f"step {self.step + 1}", intact=False
+                )
         if any(changed):
             started = time.perf_counter()
             self.buffers.take(self.group, changed)
-            self.group.meter.communication("broadcast of buffers", started, time.perf_counter(), self.step + 1)
+            self.group.meter.communication(
+                "broadcast of buffers", started, time.perf_counter(), self.step + 1
+            )
         if self.strategy.clip_norm is not None:
             self.zero.clip_grad_norm_(self.strategy.clip_norm)
         return Progress(sum(losses), len(indices), wish)
 
     def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward; the loss is said in the tail of the last message, so before backward ends."""
+        """Forward and backward; the loss is said in the tail of the last message, so before
+        backward ends."""
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         loss = loss_of(self.task.loss, self.model(inputs), targets, share)
@@ -165,7 +177,8 @@ class ZeROLearner(SingleLearner):
         return value
 
     def _say(self) -> list[float]:
-        """The tail: a wish; a loss and a time of arrival a rank, in whole seconds and the rest; a flag a buffer."""
+        """The tail: a wish; a loss and a time of arrival a rank, in whole seconds and the rest; a
+        flag a buffer."""
         size, rank = self.group.size, self.group.rank
         numbers = [0.0] * (1 + 3 * size)
         whole, rest = divmod(self._now() - self.started, 1.0)
@@ -175,11 +188,17 @@ class ZeROLearner(SingleLearner):
         return [*numbers, *map(float, changed)]
 
     def _heard(self) -> tuple[list[float], int, float, list[bool]]:
-        """(loss of each rank, wish, last arrival on this machine's clock, which buffers have changed)."""
+        """(loss of each rank, wish, last arrival on this machine's clock, which buffers have
+        changed)."""
         numbers, size = self.zero.reducing.heard, self.group.size
         rows = [numbers[1 + 3 * rank : 4 + 3 * rank] for rank in range(size)]
         arrival = max(whole + rest for _, whole, rest in rows) + self.started - self.clock_offset
-        return [row[0] for row in rows], int(numbers[0]), arrival, [flag > 0 for flag in numbers[1 + 3 * size :]]
+        return (
+            [row[0] for row in rows],
+            int(numbers[0]),
+            arrival,
+            [flag > 0 for flag in numbers[1 + 3 * size :]],
+        )
 
     def _account(self, arrival: float | None = None) -> None:
         """What the program waited for was counted as computing."""
@@ -193,7 +212,11 @@ class ZeROLearner(SingleLearner):
     def evaluate(self) -> dict[str, float]:
         def idle() -> None:
             if self.strategy.stage == 3 and self.test_examples is not None:
-                self.model(to_device(self.test_examples.batch(torch.zeros(1, dtype=torch.int64))[0], self.device))
+                self.model(
+                    to_device(
+                        self.test_examples.batch(torch.zeros(1, dtype=torch.int64))[0], self.device
+                    )
+                )
 
         with self.zero.uncounted():
             return evaluate(self.task, self.model, self.test_examples, self.group, self.step, idle)

@@ -1,10 +1,12 @@
-"""In which order units are gathered and blocks reduced: one list for all ranks, which each follows at its own pace.
+"""In which order units are gathered and blocks reduced: one list for all ranks, which each follows
+at its own pace.
 
-Ranks find each other's messages by nothing but their order, and they need not compute the same: one has no examples
-today, another does not use a branch of the model. So every rank issues the messages of a pass in the same fixed order,
-each exactly once, whatever it needs itself. A gathering may be issued early (prefetching); a reduction when the
-block's gradients are there. A rank that needs a unit behind a reduction for which it is not ready sends what it has:
-the gradients that come afterwards are *late*, and are sent in a second round, of which all ranks learn from the tail.
+Ranks find each other's messages by nothing but their order, and they need not compute the same: one
+has no examples today, another does not use a branch of the model. So every rank issues the messages
+of a pass in the same fixed order, each exactly once, whatever it needs itself. A gathering may be
+issued early (prefetching); a reduction when the block's gradients are there. A rank that needs a
+unit behind a reduction for which it is not ready sends what it has: the gradients that come
+afterwards are *late*, and are sent in a second round, of which all ranks learn from the tail.
 
     gather 3 | gather 2 | reduce 3 | gather 1 | reduce 2 | reduce 1         a backward pass over three units, prefetch 1
 
@@ -18,7 +20,8 @@ from typing import Literal, NamedTuple
 
 
 class Action(NamedTuple):
-    """One message of a pass. number: of the unit that is gathered, or of the block that is reduced."""
+    """One message of a pass. number: of the unit that is gathered, or of the block that is
+    reduced."""
 
     kind: Literal["gather", "reduce"]
     number: int
@@ -30,8 +33,8 @@ def forward_order(units: Sequence[int]) -> list[Action]:
 
 
 def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
-    """A backward pass from its events in order: a unit is needed, a block is ready. Gatherings are moved ahead, so that
-    `prefetch` of them are behind the one that is needed."""
+    """A backward pass from its events in order: a unit is needed, a block is ready. Gatherings are
+    moved ahead, so that `prefetch` of them are behind the one that is needed."""
     gathers = [action for action in events if action.kind == "gather"]
     order: list[Action] = []
     needed = placed = 0
@@ -47,7 +50,8 @@ def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
 
 
 def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int]) -> list[Action]:
-    """The events of a backward pass that nobody has seen: units in reverse, those around others first and last.
+    """The events of a backward pass that nobody has seen: units in reverse, those around others
+    first and last.
 
     units: in forward order. blocks: the blocks of each unit that have gradients.
     """
@@ -62,15 +66,23 @@ def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int
     return events
 
 
-def completed(events: Sequence[Action], everything: Sequence[Action], carrier: int | None) -> list[Action]:
-    """The events of a pass, each once, and behind them what did not happen; the block that carries the tail is last."""
+def completed(
+    events: Sequence[Action], everything: Sequence[Action], carrier: int | None
+) -> list[Action]:
+    """The events of a pass, each once, and behind them what did not happen; the block that carries
+    the tail is last."""
     seen = list(dict.fromkeys([*events, *everything]))
-    last = [action for action in seen if action == Action("reduce", carrier if carrier is not None else -1)]
+    last = [
+        action
+        for action in seen
+        if action == Action("reduce", carrier if carrier is not None else -1)
+    ]
     return [action for action in seen if action not in last] + last
 
 
 class Sweep:
-    """One pass through an order. `gather` and `reduce` issue a message; `ready` tells whether a block is complete.
+    """One pass through an order. `gather` and `reduce` issue a message; `ready` tells whether a
+    block is complete.
 
     prefetch: units that are gathered ahead of the one that is needed.
     """
@@ -88,7 +100,9 @@ class Sweep:
         self.position = 0
         self.forced: set[int] = set()
         self._ahead: set[int] = set()
-        self._place = {action.number: place for place, action in enumerate(order) if action.kind == "gather"}
+        self._place = {
+            action.number: place for place, action in enumerate(order) if action.kind == "gather"
+        }
 
     def has_gathered(self, unit: int) -> bool:
         """Whether the unit's turn in this pass is over, or it has none."""

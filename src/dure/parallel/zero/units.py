@@ -1,10 +1,11 @@
 """Units: which parameters are gathered together, and for which modules.
 
-A unit is a module with all its parameters, or several small neighbours. Modules are opened from the root down until
-what is inside has at most `limit` elements, or until a module has most of its parameters of its own and no parts to
-speak of, as a linear layer. What a module that was opened holds itself (a class token, a position table) is a unit of
-its own, gathered for as long as that module runs. A parameter that several units use belongs to the nearest module
-that contains all of them.
+A unit is a module with all its parameters, or several small neighbours. Modules are opened from the
+root down until what is inside has at most `limit` elements, or until a module has most of its
+parameters of its own and no parts to speak of, as a linear layer. What a module that was opened
+holds itself (a class token, a position table) is a unit of its own, gathered for as long as that
+module runs. A parameter that several units use belongs to the nearest module that contains all of
+them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _OWN = 0.25
 
 @dataclass
 class Plan:
-    """One unit. modules: names of those that need it. parameters: by name, in order. around: whether modules inside
-    of which other units are used need it, so that it is there from first to last."""
+    """One unit. modules: names of those that need it. parameters: by name, in order. around:
+    whether modules inside of which other units are used need it, so that it is there from first to
+    last."""
 
     modules: list[str]
     parameters: list[str]
@@ -32,11 +34,13 @@ class Plan:
 
 
 Units = int | Iterable[type[nn.Module]] | None
-"""How a model is cut: elements that a unit has at most, or the kinds of modules that are units; None chooses."""
+"""How a model is cut: elements that a unit has at most, or the kinds of modules that are units;
+None chooses."""
 
 
 def plan_units(model: nn.Module, units: Units = None) -> list[Plan]:
-    """The units of a model, in the order of its modules. Every parameter is in exactly one of them."""
+    """The units of a model, in the order of its modules. Every parameter is in exactly one of
+    them."""
     planner = _Planner(model, units)
     plans = planner.open("", model)
     return planner.settle_shared(plans)
@@ -51,7 +55,9 @@ class _Planner:
         self.limit = UNIT if units is None else 0
         if isinstance(units, int):
             if units < 1:
-                raise ValueError(f"a unit of {units} elements holds nothing; choose at least 1, or None")
+                raise ValueError(
+                    f"a unit of {units} elements holds nothing; choose at least 1, or None"
+                )
             self.limit = units
         elif units is not None:
             self.kinds = tuple(units)
@@ -74,7 +80,9 @@ class _Planner:
             return []
         if self.kinds and not any(isinstance(part, self.kinds) for part in module.modules()):
             return [Plan([""], inside, around=True)]
-        parts = [(f"{name}.{part}" if name else part, child) for part, child in module.named_children()]
+        parts = [
+            (f"{name}.{part}" if name else part, child) for part, child in module.named_children()
+        ]
         parts = [(part, child) for part, child in parts if self.inside(child)]
         if self._is_unit(module, inside, direct) or not parts:
             return [Plan([name], inside)]
@@ -104,7 +112,8 @@ class _Planner:
         return merged
 
     def settle_shared(self, plans: list[Plan]) -> list[Plan]:
-        """One unit around each module; and parameters that several units use go to the nearest module around them."""
+        """One unit around each module; and parameters that several units use go to the nearest
+        module around them."""
         around = {plan.modules[0]: plan for plan in reversed(plans) if plan.around}
         for plan in plans:
             if plan.around and plan is not around[plan.modules[0]]:
@@ -122,7 +131,9 @@ class _Planner:
             home = _common([module for plan in using for module in plan.modules])
             if not any(plan.around and plan.modules == [home] for plan in plans):
                 plans.insert(min(map(plans.index, using)), Plan([home], [], around=True))
-            next(plan for plan in plans if plan.around and plan.modules == [home]).parameters.append(parameter)
+            next(
+                plan for plan in plans if plan.around and plan.modules == [home]
+            ).parameters.append(parameter)
         for plan in plans:
             plan.parameters = list(dict.fromkeys(plan.parameters))
         return [plan for plan in plans if plan.parameters]

@@ -22,14 +22,20 @@ class Whole:
     """The undivided model. group: whose meter counts nothing that matters."""
 
     def __init__(
-        self, model: nn.Module, shares: Sequence[Share], passes: Passes, group: Group, algorithm: Algorithm
+        self,
+        model: nn.Module,
+        shares: Sequence[Share],
+        passes: Passes,
+        group: Group,
+        algorithm: Algorithm,
     ) -> None:
         self.model, self.shares, self.passes = model, list(shares), passes
         self.wire = Wire(group, algorithm, beside=False)
 
     @torch.no_grad()
     def values(self, share: Share) -> list[Tensor]:
-        """A block's parameters in their own dtype; in stages 1 and 2 the model's own memory, if that is it."""
+        """A block's parameters in their own dtype; in stages 1 and 2 the model's own memory, if
+        that is it."""
         if share.whole is not None and share.master is share.own:
             return share.views(share.whole.clone() if share.common else share.whole)
         whole = torch.empty(share.block.padded, dtype=share.block.master, device=share.own.device)
@@ -40,7 +46,9 @@ class Whole:
     def gathered(self) -> Iterator[None]:
         """Inside, the model is whole on every rank."""
         if self.passes.scope is not None or self.passes.in_backward():
-            raise RuntimeError("gathered() inside the model's forward or backward pass: call it before or after")
+            raise RuntimeError(
+                "gathered() inside the model's forward or backward pass: call it before or after"
+            )
         if self.passes.rests:
             raise RuntimeError("gathered() inside gathered()")
         values = {id(share): self.values(share) for share in self.shares}
@@ -77,13 +85,15 @@ class Whole:
         self.meet()
 
     def meet(self) -> None:
-        """Where memory is common: nobody writes before all have read, and nobody reads before all have written."""
+        """Where memory is common: nobody writes before all have read, and nobody reads before all
+        have written."""
         if any(share.common for share in self.shares):
             self.wire.meet()
 
     @torch.no_grad()
     def state_dict(self, everywhere: bool) -> dict[str, Any]:
-        """The model's state_dict in memory of its own: on rank 0, or on every rank; elsewhere empty. All call it."""
+        """The model's state_dict in memory of its own: on rank 0, or on every rank; elsewhere
+        empty. All call it."""
         keeps = everywhere or self.wire.group.rank == 0
         found = {}
         for share in self.shares:
@@ -109,14 +119,17 @@ class Whole:
         known: dict[str, Any] = self.model.state_dict(keep_vars=True)
         missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
         if missing or unknown:
-            raise ValueError(f"this state_dict is not the model's: missing {missing}, unknown {unknown}")
+            raise ValueError(
+                f"this state_dict is not the model's: missing {missing}, unknown {unknown}"
+            )
         divided = {id(parameter) for share in self.shares for parameter in share.parameters}
         values: dict[int, Tensor] = {}
         for name, own in known.items():
             if id(own) in divided:
                 if tuple(state[name].shape) != tuple(own.shape):
                     raise ValueError(
-                        f"{name} has the shape {tuple(state[name].shape)} here, {tuple(own.shape)} in the model"
+                        f"{name} has the shape {tuple(state[name].shape)} here, {tuple(own.shape)} "
+                        f"in the model"
                     )
                 values[id(own)] = state[name]
         self.meet()

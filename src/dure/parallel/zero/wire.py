@@ -1,4 +1,5 @@
-"""What ZeRO sends: reduce-scatters and all-gathers of equal chunks, in place, at once or beside the program."""
+"""What ZeRO sends: reduce-scatters and all-gathers of equal chunks, in place, at once or beside the
+program."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives import native, one_shot, ring
+from dure.collectives.algorithms import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
@@ -34,7 +35,8 @@ class Span(NamedTuple):
 
 
 class Later(Handle[None]):
-    """What is begun, and ended by who waits for it. is_read: whether the message may be written to again."""
+    """What is begun, and ended by who waits for it. is_read: whether the message may be written to
+    again."""
 
     def __init__(self, end: Callable[[], None], is_read: Callable[[], bool] = lambda: True) -> None:
         self._rest: Callable[[], None] | None = end
@@ -58,19 +60,27 @@ def _failed() -> None:
 
 
 class Wire:
-    """Messages of one group. beside: whether they travel beside the program, in the order of their issue.
+    """Messages of one group. beside: whether they travel beside the program, in the order of their
+    issue.
 
-    split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared memory, where the
-    others read it, maybe after this rank has ended it. planned: whether all that goes beside is begun at once, by the
-    order that all ranks follow, and ended by who waits for it: if that is asked for, where each has a host of its own.
-    Nobody checks then that all have begun the same.
+    split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared
+    memory, where the others read it, maybe after this rank has ended it. planned: whether all that
+    goes beside is begun at once, by the order that all ranks follow, and ended by who waits for it:
+    if that is asked for, where each has a host of its own. Nobody checks then that all have begun
+    the same.
 
-    mean: whether sums of gradients are divided by N. transfers: those that have ended since they were last asked for;
+    mean: whether sums of gradients are divided by N. transfers: those that have ended since they
+        were last asked for;
     waits: when the program waited for one.
     """
 
     def __init__(
-        self, group: Group, algorithm: Algorithm, beside: bool, mean: bool = False, planned: bool = False
+        self,
+        group: Group,
+        algorithm: Algorithm,
+        beside: bool,
+        mean: bool = False,
+        planned: bool = False,
     ) -> None:
         check_algorithm("way to send", algorithm, ALGORITHMS)
         self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
@@ -78,13 +88,17 @@ class Wire:
         self.planned = planned and beside and algorithm == "native" and native.is_planned(group)
         self._last_end = 0.0
         self.split_phase = (
-            not beside and algorithm == "native" and isinstance(backend, SharedMemoryGroup) and backend.split_phase
+            not beside
+            and algorithm == "native"
+            and isinstance(backend, SharedMemoryGroup)
+            and backend.split_phase
         )
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
 
     def all_gather(self, whole: Tensor, own: Tensor) -> Handle[None]:
-        """Fills `whole`, N chunks, with the ranks' `own`, each of one chunk; `own` may be its place in `whole`."""
+        """Fills `whole`, N chunks, with the ranks' `own`, each of one chunk; `own` may be its place
+        in `whole`."""
         if self.planned and whole.numel():
             return self._begin_all_gather(whole, own)
         chunks = list(whole.view(self.group.size, -1))
@@ -107,17 +121,24 @@ class Wire:
             whole.copy_(own)
         return self._send("all-gather", work, whole)
 
-    def reduce_scatter(self, message: Tensor, into: Tensor, own: Sequence[Tensor] = ()) -> Handle[None]:
-        """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be that very chunk.
+    def reduce_scatter(
+        self, message: Tensor, into: Tensor, own: Sequence[Tensor] = ()
+    ) -> Handle[None]:
+        """`into` becomes the sum, or mean, of the ranks' chunk r of `message` on rank r; it may be
+        that very chunk.
 
-        own: contiguous tensors that together are this rank's own chunk, where that is not in the message; only where
-        calls are `split_phase`.
+        own: contiguous tensors that together are this rank's own chunk, where that is not in the
+        message; only where calls are `split_phase`.
         """
         return self.prepare_reduce_scatter(message, into)(own)
 
     def _reduce_scatter(self, message: Tensor, into: Tensor) -> Handle[None]:
         chunks = list(message.view(self.group.size, -1))
-        divides = self.mean and self.algorithm == "native" and self.group.backend(message.device) in _AVERAGING
+        divides = (
+            self.mean
+            and self.algorithm == "native"
+            and self.group.backend(message.device) in _AVERAGING
+        )
 
         def work() -> None:
             if self.algorithm == "native":
@@ -135,8 +156,11 @@ class Wire:
             into.copy_(chunks[0])
         return self._send("reduce-scatter", work, message)
 
-    def prepare_reduce_scatter(self, message: Tensor, into: Tensor) -> Callable[[Sequence[Tensor]], Handle[None]]:
-        """`reduce_scatter` of the same tensors again and again, by calling what is returned with what is own.
+    def prepare_reduce_scatter(
+        self, message: Tensor, into: Tensor
+    ) -> Callable[[Sequence[Tensor]], Handle[None]]:
+        """`reduce_scatter` of the same tensors again and again, by calling what is returned with
+        what is own.
 
         Where calls are not `split_phase` all lies in the message, and nothing else is looked at.
         """
@@ -162,7 +186,8 @@ class Wire:
         return Later(self._ending(name, end))
 
     def _plainly(self, name: str, work: Callable[[], Value]) -> Value:
-        """`Group.perform` for what the backend dure does with memory alone, in the way of a backward pass."""
+        """`Group.perform` for what the backend dure does with memory alone, in the way of a
+        backward pass."""
         self.group.settle()
         with self.group.during(name):
             return work()
@@ -190,7 +215,8 @@ class Wire:
             self.waits.append(Span("wait for all ranks", started, time.perf_counter()))
 
     def count(self, chunk: Tensor) -> None:
-        """The backend does not tell what it sends; whatever it does, N-1 chunks have to leave and to come."""
+        """The backend does not tell what it sends; whatever it does, N-1 chunks have to leave and
+        to come."""
         if chunk.numel():
             for _ in range(self.group.size - 1):
                 self.group.meter.sent(chunk.nbytes)
@@ -225,10 +251,11 @@ class Wire:
             self.waits.append(Span(f"wait for {what}", started, time.perf_counter()))
 
     def account(self, step: int, arrival: float | None = None) -> float:
-        """Tells the meter what was sent since the last call; returns the seconds that the program waited.
+        """Tells the meter what was sent since the last call; returns the seconds that the program
+        waited.
 
-        arrival: when the last rank came to the last message: until then this one was idle. Transfers during which the
-        program did not wait are hidden.
+        arrival: when the last rank came to the last message: until then this one was idle.
+        Transfers during which the program did not wait are hidden.
         """
         waits, transfers, meter = self.waits, self.transfers[:], self.group.meter
         self.waits = []
@@ -238,7 +265,9 @@ class Wire:
             meter.communication(wait.name, wait.start, wait.end, step, last)
         if self.beside:
             for transfer in transfers:
-                shown = sum(max(0.0, min(w.end, transfer.end) - max(w.start, transfer.start)) for w in waits)
+                shown = sum(
+                    max(0.0, min(w.end, transfer.end) - max(w.start, transfer.start)) for w in waits
+                )
                 meter.counters.hidden_seconds += max(0.0, transfer.end - transfer.start - shown)
                 lane = f"{meter.name}, beside"
                 meter.mark(transfer.name, "communication", transfer.start, transfer.end, step, lane)

@@ -1,0 +1,95 @@
+"""How far a reader walks: the files and functions of dure that one step, or one round, passes.
+
+    step     data parallel by ring all-reduce on two processes, rank 0, its main thread
+    round    FedAvg with ten clients, all of them asked, in the simulation
+
+Counted are calls of functions that are defined in dure, after a few steps, in `Learner.advance` and
+all that it calls: no evaluation, no checkpoint. Lambdas and comprehensions count as calls too.
+
+    python benchmarks/way_of_a_step.py [--list] > benchmarks/results/way_of_a_step.json
+
+--list prints every file with its functions, in the order in which they are first called. The result
+goes to standard output as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import dure
+from dure.contracts.strategy import Place, Strategy, World
+
+SOURCE = Path(dure.__file__).parent
+WARM = 4
+"""Steps before the one that is counted."""
+
+
+def walked(strategy: Strategy, world: World) -> list[tuple[str, str]]:
+    """(file, function) of every call, in order, in one step of `strategy`."""
+    task = dure.load_task("digits")
+
+    def program(place: Place) -> list[tuple[str, str]]:
+        learner = strategy.learner(task, place, 0)
+        for _ in range(WARM):
+            learner.advance(0)
+        calls: list[tuple[str, str]] = []
+
+        def saw(frame: FrameType, event: str, argument: Any) -> None:
+            file = Path(frame.f_code.co_filename)
+            if event == "call" and file.is_relative_to(SOURCE):
+                calls.append((str(file.relative_to(SOURCE)), frame.f_code.co_name))
+
+        sys.setprofile(saw)
+        try:
+            learner.advance(0)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    return world.run(program, lambda event: None)
+
+
+def summary(calls: list[tuple[str, str]]) -> dict[str, int]:
+    return {
+        "files": len({file for file, _ in calls}),
+        "functions": len(set(calls)),
+        "calls": len(calls),
+    }
+
+
+def show(name: str, calls: list[tuple[str, str]], listed: bool) -> None:
+    counts = Counter(calls)
+    print(name, summary(calls), file=sys.stderr)
+    for file in dict.fromkeys(file for file, _ in calls) if listed else ():
+        functions = [
+            f"{function} {counts[place, function]}"
+            for place, function in dict.fromkeys(calls)
+            if place == file
+        ]
+        print(f"  {file}: {', '.join(functions)}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="every file and its functions")
+    asked = parser.parse_args()
+    ways = {
+        "step": walked(dure.DataParallel(all_reduce="ring"), dure.Processes(2)),
+        "round": walked(dure.FedAvg(clients=10), dure.Simulated()),
+    }
+    for name, calls in ways.items():
+        show(name, calls, asked.list)
+    json.dump({name: summary(calls) for name, calls in ways.items()}, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a person types, and what the terminal shows."""

@@ -1,0 +1,293 @@
+"""The flags of the command line: dataclasses, and the parsing of several of them at once.
+
+A strategy's fields, the parameters of a task's function, and the options below share one level of
+flags. tyro makes flags of them, with help from their docstrings; what it complains of is told in
+one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+if TYPE_CHECKING:
+    from dure.contracts.stop import Stop
+
+WorldName = Literal["processes", "threads"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When the run ends, whichever comes first; ten epochs if nothing is said.
+
+    Args:
+        epochs: passes over the training data, counted in examples over all workers.
+        steps: optimizer steps, for systems that count steps.
+        rounds: federated rounds, for systems that count rounds.
+        seconds: training time, evaluation and checkpoints left out.
+        target: METRIC=VALUE, as test_accuracy=0.99; several must all be reached.
+    """
+
+    epochs: float | None = None
+    steps: int | None = None
+    rounds: int | None = None
+    seconds: float | None = None
+    target: tuple[str, ...] = ()
+
+    def stop(self, epochs: float = 10) -> Stop:
+        """The limits; `epochs` is the default if none is given."""
+        from dure.contracts.stop import Stop
+
+        target: dict[str, float] = {}
+        for text in self.target:
+            name, _, value = text.partition("=")
+            try:
+                target[name] = float(value)
+            except ValueError:
+                raise ValueError(
+                    f"--target {text}: it is METRIC=VALUE, as test_accuracy=0.99"
+                ) from None
+        limits = Stop(self.epochs, self.steps, self.rounds, self.seconds, target or None)
+        return Stop(epochs=epochs) if limits == Stop() else limits
+
+
+@dataclass(frozen=True)
+class WorldOptions:
+    """Who takes part.
+
+    Args:
+        workers: ranks or threads, for systems that divide the work; one a core by default.
+        world: whether the workers are processes or threads, for systems that live in both.
+        devices: where threads compute, as cpu or cuda:0 cuda:1; GPUs by default where there are.
+        deadline: seconds that a rank waits for a silent peer.
+        backend: what carries the bytes between ranks: dure through shared memory, gloo through
+            sockets.
+    """
+
+    workers: int | None = None
+    world: WorldName | None = None
+    devices: tuple[str, ...] = ()
+    deadline: float = 60.0
+    backend: Literal["dure", "gloo"] = "dure"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to run it.
+
+    Args:
+        seed: of weights, order of examples, sampling and dropout; same seed, same bits.
+        out: the run folder; by default a new one in runs/. Under torchrun with restarts it is gone
+            on with.
+        evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
+        checkpoint_every: steps or rounds between checkpoints; by default an evaluation every 10 s
+            or more.
+        label: how tables call the run.
+        json: print the summary as JSON on standard output, and no progress.
+    """
+
+    seed: int = 0
+    out: Path | None = None
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    label: str | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """Go on with a run; everything else is in its folder.
+
+    Args:
+        resume: the run folder.
+        json: print the summary as JSON on standard output, and no progress.
+    """
+
+    resume: Path
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """How to compare.
+
+    Args:
+        workers: ranks or threads, for systems that divide the work; one a core by default.
+        seed: of weights, order of examples, sampling and dropout; same seed, same bits.
+        out: the folder of the comparison; by default a new one in runs/.
+        evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
+        json: print the summaries as JSON on standard output, and no progress.
+    """
+
+    workers: int | None = None
+    seed: int = 0
+    out: Path | None = None
+    evaluate_every: int | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Where to write the page.
+
+    Args:
+        out: the page; by default report.html in the first run's folder.
+    """
+
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure. Without any of these: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender,
+    5 repetitions.
+
+    Args:
+        sizes: bytes of each rank's tensor, as 65536, 64K or 16M.
+        ranks: numbers of ranks.
+        contenders: of gloo, open-mpi, dure, dure-direct, dure-ordinary, dure-torch,
+            dure-torch-ordinary, ring, master, one-shot, tree, halving-doubling, hierarchical,
+            memory; all of them by default.
+        repeats: timed batches a contender and size; their median counts.
+        quick: 4 KiB to 16 MiB on 2 and 4 ranks with 3 short repetitions, where nothing else is
+            said.
+        fit: fit a cost model to some of the measurements, predict the others, keep the fit for this
+            machine.
+        out: a folder for all-reduce.json and all-reduce.html.
+        json: print the result as JSON on standard output, and no progress.
+    """
+
+    sizes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    contenders: tuple[str, ...] = ()
+    repeats: int | None = None
+    quick: bool = False
+    fit: bool = False
+    out: Path | None = None
+    json: bool = False
+
+
+def parse_flags(
+    prog: str, parts: dict[str, Any], arguments: list[str], description: str = ""
+) -> dict[str, Any]:
+    """Parses flags into instances of several dataclasses at once; their fields share one level of
+    flags."""
+    import tyro
+
+    from dure.run.registry import TEXTS
+
+    if "task" in parts:
+        kinds = [kind for part, kind in parts.items() if part != "task"]
+        others = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+        for name in sorted(others & set(typing.get_type_hints(parts["task"]))):
+            raise ValueError(
+                f"the task has a parameter {name!r}, which is the name of a flag of dure: rename it"
+            )
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def text_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+        kind: Any = info.type
+        if kind not in TEXTS:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=kind.__name__.upper(),
+            instance_from_str=lambda texts: TEXTS[kind](texts[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    fields = [(name, Annotated[kind, tyro.conf.arg(name="")]) for name, kind in parts.items()]
+    together = dataclasses.make_dataclass("Options", fields, frozen=True)
+    together.__doc__ = description
+    complaint = io.StringIO()
+    try:
+        with registry, contextlib.redirect_stderr(complaint):
+            short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
+            config = (tyro.conf.FlagCreatePairsOff, *short)
+            parsed: Any = tyro.cli(
+                together, prog=prog, args=arguments, config=config, description=description
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(
+            f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
+        ) from None
+    return {name: getattr(parsed, name) for name in parts}
+
+
+def _names_meet(kinds: Iterable[Any]) -> bool:
+    """Whether a field of a dataclass inside one of these has the name of another flag, so that it
+    keeps its prefix."""
+    hints = [hint for kind in kinds for hint in typing.get_type_hints(kind).items()]
+    inner = [
+        field.name
+        for _, hint in hints
+        if dataclasses.is_dataclass(hint)
+        for field in dataclasses.fields(hint)
+    ]
+    outer = [name for name, hint in hints if not dataclasses.is_dataclass(hint)]
+    return bool(set(inner) & set(outer))
+
+
+def _complaint(box: str) -> str:
+    """What tyro says in a box of many lines, in one: its first paragraph, and the flag that was
+    perhaps meant."""
+    plain = re.sub(
+        r"\x1b\[[0-9;]*m", "", box
+    )  # it colours a terminal, and draws in ASCII where it has to
+    lines = [line.strip(" │") for line in plain.splitlines()[1:]]
+    if not lines[0].strip("-"):
+        del lines[0]
+    end = next((i for i, line in enumerate(lines) if not line.strip("─-╰╯")), len(lines))
+    meant = next((line.split()[0] for line in lines[end:] if re.match("--[a-z]", line)), None)
+    is_guess = any(line.startswith("Perhaps you meant") for line in lines)
+    return " ".join(lines[:end]) + (f", did you mean {meant}?" if is_guess and meant else "")
+
+
+def options_of_task(reference: str) -> type[Any]:
+    """The task's own options as a dataclass: the parameters of the function that makes it.
+
+    A parameter without default may be left out here: `load_task` says better what is missing.
+    """
+    import inspect
+
+    from dure.tasks.builtin import hints_of, task_factory
+
+    factory = task_factory(reference)
+    fields: list[Any] = []
+    if inspect.isfunction(factory):
+        hints = hints_of(factory)
+        for name, parameter in inspect.signature(factory).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if parameter.default is parameter.empty:
+                fields.append((name, hints.get(name, str) | None, None))
+            else:
+                fields.append((name, hints.get(name, type(parameter.default)), parameter.default))
+    options = dataclasses.make_dataclass("TaskOptions", fields, frozen=True)
+    options.__doc__ = factory.__doc__ if fields else "The task has no options."
+    return options
+
+
+def given_options(options: Any) -> dict[str, Any]:
+    """The options that were given; those left out keep the default of the task's function."""
+    values = {
+        field.name: (getattr(options, field.name), field.default)
+        for field in dataclasses.fields(options)
+    }
+    return {
+        name: value
+        for name, (value, default) in values.items()
+        if value is not None or default is not None
+    }

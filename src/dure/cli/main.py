@@ -1,0 +1,476 @@
+"""The command line. `dure --help` says what there is.
+
+Nothing heavy is imported before it is needed: the help, and a mistyped name, are answered without
+torch. Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure import __version__, catalog
+from dure.cli.flags import (
+    BenchOptions,
+    CompareOptions,
+    Limits,
+    ReportOptions,
+    ResumeOptions,
+    TrainOptions,
+    WorldOptions,
+    given_options,
+    options_of_task,
+    parse_flags,
+)
+from dure.errors import DureError, WorkerFailedError
+from dure.settings import suggestion
+
+if TYPE_CHECKING:
+    from dure.contracts.stop import Stop
+    from dure.contracts.strategy import Strategy, World
+    from dure.contracts.task import Task
+
+USAGE = """\
+dure trains one PyTorch model with many machines, by the system you name, and measures it.
+
+  dure train TASK SYSTEM [options]   train; `dure train TASK SYSTEM --help` lists the options
+  dure train --resume RUN            go on with a run that was interrupted or killed
+  dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
+  dure report RUN [RUN ...]          write the report of runs that are there already
+  dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
+  dure --version
+
+Tasks
+{tasks}
+  path/to/file.py:name or package.module:name, a dure.Task of your own or a function that returns one
+
+Systems
+{systems}
+
+Examples
+  dure compare digits
+  dure train digits data-parallel --workers 2 --all-reduce ring --epochs 5
+  dure train digits data-parallel --world threads --workers 2
+  dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --partition label-shards:2 --rounds 50
+  torchrun --nproc-per-node 2 -m dure train digits data-parallel
+  dure bench all-reduce --quick --out runs/bench
+"""
+
+DEBUG = "--debug"
+
+
+def usage() -> str:
+    """The text of `dure --help`."""
+
+    def listed(entries: dict[str, str]) -> str:
+        return "\n".join(f"  {name:<15} {summary}" for name, summary in entries.items())
+
+    systems = {name: summary for name, (_, _, summary) in catalog.SYSTEMS.items()}
+    return USAGE.format(tasks=listed(catalog.TASKS), systems=listed(systems))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = DEBUG in given
+    given = [argument for argument in given if argument != DEBUG]
+    # OpenMP's threads spin for milliseconds before they give their core back, and starve whoever
+    # else needs it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    from dure.worlds.processes.fork_server import open_streams
+
+    open_streams()
+    try:
+        return _dispatch(given)
+    except BrokenPipeError:  # `dure --help | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        print("dure: interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as end:  # --help, or a task of the user's
+        if isinstance(end.code, str):
+            print(f"dure: {end.code}", file=sys.stderr)
+        return 1 if isinstance(end.code, str) else int(end.code or 0)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        if debug and isinstance(error, WorkerFailedError) and error.traceback:
+            print(error.traceback, file=sys.stderr)
+        foreseen = isinstance(error, (DureError, ValueError, ImportError))
+        own = foreseen and not isinstance(error, WorkerFailedError)
+        text = str(error) if foreseen else f"{type(error).__name__}: {error}"
+        print(
+            f"dure: {_one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}",
+            file=sys.stderr,
+        )
+        if isinstance(error, DureError):
+            return error.exit_code
+        return 2 if foreseen else 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _dispatch(given: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "compare": _compare,
+        "report": _report,
+        "bench": _bench,
+    }
+    if not given or given[0] in ("--help", "-h", "help"):
+        print(usage(), end="")
+        return 0
+    if given[0] == "--version":
+        print(f"dure {__version__}")
+        return 0
+    asks = given[1:] in (["--help"], ["-h"])
+    if given[0] == "train" and asks:
+        print(usage(), end="")
+        return 0
+    if given[0] in _NAMELESS and asks:
+        what, parts, description = _NAMELESS[given[0]]
+        parse_flags(f"dure {given[0]} {what}", parts, ["--help"], description)
+    if given[0] not in commands:
+        raise ValueError(f"there is no command {given[0]!r}{suggestion(given[0], commands)}")
+    return commands[given[0]](given[1:])
+
+
+_NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "compare": (
+        "TASK [SYSTEM ...]",
+        {"limits": Limits, "how": CompareOptions},
+        "Many systems on one task.",
+    ),
+    "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
+    "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
+}
+"""What commands take whatever is named."""
+
+COMPARED = (
+    "single-worker",
+    "single-worker,batch_size=None",
+    "data-parallel,all_reduce=ring",
+    "data-parallel,all_reduce=master",
+    "data-parallel,all_reduce=native",
+    "fed-avg",
+    "fed-avg,partition=label-shards:2",
+)
+"""What `dure compare TASK` compares if no system is named."""
+
+
+def _names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
+    """The leading arguments that are no flags, and the rest."""
+    count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
+    return given[:count], given[count:]
+
+
+def _train(given: list[str]) -> int:
+    names, flags = _names_before_flags(given)
+    if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
+        return _resume(["--help"] if flags == ["--resume", "--help"] else flags)
+    if len(names) != 2:
+        raise ValueError(
+            "dure train TASK SYSTEM [options]: name a task and a system (dure --help lists them)"
+        )
+    reference, system = names
+    _check_names(reference, [system])
+    in_threads = "threads" in flags or "--world=threads" in flags
+    if (
+        system not in catalog.ONE_PROCESS
+        and catalog.SYSTEMS[system][0].startswith("dure.parallel")
+        and not in_threads
+    ):
+        _start_fork_server()
+    from dure.cli.worlds import conditions_for, world_of
+    from dure.run.registry import strategy_class
+    from dure.tasks.builtin import load_task
+
+    kind = strategy_class(system)
+    among = conditions_for(system, flags) if kind.kind == "clients" else WorldOptions
+    parts = {
+        "strategy": kind,
+        "task": options_of_task(reference),
+        "world": among,
+        "limits": Limits,
+        "how": TrainOptions,
+    }
+    asked = parse_flags(
+        f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0]
+    )
+    how: TrainOptions = asked["how"]
+    task = load_task(reference, **given_options(asked["task"]))
+    strategy: Strategy = asked["strategy"]
+    world = world_of(strategy, asked["world"])
+    if how.out is None and getattr(world, "elastic", False):
+        raise ValueError(
+            "torchrun may start this job again: say with --out which folder it goes on with"
+        )
+    with _folder(how.out, f"{_file_name(task)}-{system}") as out:
+        return _show_run(
+            lambda on_progress: _call_train(
+                task, strategy, world, asked["limits"].stop(), how, out, on_progress
+            ),
+            asked["limits"].stop(),
+            how.json or not world.leads,
+            how.json and world.leads,
+            out,
+        )
+
+
+def _call_train(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    stop: Stop,
+    how: TrainOptions,
+    out: Path,
+    on_progress: Any,
+) -> Any:
+    from dure.run.train import train
+
+    return train(
+        task,
+        strategy,
+        world,
+        stop,
+        seed=how.seed,
+        out=out,
+        evaluate_every=how.evaluate_every,
+        checkpoint_every=how.checkpoint_every,
+        label=how.label,
+        on_progress=on_progress,
+    )
+
+
+def _resume(flags: list[str]) -> int:
+    asked = parse_flags(
+        "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
+    )
+    folder: Path = asked["how"].resume
+    from dure.run.train import asked_of, resume
+    from dure.worlds.here import leads_here
+
+    stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
+    return _show_run(
+        lambda on_progress: resume(folder, stop=stop, on_progress=on_progress),
+        stop,
+        asked["how"].json or not leads_here(),
+        asked["how"].json and leads_here(),
+        folder,
+    )
+
+
+def _show_run(
+    run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool, folder: Path
+) -> int:
+    """Runs with a display, then says what came out and where it lies."""
+    from dure.cli.show import Display, error_console, table
+
+    try:
+        with Display(stop, quiet) as display:
+            done = run(lambda event: display("training", event))
+    except DureError as error:
+        if error.exit_code == 1 and (folder / "checkpoint").is_dir():
+            print(
+                f"dure: kept until its last checkpoint; go on with dure train --resume {folder}",
+                file=sys.stderr,
+            )
+        raise
+    if as_json:
+        print(json.dumps(done.summary))
+    elif not quiet:
+        console = error_console()
+        console.print(table([done.summary], console))
+        if "facts" in done.summary:
+            _say_facts(folder)
+        print(f"run folder: {folder}", file=sys.stderr)
+    if done.summary["ended"] != "interrupt":
+        return 0
+    if not quiet:
+        print(f"interrupted; go on with: dure train --resume {folder}", file=sys.stderr)
+    return 130
+
+
+def _say_facts(folder: Path) -> None:
+    """A line on what a run told of itself: a pipeline its stages and bubble, a federation what came
+    of its clients."""
+    from dure.report import federated, pipeline
+    from dure.report.read import read_run
+
+    run = read_run(folder)
+    for line in filter(None, (pipeline.in_a_line(run), federated.in_a_line(run))):
+        print(line, file=sys.stderr)
+
+
+def _compare(given: list[str]) -> int:
+    names, flags = _names_before_flags(given)
+    if not names:
+        raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
+    reference, systems = names[0], names[1:] or list(COMPARED)
+    _check_names(reference, [system.partition(",")[0] for system in systems])
+    _start_fork_server()
+    from dure.cli.worlds import entry
+    from dure.tasks.builtin import load_task
+
+    parts = {"task": options_of_task(reference), "limits": Limits, "how": CompareOptions}
+    asked = parse_flags(f"dure compare {reference}", parts, flags, "Many systems on one task.")
+    how: CompareOptions = asked["how"]
+    stop: Stop = asked["limits"].stop(epochs=20)
+    task = load_task(reference, **given_options(asked["task"]))
+    entries = [entry(system, how.workers) for system in systems]
+    from dure.cli.show import Display, error_console, table
+    from dure.run.compare import compare
+    from dure.worlds.here import leads_here
+
+    with (
+        _folder(how.out, f"compare-{_file_name(task)}") as out,
+        Display(stop, how.json or not leads_here()) as display,
+    ):
+        done = compare(
+            task,
+            entries,
+            stop=stop,
+            seed=how.seed,
+            out=out,
+            evaluate_every=how.evaluate_every,
+            on_progress=display,
+        )
+    if not leads_here():
+        return max((error.exit_code for error in done.failed.values()), default=0)
+    summaries = [run.summary for run in done.runs]
+    if how.json:
+        failed = {label: str(error) for label, error in done.failed.items()}
+        print(json.dumps({"runs": summaries, "failed": failed, "report": str(done.report)}))
+    elif summaries:
+        console = error_console()
+        console.print(table(summaries, console))
+    for label, error in done.failed.items():
+        print(f"dure: {label}: {error}", file=sys.stderr)
+    print(f"report: {done.report}", file=sys.stderr)
+    interrupted = any(summary["ended"] == "interrupt" for summary in summaries)
+    return (
+        130 if interrupted else max((error.exit_code for error in done.failed.values()), default=0)
+    )
+
+
+def _report(given: list[str]) -> int:
+    names, flags = _names_before_flags(given)
+    if not names:
+        raise ValueError("dure report RUN [RUN ...]: name at least one run folder")
+    asked = parse_flags("dure report RUN ...", {"how": ReportOptions}, flags, "Write a report.")
+    from dure.report import write_report
+
+    out = asked["how"].out if asked["how"].out is not None else Path(names[0]) / "report.html"
+    print(write_report([Path(name) for name in names], out))
+    return 0
+
+
+def _bench(given: list[str]) -> int:
+    names, flags = _names_before_flags(given)
+    if names != ["all-reduce"]:
+        raise ValueError("dure bench all-reduce [options]: all-reduce is what can be benchmarked")
+    asked = parse_flags(
+        "dure bench all-reduce",
+        {"how": BenchOptions},
+        flags,
+        "All-reduce, side by side in one run.",
+    )
+    how: BenchOptions = asked["how"]
+    if "RANK" in os.environ:
+        raise ValueError("dure bench starts its own ranks: call it without torchrun")
+    from dure.bench import options
+
+    plan = options.plan(how.sizes, how.ranks, how.contenders, how.repeats, how.quick, how.fit)
+    _start_fork_server()
+    from dure.bench.page import write
+    from dure.bench.progress import Progress
+    from dure.bench.run import run
+    from dure.bench.table import shown
+    from dure.cli.show import error_console
+
+    with Progress(plan, how.json) as progress:
+        result = run(plan, progress)
+    if how.fit:
+        from dure.bench.fit import calibrate
+
+        calibrate(result, _cache_folder())
+    if how.json:
+        print(json.dumps(result.as_json()), flush=True)
+    else:
+        error_console().print(shown(result))
+    if how.out is not None:
+        print(f"benchmark: {write(result, how.out)}", file=sys.stderr)
+    return 130 if result.interrupted else 0
+
+
+def _cache_folder() -> Path:
+    """Where dure keeps what it has learned about this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dure"
+
+
+def _check_names(reference: str, systems: list[str]) -> None:
+    """Mistyped names are answered before torch is loaded."""
+    if reference.endswith(".py"):
+        raise ValueError(f"{reference} is a file: say which task in it, {reference}:NAME")
+    if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
+        raise ValueError(f"there is no task {reference!r}{suggestion(reference, catalog.TASKS)}")
+    for system in systems:
+        if system not in catalog.SYSTEMS:
+            raise ValueError(f"there is no system {system!r}{suggestion(system, catalog.SYSTEMS)}")
+
+
+def _start_fork_server() -> None:
+    """It loads torch while this process does; under torchrun nobody forks."""
+    if "RANK" not in os.environ:
+        from dure.worlds.processes.fork_server import server
+
+        server.start()
+
+
+def _file_name(task: Task) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in task.name)
+
+
+@contextmanager
+def _folder(asked: Path | None, name: str) -> Iterator[Path]:
+    """The folder that was asked for, or a new one in runs/: made at once, so that nobody else takes
+    it."""
+    if asked is not None:
+        yield asked
+        return
+    folder = _new_folder(name)
+    try:
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # something was written
+            folder.rmdir()
+        raise
+
+
+def _new_folder(name: str) -> Path:
+    wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
+        return wanted
+    folder, count = wanted, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            count += 1
+            folder = wanted.with_name(f"{wanted.name}-{count}")
+        else:
+            return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

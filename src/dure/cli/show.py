@@ -1,0 +1,272 @@
+"""What the terminal shows: progress while a run goes, a table when it is done.
+
+On a terminal a live line with bar, rate, loss, metrics and time left; elsewhere a plain line every
+few seconds. Everything goes to standard error, so that standard output holds nothing but what
+`--json` asks for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dure.contracts.stop import Stop
+from dure.record.history import lower_is_better
+
+PLAIN_SECONDS = 2.0
+NAMES_WIDTH = 40
+"""What the names of systems and worlds get at least, where columns are many."""
+
+
+def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
+    """How much of a run is done, by the limit that is nearest; None if only a target ends it."""
+    own = stop.steps if event["unit"] == "step" else stop.rounds
+    limits = [(own, event["step"]), (stop.epochs, event["epoch"]), (stop.seconds, event["seconds"])]
+    shares = [done / limit for limit, done in limits if limit is not None]
+    return min(max(shares), 1.0) if shares else None
+
+
+def facts(event: dict[str, Any]) -> str:
+    """ "round 12 · loss 0.31 · test_accuracy 0.953 · 48,200 samples/s"."""
+    parts = [f"{event['unit']} {event['step']}"]
+    if event["loss"] is not None:
+        parts.append(f"loss {event['loss']:.4g}")
+    parts.extend(
+        f"{name} {value:.4g}" for name, value in event["metrics"].items() if name != "test_loss"
+    )
+    if event["seconds"] > 0:
+        parts.append(f"{event['samples'] / event['seconds']:,.0f} samples/s")
+    return " · ".join(parts)
+
+
+def error_console() -> Console:
+    """Standard error; wide enough for a table where it is no terminal."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=160)
+
+
+class Display:
+    """Shows the progress of one run after another. quiet: shows nothing."""
+
+    def __init__(self, stop: Stop, quiet: bool = False) -> None:
+        self.stop, self.quiet = stop, quiet
+        self.console = error_console()
+        self.live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self._printed = 0.0
+
+    def __enter__(self) -> Display:
+        if not self.quiet and self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live.live.is_started:
+            with suppress(OSError):
+                self.live.stop()
+
+    def __call__(self, label: str, event: dict[str, Any]) -> None:
+        """The run called `label` has come as far as `event` says. It goes on where nobody can be
+        told any more."""
+        if self.quiet:
+            return
+        try:
+            self._show(label, event)
+        except OSError:  # the terminal or the reader is gone
+            self.quiet = True
+
+    def _show(self, label: str, event: dict[str, Any]) -> None:
+        done = fraction_done(self.stop, event)
+        if not self.console.is_terminal:
+            self._line(label, event, done)
+            return
+        if label not in self.tasks:
+            self.tasks[label] = self.live.add_task(
+                escape(label), total=None if done is None else 1.0, facts=""
+            )
+        self.live.update(self.tasks[label], completed=done or 0.0, facts=facts(event))
+
+    def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
+        ended = done is not None and done >= 1.0
+        if ended and event["evaluated"] != event["step"]:
+            return  # the last evaluation is still to come
+        if ended or time.monotonic() - self._printed > PLAIN_SECONDS:
+            self._printed = time.monotonic()
+            share = "" if done is None else f"{done:4.0%} "
+            print(f"{share}{label}: {facts(event)}", file=sys.stderr, flush=True)
+
+
+def human_bytes(count: float) -> str:
+    """1,234,567 bytes as "1.23 MB"; powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # which three digits would round to 1e+03
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds with as many digits as matter."""
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool]
+"""Heading, value, text, whether a lower value is better."""
+
+
+def _number(name: str, summary: dict[str, Any]) -> float | None:
+    return cast("float | None", summary.get(name))
+
+
+def _reached(name: str, summary: dict[str, Any]) -> float | None:
+    """When the target was reached, in seconds; None where it was not, or was none of this run's."""
+    return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
+
+
+def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+    """The columns of the table: the metrics that are there, then time, bytes and memory."""
+    named = dict.fromkeys(name for summary in summaries for name in summary["best"])
+    metrics = [
+        name for name in named if any(summary.get(name) is not None for summary in summaries)
+    ]
+    metrics.sort(key=lower_is_better)
+    result: list[Column] = [
+        (
+            name.replace("_", " "),
+            partial(_number, name),
+            lambda v: f"{v:.4f}",
+            lower_is_better(name),
+        )
+        for name in metrics
+    ]
+    result += [
+        ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
+        ("time", lambda s: s["seconds"], human_seconds, True),
+        ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
+        ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
+    ]
+    targets = list(dict.fromkeys(name for summary in summaries for name in summary["to_target"]))
+    for name in targets:
+        goal = next(s["to_target"][name]["target"] for s in summaries if name in s["to_target"])
+        title = f"until {name.replace('_', ' ')} {goal:g}"
+        result.append((title, partial(_reached, name), lambda v: f"{v:.1f}", True))
+    return result
+
+
+def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -> Table:
+    """The runs, a row each; with more than one run the best value of every column in bold.
+
+    console: where it has to fit in. Columns for which there is no room are left out, and named
+    below.
+    """
+    shown, left_out = columns(summaries), list[str]()
+    result = _table(summaries, shown)
+    if (
+        console is None
+        or console.measure(result, options=console.options.update(width=10_000)).maximum
+        <= console.width
+    ):
+        return result
+    while (
+        room := console.width - sum(_width(column, summaries) + 2 for column in shown)
+    ) < NAMES_WIDTH:
+        if len(shown) < 2:
+            break
+        left_out.append(shown.pop(_least(shown))[0])
+    result = _table(summaries, shown, room)
+    if left_out:
+        result.caption = (
+            f"no room for {', '.join(reversed(left_out))}: see summary.json, or the report"
+        )
+        result.caption_justify = "left"
+    return result
+
+
+def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
+    """What a column of numbers needs."""
+    heading, value, text, _ = column
+    return max(
+        map(
+            len,
+            [
+                *heading.split(),
+                *(text(number) for number in map(value, summaries) if number is not None),
+            ],
+        )
+    )
+
+
+def _least(shown: Sequence[Column]) -> int:
+    """The place of the column to leave out first: memory, bytes, the last metric of clients, the
+    last of the model."""
+    names = [heading for heading, *_ in shown]
+    for name in ("peak memory", "sent a worker"):
+        if name in names:
+            return names.index(name)
+    metrics = [
+        place
+        for place, name in enumerate(names)
+        if name not in ("epochs", "time") and name[:5] != "until"
+    ]
+    of_clients = [place for place in metrics if not names[place].startswith("test ")]
+    return (of_clients or metrics[1:] or [len(names) - 1])[-1]
+
+
+def _table(
+    summaries: Sequence[dict[str, Any]], shown: Sequence[Column], room: int | None = None
+) -> Table:
+    """room: for the names of systems and worlds, where numbers take as little as they can."""
+    result = Table(box=None, pad_edge=False, header_style="dim")
+    places = list(map(_place, summaries))
+    where = (
+        None
+        if room is None
+        else min(max(map(len, places)), max(room // 3, max(map(len, " ".join(places).split()))))
+    )
+    name = (
+        None
+        if where is None or room is None
+        else min(max(len(s["label"]) for s in summaries), room - where - 2)
+    )
+    result.add_column("system", width=name, no_wrap=room is None)
+    result.add_column("in", style="dim", width=where)
+    for column in shown:
+        result.add_column(
+            column[0], justify="right", width=None if room is None else _width(column, summaries)
+        )
+    best: list[float | None] = []
+    for _, value, _, lower in shown:
+        present = [v for v in map(value, summaries) if v is not None]
+        best.append((min if lower else max)(present) if len(set(present)) > 1 else None)
+    for summary in summaries:
+        cells = []
+        for (_, value, text, _), top in zip(shown, best, strict=True):
+            found = value(summary)
+            written = "–" if found is None else text(found)
+            cells.append(
+                f"[bold]{written}[/bold]" if found is not None and found == top else written
+            )
+        result.add_row(escape(summary["label"]), escape(_place(summary)), *cells)
+    return result
+
+
+def _place(summary: dict[str, Any]) -> str:
+    """Where it was trained; the conditions of clients are in the label."""
+    world = str(summary["world"])
+    return world.partition(",")[0] if world.startswith("simulated") else world

@@ -1,0 +1,1 @@
+"""How ranks reduce together: an algorithm is a file."""

@@ -1,0 +1,126 @@
+"""All-reduce by recursive halving and doubling: the bytes of a ring in a logarithm of steps.
+
+N = 2^k ranks: in step s = 0 … k-1 rank r exchanges with the rank whose number differs in bit s. Of
+the window of the tensor that both still hold, one half is sent and the other is received and added:
+the lower half belongs to the one whose bit is 0. After k steps everybody holds the whole sum of a
+window of n/N. The same steps backwards double the windows until all hold everything. Nearest ranks
+exchange the most.
+
+Any other N is folded to the next lower power of two, 2^k = N - e: of the first 2e ranks the even
+ones send all they have to the odd one above, take no part, and get the result in the end.
+
+Cost: 2·log2 N messages a rank and about 2(N-1)/N·n elements; folding adds two transfers of n
+elements, which is why a ring sends less where N is not a power of two. `elements_sent` is exact.
+Scratch: half a tensor, a whole one where folded. Every window is summed once, as a tree does it,
+and then copied: all ranks hold the same bits.
+
+Source: Rabenseifner 2004, "Optimization of Collective Reduction Operations"; Thakur et al. 2005.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.collectives.operation import SUM, Reduction
+
+
+class Step(NamedTuple):
+    """Exchange with `partner`: its half is `give`, mine is `keep`; both from a start to an end."""
+
+    partner: int
+    keep: tuple[int, int]
+    give: tuple[int, int]
+
+
+def power_below(size: int) -> int:
+    """The largest power of two that is not above N."""
+    return 1 << (size.bit_length() - 1)
+
+
+def folds_into(size: int, rank: int) -> int | None:
+    """The rank that stands for an even one of the first 2e; None for those that take part
+    themselves."""
+    return rank + 1 if rank < 2 * (size - power_below(size)) and rank % 2 == 0 else None
+
+
+def folded(size: int, rank: int) -> int | None:
+    """The rank for which this one stands, if any."""
+    return rank - 1 if rank > 0 and folds_into(size, rank - 1) == rank else None
+
+
+def schedule(n: int, size: int, rank: int) -> list[Step]:
+    """The steps of the halving; the doubling is the same backwards. Empty for a rank that is
+    folded."""
+    power = power_below(size)
+    extra = size - power
+    if folds_into(size, rank) is not None:
+        return []
+    number = rank // 2 if rank < 2 * extra else rank - extra
+    start, end, steps = 0, n, []
+    distance = 1
+    while distance < power:
+        other = number ^ distance
+        middle = start + (end - start) // 2
+        lower, upper = (start, middle), (middle, end)
+        keep, give = (upper, lower) if number & distance else (lower, upper)
+        steps.append(Step(2 * other + 1 if other < extra else other + extra, keep, give))
+        start, end = keep
+        distance *= 2
+    return steps
+
+
+def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
+    """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    n, representative = flat.numel(), folds_into(group.size, group.rank)
+    if representative is not None:
+        group.send(flat, representative)
+        group.receive(flat, representative)
+        return
+    behind, steps = folded(group.size, group.rank), schedule(n, group.size, group.rank)
+    scratch = torch.empty(
+        n if behind is not None else (n + 1) // 2, dtype=flat.dtype, device=flat.device
+    )
+    if behind is not None:
+        group.receive(scratch, behind)
+        reduction.combine(flat, scratch, flat)
+    mine = flat
+    for partner, keep, give in steps:
+        mine = flat[slice(*keep)]
+        part = scratch[: mine.numel()]
+        group.exchange(flat[slice(*give)], partner, part, partner)
+        reduction.combine(mine, part, mine)
+    reduction.finish(mine)
+    for partner, keep, give in reversed(steps):
+        group.exchange(flat[slice(*keep)], partner, flat[slice(*give)], partner)
+    if behind is not None:
+        group.send(flat, behind)
+
+
+def sends(n: int, size: int, rank: int) -> list[int]:
+    """The length of every message that `rank` sends, in order."""
+    if folds_into(size, rank) is not None:
+        return [n] if n else []
+    windows = [window for _, keep, give in schedule(n, size, rank) for window in (give, keep)]
+    lengths = [end - start for start, end in windows] + [n] * (folded(size, rank) is not None)
+    return [length for length in lengths if length]
+
+
+def elements_sent(n: int, size: int, rank: int) -> int:
+    """Elements that `rank` sends: both halves of every window it halves, and n for a rank that is
+    folded into it."""
+    return sum(sends(n, size, rank))
+
+
+def messages_sent(n: int, size: int, rank: int) -> int:
+    """Messages that `rank` sends: two a step, and one to a rank that is folded into it."""
+    return len(sends(n, size, rank))
+
+
+def rounds(size: int) -> int:
+    """Transfers behind each other: 2·log2 N, and two more where N is folded."""
+    power = power_below(size)
+    return 2 * (power.bit_length() - 1) + 2 * (size > power)

@@ -1,0 +1,227 @@
+"""The backend's own collectives: what gloo, NCCL, MPI, or dure's shared memory make of them.
+
+The backend does not tell what it sends, so the meter counts an optimum: for an all-reduce
+2(N-1)/N·n elements each way, which a ring reaches, as one message; for the others what their direct
+or linear algorithm sends. Which dtypes and operations there are, how NaN compares and how halves
+are rounded is the backend's business too; bool travels as bytes, and an average is a sum that is
+divided here where the backend has none.
+
+Source: the documentation of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.collectives.operation import SUM, Reduction, in_torch
+from dure.collectives.shared_memory.backend import SharedMemoryGroup
+from dure.collectives.shared_memory.calls import operation_of
+
+AVERAGE = ("dure", "nccl")
+"""Backends whose all-reduce divides on the way, without another pass over the tensor."""
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """As the backends know it: bool as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
+    """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    averages = reduction.op == "avg" and group.backend(flat.device) in AVERAGE
+    operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
+    dist.all_reduce(_carried(flat), operation, group=group.process_group)
+    if not averages:
+        reduction.finish(flat)
+    _count_all_reduce(flat, group)
+
+
+def is_planned(group: Group) -> bool:
+    """Whether what all ranks begin by a plan is carried by the backend alone, several calls at
+    once."""
+    backend = group.process_group
+    return isinstance(backend, SharedMemoryGroup) and backend.apart
+
+
+def sends_ahead(group: Group) -> bool:
+    """Whether what a rank sends by a plan travels before the other has begun the same."""
+    backend = group.process_group
+    return isinstance(backend, SharedMemoryGroup) and backend.sends_ahead
+
+
+def is_split_phase(group: Group) -> bool:
+    """Whether ranks that share memory sum what all have begun when they come to it, so that none
+    waits in between."""
+    backend = group.process_group
+    return isinstance(backend, SharedMemoryGroup) and backend.split_phase
+
+
+def prepare_all_reduce(
+    flat: Tensor, group: Group, reduction: Reduction = SUM
+) -> Callable[[], Callable[[], float]]:
+    """`all_reduce` of a tensor that is reduced again and again, where all ranks know what comes, as
+    by a plan.
+
+    It is begun by calling what is returned, which gives what waits for its end, and tells when that
+    was, in seconds of `time.perf_counter`. Over other backends than dure's it is done at once.
+    """
+    backend = group.process_group
+    if not isinstance(backend, SharedMemoryGroup):
+        return prepare_at_once(flat, group, reduction)
+    operation = dist.ReduceOp.AVG if reduction.op == "avg" else in_torch(reduction, flat.dtype)
+    begin = backend.prepare_all_reduce(_carried(flat), operation_of(operation))
+
+    def begun() -> Callable[[], float]:
+        end = begin()
+        _count_all_reduce(flat, group)
+        return end
+
+    return begun
+
+
+def prepare_at_once(
+    flat: Tensor, group: Group, reduction: Reduction = SUM
+) -> Callable[[], Callable[[], float]]:
+    """The same face for an all-reduce that is over when it is begun."""
+
+    def done() -> Callable[[], float]:
+        all_reduce(flat, group, reduction)
+        ended = time.perf_counter()
+        return lambda: ended
+
+    return done
+
+
+def _count_all_reduce(flat: Tensor, group: Group) -> None:
+    nbytes = elements_sent(flat.numel(), group.size, group.rank) * flat.itemsize
+    group.meter.sent(nbytes)
+    group.meter.received(nbytes)
+
+
+def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
+    """The reduction over all ranks, in place on `root`; the others may be left with anything."""
+    operation = in_torch(reduction, flat.dtype)
+    dist.reduce(_carried(flat), group.global_rank(root), operation, group=group.process_group)
+    if group.rank == root:
+        reduction.finish(flat)
+        group.meter.received((group.size - 1) * flat.nbytes)
+    else:
+        group.meter.sent(flat.nbytes)
+
+
+def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
+    """The root's tensor into every rank's, in place."""
+    dist.broadcast(_carried(flat), group.global_rank(root), group=group.process_group)
+    _count(
+        group,
+        flat,
+        [rank for rank in range(group.size) if rank != root] if group.rank == root else [],
+    )
+    if group.rank != root:
+        group.meter.received(flat.nbytes)
+
+
+def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
+    """Everybody's tensor into the root's `parts`, in order of rank."""
+    into = [_carried(part) for part in parts] if parts is not None else None
+    dist.gather(_carried(tensor), into, group.global_rank(root), group=group.process_group)
+    if group.rank == root:
+        group.meter.received((group.size - 1) * tensor.nbytes)
+    else:
+        group.meter.sent(tensor.nbytes)
+
+
+def scatter(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
+    """The root's `parts`, in order of rank, into everybody's tensor."""
+    source = [_carried(part) for part in parts] if parts is not None else None
+    dist.scatter(_carried(tensor), source, group.global_rank(root), group=group.process_group)
+    _count(
+        group,
+        tensor,
+        [rank for rank in range(group.size) if rank != root] if group.rank == root else [],
+    )
+    if group.rank != root:
+        group.meter.received(tensor.nbytes)
+
+
+def _count(group: Group, tensor: Tensor, targets: list[int]) -> None:
+    for _ in targets:
+        group.meter.sent(tensor.nbytes)
+
+
+def all_gather(chunks: list[Tensor], group: Group) -> None:
+    """Fills all `chunks` in place, where this rank's chunk r is the complete one. Unequal ones
+    travel padded."""
+    mine, longest = chunks[group.rank], max(map(Tensor.numel, chunks))
+    if all(chunk.numel() == longest for chunk in chunks):
+        dist.all_gather(
+            [_carried(chunk) for chunk in chunks], _carried(mine), group=group.process_group
+        )
+    else:
+        padded = mine.new_zeros(group.size, longest)
+        padded[group.rank, : mine.numel()] = mine
+        dist.all_gather(
+            list(_carried(padded)), _carried(padded[group.rank]), group=group.process_group
+        )
+        for chunk, row in zip(chunks, padded, strict=True):
+            chunk.copy_(row[: chunk.numel()])
+    for rank, chunk in enumerate(chunks):
+        if rank != group.rank:
+            _meter(group, mine, chunk)
+
+
+def reduce_scatter(
+    chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
+) -> None:
+    """Reduces the ranks' `chunks` so that this rank's chunk r is in `into`. Unequal ones travel
+    padded."""
+    mine, longest = chunks[group.rank], max(map(Tensor.numel, chunks))
+    into = mine if into is None else into
+    padded = mine.new_zeros(group.size, longest)
+    for chunk, row in zip(chunks, padded, strict=True):
+        row[: chunk.numel()] = chunk
+    whole = torch.empty_like(padded[0])
+    operation = in_torch(reduction, mine.dtype)
+    dist.reduce_scatter(
+        _carried(whole), list(_carried(padded)), operation, group=group.process_group
+    )
+    into.copy_(whole[: into.numel()])
+    reduction.finish(into)
+    for rank, chunk in enumerate(chunks):
+        if rank != group.rank:
+            _meter(group, chunk, mine)
+
+
+def all_to_all(source: Tensor, target: Tensor, group: Group) -> None:
+    """Part j of the flat `source` to rank j; part j of `target` from rank j."""
+    dist.all_to_all_single(_carried(target), _carried(source), group=group.process_group)
+    part = source[: source.numel() // group.size]
+    for _ in range(group.size - 1):
+        _meter(group, part, part)
+
+
+def _meter(group: Group, sent: Tensor, received: Tensor) -> None:
+    if sent.numel():
+        group.meter.sent(sent.nbytes)
+    group.meter.received(received.nbytes)
+
+
+def elements_sent(n: int, size: int, rank: int) -> int:
+    """Elements that are counted for the all-reduce: 2(N-1)/N·n, rounded down."""
+    return 2 * (size - 1) * n // size
+
+
+def messages_sent(n: int, size: int, rank: int) -> int:
+    """Messages that are counted for the all-reduce: one."""
+    return 1 if size > 1 and n else 0
+
+
+def rounds(size: int) -> int:
+    """Transfers behind each other, as in a ring: 2(N-1)."""
+    return 2 * (size - 1)

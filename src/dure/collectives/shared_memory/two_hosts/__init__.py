@@ -1,0 +1,1 @@
+"""Groups of ranks on two hosts: shared memory within each, one connection between them."""

@@ -1,0 +1,500 @@
+"""Collectives of a group that spans hosts: within each host through shared memory, between hosts
+through gloo.
+
+The first rank of each host is its leader, and only leaders use the network for what all ranks
+share:
+
+    all-reduce      sum within each host to its leader; leaders all-reduce; copy within each host
+    reduce-scatter  sum within each host to its leader; leaders send each other the blocks of their
+    hosts; scatter
+    all-gather      gather within each host; each leader sends its host's part to the other leaders; copy within
+    broadcast       within the root's host; leader to leaders; within the others
+
+With two hosts every byte that has to cross the link crosses it once per direction. What ranks send
+each other one by one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision
+is summed in float32 and rounded once. Before every call the leaders exchange what their ranks have
+called, so that all ranks see the same mistake; but for calls that ranks have agreed on before
+(`begin_all_reduce` and its like: `dure.collectives.shared_memory.two_hosts.planned`).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from dure.collectives.shared_memory.calls import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    NUMBER_OF,
+    REDUCE,
+    REDUCE_SCATTER,
+    SUM,
+    Call,
+    bytes_of,
+    mismatch,
+    unequal,
+)
+from dure.collectives.shared_memory.host import TICK, Deal, Host, Pull
+from dure.collectives.shared_memory.meeting import Meeting
+from dure.collectives.shared_memory.native import NativeHost
+from dure.collectives.shared_memory.portable import reduced
+from dure.collectives.shared_memory.two_hosts.duplex import Duplex, UnlikeCallsError, connection
+from dure.collectives.shared_memory.two_hosts.planned import (
+    Carried,
+    OverDuplex,
+    OverGloo,
+    Planned,
+    reduce_options,
+    settle,
+    workable,
+)
+from dure.collectives.shared_memory.verdict import Verdict
+from dure.collectives.shared_memory.work import Work
+from dure.errors import PeerLostError
+
+_Gloo: Any = dist.ProcessGroupGloo  # of which torch's stubs know only half
+_PATIENCE = 0.5  # seconds in which those who know better may say who was lost
+
+
+def address_towards(store: Store) -> str | None:
+    """The address by which this host reaches the one that keeps the store; None if that says
+    nothing."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    name, port = getattr(store, "host", None), getattr(store, "port", 1)
+    if not name:
+        return None
+    with suppress(OSError):
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            name, port or 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # a datagram socket: nothing is sent
+            address = str(probe.getsockname()[0])
+            return None if address.startswith("127.") or address == "::1" else address
+    return None
+
+
+class UnderWay(NamedTuple):
+    """What was begun. finish: waits for it; ended: when it had ended, in seconds of
+    `time.perf_counter`, or 0."""
+
+    finish: Callable[[], None]
+    ended: Callable[[], float]
+
+
+class Across:
+    """The collectives of one rank, over its host and the network. Ranks are those of the group.
+
+    hosts: the ranks of each host, in order. host: this rank's. names: what errors call the ranks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        host: Host,
+        names: Sequence[int],
+    ) -> None:
+        self._rank, self._size, self._names = rank, len(names), names
+        self._hosts, self._host = hosts, host
+        self._here = next(index for index, ranks in enumerate(hosts) if rank in ranks)
+        self._leads = hosts[self._here][0] == rank
+        self._alone = len(hosts[self._here]) == 1  # on this host
+        self._store, self._verdict = store, Verdict(store)
+        self._number = 0
+        address = address_towards(store)
+        make = _Gloo.create_device
+        options = _Gloo._Options()
+        options._timeout = timedelta(
+            seconds=host.timeout + 2
+        )  # this end has its own limit, and says more
+        options._devices = [make(hostname=address) if address else _Gloo.create_default_device()]
+        self._options = options
+        self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
+        self._leaders: Any = None
+        if self._leads:
+            store.set(f"address {self._here}", address or "unknown")
+            self._leaders = self._group_of_leaders("leaders")
+        self._planned = self._for_plans(address) if len(hosts) == self._size else None
+        host.tell, host.remote = self._verdict.tell, self._verdict.told
+        host.grace = (
+            0.0 if self._leads else 2 * _PATIENCE
+        )  # leaders wait for each other, and know better who is late
+
+    def _group_of_leaders(self, name: str) -> Any:
+        return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
+
+    def _for_plans(self, address: str | None) -> Planned:
+        if self._size == 2:
+            meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
+            made = connection(meeting, address, isinstance(self._host, NativeHost))
+            if made is not None:
+                return OverDuplex(Duplex(made, first=self._here == 0), self._here)
+        return OverGloo(self._group_of_leaders("planned"), self._size)
+
+    # Collectives, as `Host` has them.
+
+    def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
+        self._agree(
+            Call(
+                ALL_REDUCE if root < 0 else REDUCE,
+                NUMBER_OF[tensor.dtype],
+                op,
+                root,
+                tensor.numel(),
+            )
+        )
+        work, operation = workable(tensor, op)
+        if root >= 0 and work.data_ptr() == tensor.data_ptr():
+            work = work.clone()  # what a rank that is not the root gave stays as it was
+        if not self._alone:
+            self._host.all_reduce(work, operation, 0)
+        if self._leads:
+            self._between(lambda leaders: leaders.allreduce([work], reduce_options(operation)))
+        self._share(work, 0)
+        if root in (-1, self._rank):
+            settle(work, op, tensor, self._size)
+
+    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+        self._agree(call)
+        work, operation = workable(torch.cat([block.view(-1) for block in blocks]), op)
+        self._host.all_reduce(work, operation, 0)
+        parts = torch.split(work, [block.numel() for block in blocks])
+        here = self._hosts[self._here]
+        mine = torch.cat([parts[rank] for rank in here])
+        if self._leads:
+            mine = self._reduced_over_hosts(parts, mine, operation)
+        self._share(mine, 0)
+        own = torch.split(mine, [parts[rank].numel() for rank in here])[self._host.members.rank]
+        settle(own, op, out.view(-1), self._size)
+
+    def _reduced_over_hosts(self, parts: Sequence[Tensor], mine: Tensor, operation: int) -> Tensor:
+        """On a leader: what all hosts have for the ranks of this one, reduced in the order of
+        hosts."""
+        leaving = torch.cat([parts[rank] for ranks in self._hosts for rank in ranks])
+        lengths = [sum(parts[rank].numel() for rank in ranks) for ranks in self._hosts]
+        arriving = mine.new_empty(mine.numel() * len(self._hosts))
+        own = [mine.numel()] * len(self._hosts)
+        self._between(
+            lambda leaders: leaders.alltoall_base(
+                arriving, leaving, own, lengths, dist.AllToAllOptions()
+            )
+        )
+        return reduced(list(arriving.view(len(self._hosts), -1)), operation)
+
+    def exchange(
+        self,
+        call: Call,
+        parts: Sequence[Tensor],
+        pulls: dict[int, Pull],
+        deals: Sequence[Deal] | None = None,
+    ) -> None:
+        self._agree(call, deals)
+        if call.kind == BROADCAST:
+            self._broadcast(call.root, parts[0] if parts else pulls[call.root].into)
+        elif call.kind == ALL_GATHER:
+            self._all_gather(parts[0], pulls)
+        elif call.kind != BARRIER:
+            self._to_each(parts, pulls, deals or ())
+
+    def _broadcast(self, root: int, tensor: Tensor) -> None:
+        flat = bytes_of(tensor)
+        if root in self._hosts[self._here]:
+            self._share(flat, self._hosts[self._here].index(root))
+        if self._leads:
+            options = dist.BroadcastOptions()
+            options.rootRank = next(
+                index for index, ranks in enumerate(self._hosts) if root in ranks
+            )
+            self._between(lambda leaders: leaders.broadcast([flat], options))
+        if root not in self._hosts[self._here]:
+            self._share(flat, 0)
+
+    def _all_gather(self, own: Tensor, pulls: dict[int, Pull]) -> None:
+        flat = {rank: bytes_of(pull.into) for rank, pull in pulls.items()}
+        mine = bytes_of(own)
+        flat[self._rank] = mine
+        here = self._hosts[self._here]
+        near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
+        self._host.exchange(Call(ALL_GATHER), [mine], near)
+        wholes = [
+            torch.cat([flat[rank] for rank in ranks]) if len(ranks) > 1 else flat[ranks[0]]
+            for ranks in self._hosts
+        ]
+        if self._leads:
+            self._swap(wholes)
+        for index, (ranks, whole) in enumerate(zip(self._hosts, wholes, strict=True)):
+            if index != self._here:
+                self._share(whole, 0)
+                parts = (
+                    torch.split(whole, [flat[rank].numel() for rank in ranks])
+                    if len(ranks) > 1
+                    else ()
+                )
+                for rank, part in zip(ranks, parts, strict=False):
+                    flat[rank].copy_(part)
+
+    def _swap(self, wholes: Sequence[Tensor]) -> None:
+        """On a leader: what each host has, to all others, both ways at once. wholes: a host's bytes
+        each."""
+        mine = wholes[self._here]
+        lengths = [
+            0 if index == self._here else whole.numel() for index, whole in enumerate(wholes)
+        ]
+        leaving = torch.cat([mine] * (len(wholes) - 1)) if len(wholes) > 2 else mine
+        given = [0 if index == self._here else mine.numel() for index in range(len(wholes))]
+        arriving = torch.empty(sum(lengths), dtype=torch.uint8)
+        self._between(
+            lambda leaders: leaders.alltoall_base(
+                arriving, leaving, lengths, given, dist.AllToAllOptions()
+            )
+        )
+        for whole, part in zip(wholes, torch.split(arriving, lengths), strict=True):
+            if whole is not mine:
+                whole.copy_(part)
+
+    def _to_each(
+        self, parts: Sequence[Tensor], pulls: dict[int, Pull], deals: Sequence[Deal]
+    ) -> None:
+        """From rank to rank; what a rank keeps stays with the caller."""
+        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(part) for part in parts)])
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        given = {rank: flat[deals[rank].offset :][: deals[rank].nbytes] for rank in others}
+        leaving = torch.cat([given[rank] for rank in others])
+        taken = [pulls[rank].into.nbytes if rank in pulls else 0 for rank in range(self._size)]
+        arriving = torch.empty(sum(taken), dtype=torch.uint8)
+        sizes = [given[rank].numel() if rank in given else 0 for rank in range(self._size)]
+        self._wait(self._all.alltoall_base(arriving, leaving, taken, sizes, dist.AllToAllOptions()))
+        for rank, part in enumerate(torch.split(arriving, taken)):
+            if rank in pulls:
+                bytes_of(pulls[rank].into).copy_(part)
+
+    def _share(self, tensor: Tensor, place: int) -> None:
+        """Within this host: the tensor of the rank at `place` to all."""
+        if self._alone:
+            return
+        call = Call(BROADCAST, NUMBER_OF[tensor.dtype], 0, place, tensor.numel())
+        if self._host.members.rank == place:
+            self._host.exchange(call, [tensor], {})
+        else:
+            self._host.exchange(call, [], {place: Pull(0, tensor)})
+
+    # Where every rank has a host of its own, and knows that all begin the same.
+
+    @property
+    def _plans(self) -> Planned:
+        assert self._planned is not None, "some host has several ranks"
+        loss = self._host.aborted()
+        if loss is not None:
+            raise loss
+        return self._planned
+
+    def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
+        call = Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())
+        return self._begun(call, self._plans.all_reduce(call, tensor, op))
+
+    def begin_reduce_scatter(self, source: Tensor, out: Tensor, op: int) -> UnderWay:
+        """source: contiguous, a block a rank."""
+        call = Call(REDUCE_SCATTER, NUMBER_OF[out.dtype], op, -1, source.numel())
+        return self._begun(call, self._plans.reduce_scatter(call, source, out, op))
+
+    def begin_all_gather(self, whole: Tensor, own: Tensor) -> UnderWay:
+        """whole: contiguous, a block a rank; own: contiguous, maybe its place in `whole`."""
+        call = Call(ALL_GATHER, NUMBER_OF[own.dtype], 0, -1, own.numel())
+        return self._begun(call, self._plans.all_gather(call, whole, own))
+
+    def _begun(self, call: Call, carried: Carried) -> UnderWay:
+        self._number += 1
+        number = self._number
+
+        def finish() -> None:
+            self._host.doing = str(call), f"call {number}"
+            try:
+                self._wait(carried.work)
+            except UnlikeCallsError as unlike:
+                raise mismatch(
+                    number, [call, unlike.theirs][:: 1 - 2 * self._here], self._names
+                ) from None
+            carried.then()
+
+        return UnderWay(finish, carried.ended)
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether what is begun here travels before the other host has begun it."""
+        return isinstance(self._planned, OverDuplex)
+
+    def close(self) -> None:
+        """Whatever is still under way is lost."""
+        if self._planned is not None:
+            self._planned.close()
+
+    def abandon(self) -> None:
+        """In a child that was forked."""
+        if self._planned is not None:
+            self._planned.abandon()
+
+    # Agreement.
+
+    def _agree(self, call: Call, deals: Sequence[Deal] | None = None) -> None:
+        """Raises MismatchError, on every rank the same, unless all ranks have called the same."""
+        self._number += 1
+        self._host.doing = (str(call), f"call {self._number}")
+        dealt = [number for deal in deals or () for number in (deal.nbytes, deal.wanted)]
+        row = [call.kind, call.dtype, call.op, call.root, call.count, call.extra, *dealt]
+        width = 6 + 2 * self._size
+        own = torch.tensor(row + [0] * (width - len(row)))
+        table = torch.zeros(self._size, width, dtype=torch.int64)
+        table[self._rank] = own
+        pulls = {place: Pull(0, table[rank]) for place, rank in enumerate(self._hosts[self._here])}
+        del pulls[self._host.members.rank]
+        self._host.exchange(Call(ALL_GATHER, NUMBER_OF[torch.int64], count=width), [own], pulls)
+        if self._leads:
+            self._between(lambda leaders: leaders.allreduce([table], reduce_options(SUM)))
+        self._share(table, 0)
+        self._compare(table)
+
+    def _compare(self, table: Tensor) -> None:
+        rows = table[:, :6].tolist()
+        calls = [Call(*row) for row in rows]
+        if len({(c.kind, c.dtype, c.op, c.root, c.extra) for c in calls}) > 1:
+            raise mismatch(self._number, calls, self._names)
+        if calls[0].kind <= BROADCAST and len({c.count for c in calls}) > 1:
+            raise mismatch(self._number, calls, self._names)
+        deals = table[:, 6:].view(self._size, self._size, 2)
+        if not torch.equal(deals[:, :, 0], deals[:, :, 1].T):
+            raise unequal(
+                self._number, calls[0], lambda i, j: tuple(deals[i, j].tolist()), self._names
+            )
+
+    # The network, and who is lost there.
+
+    def _between(self, call: Callable[[Any], Any]) -> None:
+        """A collective of the leaders."""
+        self._wait(call(self._leaders))
+
+    def _wait(self, work: Any) -> None:
+        start = time.monotonic()
+        over = False
+        while True:
+            try:
+                work.wait(timedelta(seconds=TICK))
+                return
+            except RuntimeError as error:
+                loss = self._host.aborted() or self._verdict.told()
+                if loss is None and over:
+                    loss = self._closed(str(error))
+                over = work.is_completed()  # in time after all, or failed: the next wait tells
+                if loss is None and time.monotonic() - start >= self._host.timeout + _PATIENCE:
+                    others = [
+                        ranks[0] for index, ranks in enumerate(self._hosts) if index != self._here
+                    ]
+                    loss = self._loss(others, f"did not come within {self._host.timeout:g} s")
+                if loss is not None:
+                    # what comes late must not be written to tensors that are used again
+                    self.close()
+                    raise self._host.abort(loss) from error
+
+    def _closed(self, reason: str) -> PeerLostError:
+        """A connection has failed. The ranks of the other host know best whom they lost, if any of
+        them lives."""
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            told = self._verdict.told()
+            if told is not None:
+                return told
+            time.sleep(TICK / 2)
+        others = [index for index in range(len(self._hosts)) if index != self._here]
+        named = [index for index in others if self._address_of(index) in reason] or others
+        return self._loss([self._hosts[index][0] for index in named], "closed its connection")
+
+    def _address_of(self, index: int) -> str:
+        try:
+            return bytes(self._store.get(f"address {index}")).decode()
+        except RuntimeError:
+            return "unknown"
+
+    def _loss(self, ranks: Sequence[int], reason: str) -> PeerLostError:
+        operation, step = self._host.doing or ("a call", "this group")
+        return PeerLostError(tuple(self._names[rank] for rank in ranks), operation, step, reason)
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        """To a rank of another host."""
+        dense = tensor.contiguous()
+        return Parcel(
+            self,
+            self._all.send([dense], to, tag),
+            dense,
+            to,
+            f"send(to rank {self._names[to]}, tag {tag})",
+        )
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """From a rank of another host."""
+        dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+        name = f"recv(from rank {self._names[source]}, tag {tag})"
+        return Parcel(self, self._all.recv([dense], source, tag), dense, source, name, tensor)
+
+    @property
+    def timeout(self) -> float:
+        return self._host.timeout
+
+    def lost(self, peer: int, operation: str, reason: str) -> PeerLostError:
+        """The error for a message that did not come through; ends the group."""
+        told = self._host.aborted() or self._verdict.told()
+        step = f"call {self._number}"
+        return self._host.abort(
+            told or PeerLostError((self._names[peer],), operation, step, reason)
+        )
+
+
+class Parcel(Work):
+    """A message to or from another host, which gloo carries; a thread waits for it, as gloo cannot
+    be asked.
+
+    `work` on its way to or from `peer`. into: where what arrives goes from `dense`, if it has
+    another layout."""
+
+    def __init__(
+        self,
+        across: Across,
+        work: Any,
+        dense: Tensor,
+        peer: int,
+        name: str,
+        into: Tensor | None = None,
+    ) -> None:
+        super().__init__([dense if into is None else into])
+
+        def carry() -> None:
+            try:
+                work.wait(timedelta(seconds=across.timeout))
+            except RuntimeError as error:
+                silent = "imed out" in str(error)
+                reason = (
+                    f"did not come within {across.timeout:g} s"
+                    if silent
+                    else "closed its connection"
+                )
+                self.finish(across.lost(peer, name, reason))
+                return
+            if into is not None and into is not dense:
+                with torch.inference_mode():
+                    into.copy_(dense)
+            self.finish()
+
+        threading.Thread(target=carry, name="dure parcel", daemon=True).start()

@@ -1,0 +1,225 @@
+"""The connection between two hosts of one rank each, in C (core/duplex.c): what both begin, both
+ends give and take.
+
+gloo carries any number of hosts and is made for short messages: its thread wakes for every few
+packets, takes a core from the one that computes, and an all-reduce crosses the link in two rounds.
+Between two hosts one round will do: each gives the other all it has. That is the one-shot
+all-reduce; S bytes each way are, for N = 2, the 2(N-1)/N·S of a ring. A reduce-scatter or an
+all-gather sends half of that. A call sends 64 bytes more.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from ctypes import Structure, addressof, c_double, c_uint64, c_void_p
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from dure.collectives.shared_memory.calls import Call
+from dure.collectives.shared_memory.meeting import Meeting
+from dure.collectives.shared_memory.native import Posted, library, posted_call
+
+_DONE, _MISMATCH, _ABORTED, _GAVE_UP = range(4)
+_PATIENCE = 5.0  # seconds for two hosts to reach each other, or a quarter of the meeting's time
+_STRANGER = 0.5  # seconds for a caller to say the word
+_WORD = 16  # bytes of the word by which they know each other
+
+
+class _Exchange(Structure):
+    _fields_ = (
+        ("call", Posted),
+        ("out", c_void_p),
+        ("own", c_void_p),
+        ("into", c_void_p),
+        ("next", c_void_p),
+        ("sent", c_uint64),
+        ("status", c_uint64),
+        ("theirs", Posted),
+        ("ended", c_double),
+    )
+
+
+class UnlikeCallsError(Exception):
+    """The other host's rank has begun another call: `theirs`."""
+
+    def __init__(self, theirs: Call) -> None:
+        super().__init__(str(theirs))
+        self.theirs = theirs
+
+
+class Exchange:
+    """What was begun. It keeps the tensors until it is over."""
+
+    def __init__(self, end: int, posted: Posted, tensors: Sequence[Tensor | None]) -> None:
+        out, own, into = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        self.tensors, self._end = tensors, end
+        self.inner = _Exchange(call=posted, out=out, own=own, into=into)
+
+    def _status(self, seconds: float) -> int:
+        core = library()
+        assert core is not None
+        return int(core.duplex_wait(self._end, addressof(self.inner), seconds))
+
+    def is_completed(self) -> bool:
+        """Whether it is over, or lost."""
+        return self._status(0.0) != _GAVE_UP
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody touches its tensors any more; if it was lost, threads may until they have
+        ended."""
+        return self._status(0.0) in (_DONE, _MISMATCH)
+
+    def wait(self, limit: timedelta) -> None:
+        """Raises RuntimeError if it is not over by then, or if the connection was lost;
+        UnlikeCallsError."""
+        status = self._status(limit.total_seconds())
+        if status == _MISMATCH:
+            raise UnlikeCallsError(self.inner.theirs.call())
+        if status != _DONE:
+            raise RuntimeError("the connection was lost" if status == _ABORTED else "timed out")
+
+    @property
+    def ended(self) -> float:
+        """When it was over, in seconds of `time.perf_counter`; 0 before."""
+        return float(self.inner.ended)
+
+
+class Duplex:
+    """One end. first: whether this rank's numbers come first in a reduction. It takes the
+    connection over."""
+
+    def __init__(self, connection: socket.socket, first: bool) -> None:
+        core = library()
+        assert core is not None
+        self._core = core
+        self._descriptor = connection.detach()
+        self._end = core.duplex_open(self._descriptor, int(first))
+        if not self._end:
+            os.close(self._descriptor)
+            raise MemoryError("no connection to the other host could be opened: out of memory")
+        self._lent: deque[Exchange] = deque()
+        self._close = weakref.finalize(self, _close, core, self._end, self._lent, os.getpid())
+
+    def begin(self, call: Call, out: Tensor, into: Tensor, own: Tensor | None = None) -> Exchange:
+        """Gives `out` and takes as many bytes: into `into`, reduced with `own` by the call's dtype
+        and operation if there is one. All are contiguous; `into` is `out`, or does not overlap with
+        it."""
+        if not self._close.alive:
+            raise RuntimeError("this connection was closed")
+        while self._lent and self._lent[0].is_over:
+            self._lent.popleft()
+        exchange = Exchange(self._end, posted_call(call, out.nbytes), (out, own, into))
+        self._lent.append(exchange)
+        self._core.duplex_begin(self._end, addressof(exchange.inner))
+        return exchange
+
+    def close(self) -> None:
+        """What is under way is lost, at both ends."""
+        self._close()
+
+    def abandon(self) -> None:
+        """In a child that was forked: it is the parent's alone."""
+        if (
+            self._close.alive and self._descriptor >= 0
+        ):  # else the number may be another file's by now
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
+    if os.getpid() == process:
+        core.duplex_close(end)
+    lent.clear()
+
+
+# How two hosts reach each other: the first listens, the second connects, and the store says where,
+# and whether it did.
+
+
+def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.socket | None:
+    """This host's end of a connection between two; None, on both, where they do not reach each
+    other or one does not want to.
+
+    meeting: of rank 0 and rank 1. address: by which others reach this host; None where that is not
+    known. Raises PeerLostError if the other does not come within the meeting's time.
+    """
+    meeting.store.set(f"duplex {meeting.rank}", msgspec.json.encode((address, willing)).decode())
+    other = 1 - meeting.rank
+    theirs, too = msgspec.json.decode(
+        meeting.read(f"duplex {other}", other), type=tuple[str | None, bool]
+    )
+    if not (willing and too) or (address is None) != (theirs is None):
+        return None
+    made = _listening(meeting, address or "127.0.0.1") if meeting.rank == 0 else _connected(meeting)
+    if made is not None:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.settimeout(None)
+    return made
+
+
+def _listening(meeting: Meeting, address: str) -> socket.socket | None:
+    made: socket.socket | None = None
+    word = secrets.token_bytes(_WORD)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, 0), family=family) as server:
+            door = address, server.getsockname()[1], word.hex()
+            meeting.store.set("duplex door", msgspec.json.encode(door).decode())
+            made = _accepted(server, word, _patience(meeting))
+    except OSError:
+        meeting.store.set("duplex door", "null")
+    if meeting.read("duplex verdict", 1) == b"yes":
+        return made
+    if made is not None:
+        made.close()
+    return None
+
+
+def _patience(meeting: Meeting) -> float:
+    return min(_PATIENCE, meeting.timeout / 4)
+
+
+def _accepted(server: socket.socket, word: bytes, patience: float) -> socket.socket | None:
+    """The connection of the one that knows the word."""
+    until = time.monotonic() + patience
+    with suppress(TimeoutError):
+        while (left := until - time.monotonic()) > 0:
+            server.settimeout(left)
+            caller = server.accept()[0]
+            caller.settimeout(min(left, _STRANGER))
+            with suppress(OSError):
+                if caller.recv(_WORD, socket.MSG_WAITALL) == word:
+                    caller.sendall(word)
+                    return caller
+            caller.close()
+    return None
+
+
+def _connected(meeting: Meeting) -> socket.socket | None:
+    door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
+    made: socket.socket | None = None
+    heard = False
+    if door is not None:
+        word = bytes.fromhex(door[2])
+        with suppress(OSError):
+            made = socket.create_connection(door[:2], timeout=_patience(meeting))
+            made.sendall(word)
+            if made.recv(_WORD, socket.MSG_WAITALL) != word:
+                raise ConnectionError("somebody else answers there")
+            heard = True
+    if made is not None and not heard:
+        made.close()
+        made = None
+    meeting.store.set("duplex verdict", "no" if made is None else "yes")
+    return made

@@ -1,0 +1,1 @@
+"""What tasks, strategies, learners and worlds promise each other."""

@@ -1,0 +1,83 @@
+"""Learning rates that change while a model is trained: warm-up, decay.
+
+    lr at step t = lr of the optimizer's group · schedule(t),    t = 0, 1, ...
+
+A schedule is a function of the step's number alone, as `lr_lambda` of
+`torch.optim.lr_scheduler.LambdaLR`: it keeps nothing, so that a resumed run, and every rank, has
+the rates of the whole run. In a federation t is the round of the global model that a client begins
+with.
+
+Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (warm-up); Loshchilov and Hutter 2017,
+"SGDR" (cosine).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+LRSchedule = Callable[[int], float]
+
+
+def factor_at(schedule: LRSchedule | None, step: int) -> float:
+    """What learning rates are multiplied with. Raises ValueError if that is no finite number of 0
+    or more."""
+    if schedule is None:
+        return 1.0
+    factor = float(schedule(step))
+    if not 0 <= factor < math.inf:
+        raise ValueError(
+            f"lr_schedule({step}) is {factor}, but learning rates are multiplied with it: 0 or more"
+        )
+    return factor
+
+
+def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
+    """Raises ValueError if the schedule gives no factor at step 0, or the optimizer has no learning
+    rate."""
+    if schedule is None:
+        return
+    try:
+        factor_at(schedule, 0)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"lr_schedule(0) raised {type(error).__name__}: {error}; it is a function of the step "
+            f"that gives a factor, "
+            "as lr_lambda of torch's LambdaLR"
+        ) from error
+    groups = getattr(optimizer, "param_groups", None)  # some only look like one
+    if not groups or any(group.get("lr") is None for group in groups):
+        raise ValueError(
+            f"lr_schedule multiplies learning rates, and {type(optimizer).__name__} has none"
+        )
+
+
+class Rates:
+    """The learning rates of an optimizer that was just made, step by step."""
+
+    def __init__(self, optimizer: Optimizer, schedule: LRSchedule | None) -> None:
+        self.optimizer, self.schedule = optimizer, schedule
+        rates = [group["lr"] for group in optimizer.param_groups] if schedule is not None else []
+        self.first = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+
+    def at(self, step: int) -> None:
+        """Sets them to those of a step. Without a schedule they stay as they are."""
+        if self.schedule is None:
+            return
+        factor = factor_at(self.schedule, step)
+        for group, first in zip(self.optimizer.param_groups, self.first, strict=True):
+            group["lr"] = (
+                first * factor
+            )  # a tensor is another one then: the task's own stays as it is
+
+
+def scale(optimizer: Optimizer, factor: float) -> None:
+    """Multiplies the learning rates as they are. A factor of 1 leaves the optimizer alone."""
+    if factor != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor

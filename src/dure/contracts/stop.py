@@ -1,0 +1,63 @@
+"""When a run ends: at whichever limit comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dure.record.history import reaches
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Limits of a run, whichever comes first; None is no limit.
+
+    Args:
+        epochs: passes over the training data, counted in examples over all workers.
+        steps: optimizer steps, for strategies that count steps.
+        rounds: federated rounds, for strategies that count rounds.
+        seconds: training time, evaluation and checkpoints left out.
+        target: metric to value, as {"test_accuracy": 0.99}; all of them reached at an evaluation.
+    """
+
+    epochs: float | None = None
+    steps: int | None = None
+    rounds: int | None = None
+    seconds: float | None = None
+    target: Mapping[str, float] | None = None
+
+    def check(self, unit: str) -> None:
+        """Raises ValueError if a limit is not positive, or none of them ever ends a run that counts
+        `unit`s."""
+        for name in ("epochs", "steps", "rounds", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:  # NaN is not either
+                raise ValueError(f"{name} is {value}, but a run ends after more than 0 {name}")
+        own = self.steps if unit == "step" else self.rounds
+        if own is None and self.epochs is None and self.seconds is None and not self.target:
+            other = "rounds" if unit == "step" else "steps"
+            hint = (
+                f"; {other} do not count here, it counts {unit}s"
+                if getattr(self, other) is not None
+                else ""
+            )
+            raise ValueError(
+                f"nothing ends this run: give epochs, {unit}s, seconds or a target{hint}"
+            )
+
+    def reached(
+        self, unit: str, step: int, samples: int, examples: int, metrics: Mapping[str, float]
+    ) -> str | None:
+        """Which limit, other than time, is reached. metrics: of the newest evaluation; examples:
+        those of an epoch."""
+        own = self.steps if unit == "step" else self.rounds
+        if own is not None and step >= own:
+            return f"{unit}s"
+        # 0.7 epochs of 10 examples are 7, and not the 7.000000000000001 that floats make of it
+        if self.epochs is not None and samples >= self.epochs * examples * (1 - 1e-12):
+            return "epochs"
+        if self.target and all(
+            name in metrics and reaches(name, metrics[name], v) for name, v in self.target.items()
+        ):
+            return "target"
+        return None

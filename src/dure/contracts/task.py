@@ -1,0 +1,120 @@
+"""The task: what is learned. It knows nothing of machines.
+
+A task is written once; which system trains it is another argument. It holds a factory of models
+rather than a model, because every worker and every client starts from the same fresh weights, drawn
+under the run's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.lr_schedule import LRSchedule
+from dure.data.examples import Examples, as_examples
+
+Metric = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
+"""metric(outputs, targets) gives the mean over the batch, or a pair (sum, count) that is added over
+batches."""
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+"""The optimizer of a task that names none."""
+
+
+def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Correct predictions and predictions made, as (sum, count): they add over batches and workers.
+
+    outputs: scores of shape (B, classes, ...); targets: class indices of shape (B, ...). Targets
+    equal to `ignore_index` are not counted, as in `torch.nn.functional.cross_entropy`.
+    """
+    counted = targets != ignore_index
+    return ((outputs.argmax(dim=1) == targets) & counted).sum(), counted.sum()
+
+
+def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`accuracy` where the outputs are scores of two classes or more for these targets; else
+    nothing is counted."""
+    fits = (
+        isinstance(outputs, Tensor)
+        and outputs.ndim == targets.ndim + 1
+        and outputs.shape[1] > 1
+        and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    )
+    return accuracy(outputs, targets) if fits else (torch.zeros(()), torch.zeros(()))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned.
+
+    model: a function without arguments that returns a fresh `nn.Module`; called under the run's
+        seed. A float64 model trains in float64: floating-point inputs are converted to the model's
+        dtype.
+    loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor).
+    train, test: `Examples`, a pair of tensors (inputs, targets), or a map-style Dataset of such
+        pairs.
+    optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
+    metrics: name to `Metric`, measured on the test data and reported as test_<name>. None: the
+        accuracy if the targets are class indices, otherwise nothing but the loss.
+    name: how tables call it.
+    reference: where `dure.load_task` found it, so that a run folder can be resumed; None for a task
+        made in Python.
+    lr_schedule: what the optimizer's learning rates are multiplied with at step t = 0, 1, ... of
+        all workers, or of a worker that has steps of its own; in a federation at round t. A
+        function of t, as `lr_lambda` of torch's LambdaLR; None leaves them as they are.
+    eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    train: Any
+    test: Any = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD
+    metrics: Mapping[str, Metric] | None = None
+    name: str = "task"
+    reference: Mapping[str, Any] | None = field(default=None, compare=False)
+    lr_schedule: LRSchedule | None = None
+    eval_batch_size: int = 1_000
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)) or (
+                isinstance(getattr(self, name), (nn.Module, torch.optim.Optimizer))
+                and name != "loss"
+            ):
+                raise ValueError(
+                    f"Task({name}=...) has to be a function that makes a fresh one, not an instance"
+                )
+        if self.lr_schedule is not None and not callable(self.lr_schedule):
+            raise ValueError(
+                f"Task(lr_schedule={self.lr_schedule!r}) has to be a function of the step: step -> "
+                f"factor"
+            )
+        if type(self.eval_batch_size) is not int or self.eval_batch_size < 1:
+            raise ValueError(
+                f"Task(eval_batch_size={self.eval_batch_size!r}) has to be a whole number, 1 or "
+                f"more"
+            )
+        object.__setattr__(self, "train", as_examples(self.train))
+        object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
+
+    @cached_property
+    def measures(self) -> Mapping[str, Metric]:
+        """The metrics in force: those given, or the accuracy where the targets are class
+        indices."""
+        if self.metrics is not None:
+            return self.metrics
+        data: Examples = self.test if self.test is not None else self.train
+        _, targets = data.batch(torch.tensor([0]))
+        is_class_index = (
+            isinstance(targets, Tensor)
+            and not targets.is_floating_point()
+            and targets.dtype != torch.bool
+        )
+        return {"accuracy": class_accuracy} if is_class_index else {}

@@ -1,0 +1,1 @@
+"""What clients and the server of a federation do: an algorithm is a file."""

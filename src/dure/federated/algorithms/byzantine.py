@@ -1,0 +1,65 @@
+"""Byzantine gradient descent: the geometric median of means of the clients' gradients.
+
+    each client j:  g_j <- gradient of its loss over all its data, at θ; a liar sends anything
+    server:         divides the clients into k groups at random, anew in every round
+                    Z_l <- mean of the gradients of group l
+                    θ <- θ - η·(geometric median of Z_1 ... Z_k)
+
+It withstands q liars in a round where 2(1 + ε)q <= k <= m, even if they know everything and are
+others in every round. k = 1 is gradient descent and withstands none; k = m is the geometric median
+of all. Many groups are robust, few are precise: the error is of the order of √(d(2q + 1)/N) for N
+examples.
+
+Cost of a round: d elements down and d up a client; the server takes O(m·d) for the means and O(k·d)
+for each iteration of Weiszfeld.
+
+Source: Y. Chen, L. Su, J. Xu, "Distributed Statistical Machine Learning in Adversarial Settings:
+Byzantine Gradient Descent", POMACS 2017.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dure.contracts.task import Task
+from dure.federated.aggregate import Aggregator, GeometricMedianOfMeans, Mean
+from dure.federated.engines.optimizers import check_gradients
+from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.strategy import Federated
+
+
+@dataclass(frozen=True)
+class ByzantineGD(Federated):
+    """Gradient descent by the geometric median of means.
+
+    Args:
+        groups: k; at least twice as many as there are liars in a round.
+        server_lr: how far the model moves along the median.
+    """
+
+    batch_size: int | None = None
+    groups: int = 5
+    server_lr: float = 1.0
+
+    name: ClassVar[str] = "byzantine"
+    title: ClassVar[str] = "Byzantine GD"
+
+    def check_task(self, task: Task) -> None:
+        if self.aggregate != Mean():
+            raise ValueError("byzantine has its own rule; fed-avg takes another by --aggregate")
+        one_step = self.local_epochs == 1 and (
+            self.local_steps == 1 or (self.local_steps, self.batch_size) == (None, None)
+        )
+        if not one_step:
+            raise ValueError(
+                "byzantine is one step a round; fed-avg has local epochs, and --aggregate "
+                "geometric-median-of-means"
+            )
+        check_gradients(task, self.name)
+
+    def rule(self) -> Aggregator:
+        return GeometricMedianOfMeans(self.groups)
+
+    def optimizer(self) -> ServerOptimizer:
+        return ServerOptimizer(lr=self.server_lr)

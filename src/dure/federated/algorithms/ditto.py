@@ -1,0 +1,85 @@
+"""Ditto: beside the global model, every client keeps one of its own that is held near it.
+
+    global:    FedAvg, or any other; its rule is `aggregate`
+    client k:  v_k <- as many local steps on  F_k(v) + λ/2·|v - w_t|²,  from the v_k that it kept
+
+λ = 0 is training alone, a large λ the global model. v_k never travels, and learns nothing of others
+but through w.
+
+Cost of a round: as FedAvg's; clients compute twice as much and keep d elements, and the buffers of
+their own model.
+
+Source: T. Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML
+2021, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from dure.contracts.task import Task
+from dure.federated.algorithm import Algorithm, Memory, Own, Start
+from dure.federated.engines.job import Job, Trained
+from dure.federated.strategy import Federated
+from dure.protocol.messages import Assignment
+
+
+@dataclass(frozen=True)
+class Ditto(Federated):
+    """FedAvg, and a model of its own for every client.
+
+    Args:
+        lam: λ, how strongly a client's own model is held near the global one.
+    """
+
+    held_out: float = 0.2
+    lam: float = 0.1
+
+    name: ClassVar[str] = "ditto"
+    title: ClassVar[str] = "Ditto"
+
+    def check_task(self, task: Task) -> None:
+        if not 0 <= self.lam < float("inf"):
+            raise ValueError(f"lam is {self.lam}, but it is 0 or more")
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return OwnModels(self.lam)
+
+
+class OwnModels(Algorithm):
+    """A second job for each client, whose result it keeps: the weights, and behind them the
+    buffers."""
+
+    passes = 2
+
+    def __init__(self, lam: float) -> None:
+        self.lam = lam
+
+    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        weights, buffers = (
+            self._parts(memory, job.weights) if memory else (job.weights, job.buffers)
+        )
+        return [
+            job,
+            replace(job, weights=weights, buffers=buffers, mu=self.lam, anchor=assignment.weights),
+        ]
+
+    def answer(
+        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        own = [w + d for w, d in zip(jobs[1].weights, trained[1].delta, strict=True)]
+        return trained[0].delta, (), [*own, *trained[1].buffers]
+
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
+        return Own(*self._parts(memory, shared)) if memory is not None else Own(shared)
+
+    @staticmethod
+    def _parts(memory: Memory, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(weights, buffers) of what a client keeps, where a model has as many tensors as
+        `weights`."""
+        return memory[: len(weights)], memory[len(weights) :]

@@ -1,0 +1,111 @@
+"""FedAsync: no rounds. Every update makes a new global model, mixed in by less the staler it is.
+
+    client:  gets (x_τ, τ), trains on f(x; z) + ρ/2·|x - x_τ|², sends x_new
+    server:  x_t <- (1 - α_t)·x_{t-1} + α_t·x_new,        α_t = α·s(t - τ)
+
+    s constant     1
+    s polynomial   (staleness + 1)^-a
+    s hinge        1 where staleness <= b, else 1 / (a·(staleness - b) + 1)
+
+α itself never changes. A "round" is one update; C·K clients are at work at any time.
+
+Cost of an update: d elements down and d up, as FedAvg's.
+
+Source: C. Xie, S. Koyejo, I. Gupta, "Asynchronous Federated Optimization", 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from dure.contracts.task import Task
+from dure.federated.algorithm import Algorithm, Start
+from dure.federated.algorithms.fed_prox import Proximal
+from dure.federated.server.pacing import Pacing, asynchronous
+from dure.federated.server.sampling import Uniform, clients_per_round
+from dure.federated.strategy import Federated
+from dure.protocol.messages import Update
+from dure.settings import suggestion
+
+Weighting = Literal["constant", "polynomial", "hinge"]
+
+
+@dataclass(frozen=True)
+class FedAsync(Federated):
+    """Updates are mixed in one by one, the stale ones by less.
+
+    Args:
+        alpha: α, the share of a fresh client's model in the new one, in [0, 1].
+        weighting: s, how staleness lowers it: constant, polynomial or hinge.
+        a: of polynomial and hinge.
+        b: of hinge: staleness up to this costs nothing.
+        rho: ρ, how strongly clients are held near the model they received.
+        stale: experiments only: one client at a time, which is handed a model 0 to so many versions
+            old, at random.
+    """
+
+    fraction: float = 0.1
+    alpha: float = 0.6
+    weighting: Weighting = "polynomial"
+    a: float = 0.5
+    b: float = 4.0
+    rho: float = 0.005
+    stale: int | None = None
+
+    name: ClassVar[str] = "fed-async"
+    title: ClassVar[str] = "FedAsync"
+
+    def check_task(self, task: Task) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha is {self.alpha}, but a share is in [0, 1]")
+        if self.weighting not in get_args(Weighting):
+            raise ValueError(
+                f"there is no weighting "
+                f"{self.weighting!r}{suggestion(self.weighting, get_args(Weighting))}"
+            )
+        if not all(0 <= value < math.inf for value in (self.a, self.b, self.rho)):
+            raise ValueError(
+                f"a, b and rho are numbers of 0 or more, not {self.a}, {self.b} and {self.rho}"
+            )
+        if self.stale is not None and self.stale < 0:
+            raise ValueError(f"stale is {self.stale}, but it counts versions: 0 or more")
+        check_no_rounds(self)
+
+    def pacing(self, clients: int) -> Pacing:
+        return asynchronous(clients_per_round(clients, self.fraction), self.stale)
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return Mixing(self.alpha, self.weighting, self.a, self.b, self.rho)
+
+
+def check_no_rounds(strategy: Federated) -> None:
+    """Raises ValueError where settings of rounds were given to a system that has none."""
+    if strategy.selection != Uniform():
+        raise ValueError(
+            f"selection {strategy.selection} is for rounds, and {strategy.name} has none: leave it "
+            f"out"
+        )
+
+
+def staleness_weight(weighting: Weighting, staleness: int, a: float, b: float) -> float:
+    """s(staleness): 1 at 0, and never rising."""
+    if weighting == "polynomial":
+        return float((staleness + 1) ** -a)
+    if weighting == "hinge" and staleness > b:
+        return 1 / (a * (staleness - b) + 1)
+    return 1.0
+
+
+class Mixing(Proximal):
+    """The model is a moving average of the clients' models."""
+
+    mixes_models = True
+
+    def __init__(self, alpha: float, weighting: Weighting, a: float, b: float, rho: float) -> None:
+        super().__init__(rho)
+        self.alpha, self.weighting, self.a, self.b = alpha, weighting, a, b
+
+    def share(self, update: Update, staleness: int) -> tuple[float, float]:
+        return self.alpha * staleness_weight(self.weighting, staleness, self.a, self.b), 1.0

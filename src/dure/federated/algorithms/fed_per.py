@@ -1,0 +1,113 @@
+"""FedPer: the lower layers are shared, the last ones belong to each client and never travel.
+
+    client k:  trains (shared, personal_k) together, sends how the shared part moved, keeps
+    personal_k
+    server:    FedAvg of the shared part alone
+
+With no personal layer it is FedAvg. A client that has not taken part yet has the initial personal
+layers; the model that is measured as a whole has the mean of those of the clients that took part so
+far, which nobody but the simulation could know.
+
+Cost of a round: the shared elements alone, down and up a client.
+
+Source: M. G. Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from dure.contracts.strategy import seeded_model
+from dure.contracts.task import Task
+from dure.federated.algorithm import Algorithm, Memory, Own, Start
+from dure.federated.engines.job import Job, Trained
+from dure.federated.strategy import Federated
+from dure.protocol.messages import Assignment
+from dure.tensors.flat import by_dtype
+
+
+@dataclass(frozen=True)
+class FedPer(Federated):
+    """FedAvg of all layers but the last ones, which are personal.
+
+    Args:
+        personal_layers: how many of the last modules with parameters are personal.
+    """
+
+    held_out: float = 0.2
+    personal_layers: int = 1
+
+    name: ClassVar[str] = "fed-per"
+    title: ClassVar[str] = "FedPer"
+
+    def check_task(self, task: Task) -> None:
+        layers = len(_layers(seeded_model(task, 0)))
+        if not 0 <= self.personal_layers < layers:
+            raise ValueError(
+                f"personal_layers is {self.personal_layers}, but of the model's {layers} layers "
+                f"some are shared"
+            )
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return PersonalLayers(start, self.personal_layers)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that have parameters of their own, in the model's order."""
+    return [
+        module for module in model.modules() if any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+class PersonalLayers(Algorithm):
+    """Flat weights in two parts: a mask of each tensor says which elements are personal."""
+
+    def __init__(self, start: Start, layers: int) -> None:
+        chosen = _layers(start.model)[-layers:] if layers else []
+        own = {id(parameter) for module in chosen for parameter in module.parameters(recurse=False)}
+        groups = by_dtype(start.model.parameters()).values()
+        self.masks = [
+            torch.cat([torch.full((p.numel(),), id(p) in own) for p in group]) for group in groups
+        ]
+        self.initial = self._personal(start.weights)
+
+    def _personal(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [w[mask] for w, mask in zip(weights, self.masks, strict=True)]
+
+    def shared(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [w[~mask] for w, mask in zip(weights, self.masks, strict=True)]
+
+    def _joined(self, shared: Sequence[Tensor], personal: Sequence[Tensor]) -> list[Tensor]:
+        whole = []
+        for mask, rest, own in zip(self.masks, shared, personal, strict=True):
+            weights = rest.new_empty(len(mask))
+            weights[mask], weights[~mask] = own, rest
+            whole.append(weights)
+        return whole
+
+    def whole(self, shared: Sequence[Tensor], memories: Mapping[int, Memory]) -> list[Tensor]:
+        kept = [memories[client] for client in sorted(memories)]
+        if not kept:
+            return self._joined(shared, self.initial)
+        return self._joined(
+            shared, [torch.stack(tensors).mean(0) for tensors in zip(*kept, strict=True)]
+        )
+
+    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        return [replace(job, weights=self._joined(job.weights, memory or self.initial))]
+
+    def answer(
+        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        delta = trained[0].delta
+        moved = zip(self._personal(jobs[0].weights), self._personal(delta), strict=True)
+        return self.shared(delta), (), [before + change for before, change in moved]
+
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
+        return Own(self._joined(shared, memory or self.initial))

@@ -1,0 +1,64 @@
+"""FedProx: FedAvg whose clients are held near the global model, and may do less than they were
+asked.
+
+    client k minimises  F_k(w) + μ/2·|w - w_t|²:  every local gradient gets + μ·(w - w_t)
+
+A device that would miss the round's deadline sends what it has done until then, where FedAvg drops
+it. With μ = 0 and no stragglers it is FedAvg.
+
+Cost of a round: as FedAvg's.
+
+Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020. The paper
+samples clients with probability ~ n_k and averages them alike (`selection="weighted"`,
+`equal_weights=True`); as here, uniform sampling with weights n_k is its other scheme.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from msgspec.structs import replace
+
+from dure.contracts.task import Task
+from dure.federated.algorithm import Algorithm, Memory, Start
+from dure.federated.engines.job import Job
+from dure.federated.strategy import Federated
+from dure.protocol.messages import Assignment, Update
+
+
+@dataclass(frozen=True)
+class FedProx(Federated):
+    """FedAvg with a proximal term, and partial work.
+
+    Args:
+        mu: how strongly clients are held near the global model.
+        equal_weights: updates count alike, and not by the examples of their clients.
+    """
+
+    mu: float = 0.01
+    equal_weights: bool = False
+
+    name: ClassVar[str] = "fed-prox"
+    title: ClassVar[str] = "FedProx"
+    sends_partial_work: ClassVar[bool] = True
+
+    def check_task(self, task: Task) -> None:
+        if not 0 <= self.mu < float("inf"):
+            raise ValueError(f"mu is {self.mu}, but it is 0 or more")
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return Proximal(self.mu, self.equal_weights)
+
+
+class Proximal(Algorithm):
+    """A pull towards the model that was received."""
+
+    def __init__(self, mu: float, equal_weights: bool = False) -> None:
+        self.mu, self.equal_weights = mu, equal_weights
+
+    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        return [replace(job, mu=self.mu)]
+
+    def share(self, update: Update, staleness: int) -> tuple[float, float]:
+        return 1.0, 1.0 if self.equal_weights else float(update.examples)

@@ -1,0 +1,43 @@
+"""FedSGD: one step of gradient descent a round, on the joint data of the round's clients.
+
+    each k in S_t:  g_k <- gradient of its loss over all its n_k examples, at w
+    w <- w - η · (sum of n_k·g_k) / (sum of n_k)
+
+It is FedAvg with one local epoch of one full batch, and with C = 1 it is gradient descent, whatever
+the n_k.
+
+Cost of a round: as FedAvg's, d elements down and d up a client; it needs 10 to 100 times as many
+rounds.
+
+Source: McMahan et al. 2017, section 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dure.contracts.task import Task
+from dure.federated.engines.optimizers import check_gradients
+from dure.federated.strategy import Federated
+
+
+@dataclass(frozen=True)
+class FedSGD(Federated):
+    """Clients send gradients of all their data, a server makes one step."""
+
+    batch_size: int | None = None
+
+    name: ClassVar[str] = "fed-sgd"
+    title: ClassVar[str] = "FedSGD"
+
+    def check_task(self, task: Task) -> None:
+        one_step = (
+            self.batch_size is None and self.local_epochs == 1 and self.local_steps in (None, 1)
+        )
+        if not one_step:
+            raise ValueError(
+                "fed-sgd is one step over all of a client's data; fed-avg has local epochs and "
+                "batches"
+            )
+        check_gradients(task, self.name)

@@ -1,0 +1,80 @@
+"""Per-FedAvg: a global model that is good not as it is, but after a step on a client's own data.
+
+    minimise over w the mean of  F_k(w - α·∇F_k(w))
+    client k, each local step with batches D, D', D'':
+        w' = w - α·∇f(w; D)
+        g  = ∇f(w'; D')                                                        first order
+        g  = g - α·(∇f(w + δ·g; D'') - ∇f(w - δ·g; D'')) / (2δ)                Hessian-free: (I - α∇²f)·g
+        w <- w - β·g,  by the task's optimizer
+    server:  FedAvg
+
+With α = 0 and full batches it is FedAvg. `fine_tune` epochs of steps with α make a client's own
+model.
+
+Cost of a round: as FedAvg's bytes; two gradients a local step, or four.
+
+Source: A. Fallah, A. Mokhtari, A. Ozdaglar, "Personalized Federated Learning with Theoretical
+Guarantees: A Model-Agnostic Meta-Learning Approach", NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from dure.contracts.task import Task
+from dure.federated.algorithm import Algorithm, Start
+from dure.federated.engines.choose import Setting
+from dure.federated.engines.job import Engine
+from dure.federated.engines.meta import MetaEngine
+from dure.federated.strategy import Federated
+from dure.settings import suggestion
+
+Order = Literal["first-order", "hessian-free"]
+
+
+@dataclass(frozen=True)
+class PerFedAvg(Federated):
+    """FedAvg of models that are made to be adapted.
+
+    Args:
+        alpha: α, the step that a client makes on its own data.
+        order: first-order leaves out the second derivative, hessian-free has it by differences of
+            gradients.
+    """
+
+    held_out: float = 0.2
+    fine_tune: int = 1
+    alpha: float = 0.01
+    order: Order = "first-order"
+
+    name: ClassVar[str] = "per-fed-avg"
+    title: ClassVar[str] = "Per-FedAvg"
+
+    def check_task(self, task: Task) -> None:
+        if not 0 <= self.alpha < float("inf"):
+            raise ValueError(f"alpha is {self.alpha}, but a step is 0 or more")
+        if self.order not in get_args(Order):
+            raise ValueError(
+                f"there is no order {self.order!r}{suggestion(self.order, get_args(Order))}"
+            )
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return Adapted(4 if self.order == "hessian-free" else 2)
+
+    def check_engine(self, task: Task, wanted: str) -> None:
+        if wanted not in ("auto", "loop", MetaEngine.name):
+            raise ValueError(
+                f"per-fed-avg has an engine of its own, and cannot be computed by {wanted!r}"
+            )
+
+    def engine(self, setting: Setting) -> Engine:
+        self.check_engine(setting.task, setting.wanted)
+        return MetaEngine(*setting[:5], self.alpha, self.order == "hessian-free")
+
+
+class Adapted(Algorithm):
+    """FedAvg whose clients compute more gradients."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes

@@ -1,0 +1,129 @@
+"""SCAFFOLD: control variates take the clients' drift out of local steps.
+
+    client i:  y <- x;  K times:  y <- y - η_l·(g_i(y) - c_i + c)
+               c_i⁺ = c_i - c + (x - y)/(K·η_l)              (option II)
+               sends Δy = y - x and Δc = c_i⁺ - c_i, and keeps c_i⁺ once the server has accepted
+               them
+    server:    x <- x + η_g·(mean of Δy over S)
+               c <- c + (1/N)·(sum of Δc over S)             N: all clients, not |S|
+
+K counts local steps. All controls begin at 0, so that c is the mean of the c_i after every round,
+whoever took part. Updates count alike, as in the paper. The changes of controls are always combined
+by a plain mean, whatever `aggregate` is: a robust rule does not protect them.
+
+Cost of a round: 2d elements down and 2d up a client, twice FedAvg's. Clients keep d elements
+between rounds.
+
+Source: S. P. Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated
+Learning", ICML 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from dure.contracts.strategy import seeded_model
+from dure.contracts.task import Task
+from dure.federated.algorithm import Algorithm, Memory, Start
+from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.optimizers import optimizer_of
+from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.strategy import Federated
+from dure.protocol.messages import Assignment, Update
+
+
+@dataclass(frozen=True)
+class Scaffold(Federated):
+    """FedAvg with control variates.
+
+    Args:
+        server_lr: η_g, how far the global model moves along the mean update.
+        by_examples: updates count by the examples of their clients, and not alike; controls count
+            alike still.
+    """
+
+    server_lr: float = 1.0
+    by_examples: bool = False
+
+    name: ClassVar[str] = "scaffold"
+    title: ClassVar[str] = "SCAFFOLD"
+
+    def optimizer(self) -> ServerOptimizer:
+        return ServerOptimizer(lr=self.server_lr)
+
+    def check_task(self, task: Task) -> None:
+        optimizer = optimizer_of(task, list(seeded_model(task, 0).parameters()))
+        groups, extras = optimizer.param_groups, ("momentum", "weight_decay", "maximize")
+        if type(optimizer) is not torch.optim.SGD or any(
+            group[extra] for group in groups for extra in extras
+        ):
+            raise ValueError(
+                "scaffold needs clients with plain SGD: option II is wrong with momentum, decay or "
+                "Adam"
+            )
+        rates = sorted({float(group["lr"]) for group in groups})
+        if len(rates) > 1:
+            raise ValueError(
+                f"scaffold needs clients with plain SGD: option II has one learning rate, not "
+                f"{rates}"
+            )
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return Controls(start.weights, start.clients, start.lr, self.by_examples)
+
+
+class Controls(Algorithm):
+    """c on the server, c_i on the clients."""
+
+    def __init__(
+        self, weights: Sequence[Tensor], clients: int, lr: float, by_examples: bool = False
+    ) -> None:
+        self.clients, self.lr, self.by_examples = clients, lr, by_examples
+        self.control = [torch.zeros_like(w) for w in weights]
+
+    def down(self) -> Sequence[Tensor]:
+        return self.control
+
+    def share(self, update: Update, staleness: int) -> tuple[float, float]:
+        return 1.0, float(update.examples) if self.by_examples else 1.0
+
+    def absorb(self, extra: list[Tensor], updates: int) -> None:
+        if extra:
+            share = updates / self.clients
+            self.control = [
+                c.add(mean, alpha=share) for c, mean in zip(self.control, extra, strict=True)
+            ]
+
+    def state(self) -> Any:
+        return self.control
+
+    def restore(self, state: Any) -> None:
+        self.control = list(state)
+
+    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        own = memory or [torch.zeros_like(c) for c in assignment.extra]
+        return [
+            replace(
+                job, correction=[c - mine for c, mine in zip(assignment.extra, own, strict=True)]
+            )
+        ]
+
+    def answer(
+        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        (job,), (result,) = jobs, trained
+        assert job.correction is not None
+        steps = job.steps * self.lr * job.lr_factor
+        if not steps:  # a learning rate of 0 tells nothing of the client's gradient
+            return result.delta, [torch.zeros_like(c) for c in assignment.extra], memory
+        change = [
+            -c - delta / steps for c, delta in zip(assignment.extra, result.delta, strict=True)
+        ]
+        own = memory or [torch.zeros_like(c) for c in assignment.extra]
+        return result.delta, change, [mine + moved for mine, moved in zip(own, change, strict=True)]

@@ -1,0 +1,1 @@
+"""The client half of a federation."""

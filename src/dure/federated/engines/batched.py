@@ -1,0 +1,443 @@
+"""Whole cohorts of clients at once: one call of a kernel where a loop makes one for each client.
+
+For models that are a chain of known layers (`program`), known losses (`losses`) and SGD (`sgd`).
+The weights of the C clients of a cohort lie side by side, and a step is some 25 calls for all of
+them, forward and backward by hand, without a graph; the gradients of weights are added to the
+weights by the product that makes them.
+
+A cohort is so large that its weights stay in the cache: C d elements, d the model's. Of a model of
+megabytes that is one client, where what is won is the missing graph, the fused update and better
+kernels.
+
+Clients that begin at the same weights compute their first step with one copy of them: one large
+product a layer, not many small ones. While their batches are few, each layer goes on so, and keeps
+what each client adds as factors of a product (`factored`). If there is one step, as in FedSGD, the
+products are the updates; and where updates are only summed, the products are not formed for each
+client but for their sum (`products`).
+
+Equal to the loop but for rounding: sums are made in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.errors import DureError
+from dure.federated.engines.factored import which_pay
+from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.loop import not_finite
+from dure.federated.engines.losses import cross_entropy
+from dure.federated.engines.memory import Memory
+from dure.federated.engines.optimizers import optimizer_of
+from dure.federated.engines.plan import Step, plan
+from dure.federated.engines.products import Deferred, Factors, Part, Products
+from dure.federated.engines.program import Program, program_of
+from dure.federated.engines.sgd import SGD, CannotBatchError, Weights, sgd_of
+from dure.machine.devices import to_device
+from dure.machine.threads import SMALL_STEP, threads
+
+CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
+"""Bytes of weights of a cohort, or of the factors of its products."""
+
+FORMED = {"cpu": 64 << 20, "cuda": 4 << 30}
+"""Bytes of updates of a cohort whose weights are factored: written once, if at all, they need not
+stay in a cache."""
+
+MOST = 256
+"""Clients of a cohort whose weights are factored, at most."""
+
+_NOTHING = Trained([], [], 0, 0.0)
+
+
+class AbandonedError(Exception):
+    """What was asked for is no longer wanted."""
+
+
+class Kind(NamedTuple):
+    """What is added to the gradients of a job: mu, whether it has an anchor, a correction. factors:
+    whether nothing is, it begins at weights that all share, and its batches are so few that these
+    are factored. lr_factor: the job's."""
+
+    mu: float
+    anchored: bool
+    corrected: bool
+    factors: bool
+    lr_factor: float
+
+
+def batched_engine(
+    task: Task,
+    model: nn.Module,
+    examples: Examples,
+    batch_size: int | None,
+    seed: int,
+    together: bool = False,
+    sums: bool = False,
+) -> BatchedEngine | str:
+    """The engine, or the reason why this cannot be computed for many clients at once.
+
+    together: whether a job is computed with the same others whenever it is, as those of a
+    synchronous round are. Only then may its bits depend on them, and clients that begin at the same
+    weights share them while they can. sums: whether, besides, the updates are only summed, so that
+    what are products need not be formed (`products`).
+    """
+    parameters = list(model.parameters())
+    try:
+        program = program_of(task, model, examples)
+        rule = sgd_of(optimizer_of(task, parameters), parameters)
+    except CannotBatchError as reason:
+        return str(reason)
+    if together and program.loss is cross_entropy:
+        program.loss = partial(cross_entropy, in_company=True)
+    return BatchedEngine(
+        program, rule, examples, parameters[0].device, batch_size, seed, together, sums
+    )
+
+
+class BatchedEngine:
+    """Trains cohorts of clients; made by `batched_engine`. cohort: how many clients at once. why:
+    it is this engine."""
+
+    name = "batched"
+
+    def __init__(
+        self,
+        program: Program,
+        rule: SGD,
+        examples: Examples,
+        device: torch.device,
+        batch_size: int | None,
+        seed: int,
+        together: bool,
+        sums: bool,
+    ) -> None:
+        self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
+        self.together = together
+        self.sums = sums
+        self.why = ""
+        self.device = device
+        self.flops = 0.0
+        """Floating-point operations of an example's step."""
+        self.threads: int | None = None
+        """Of the operators in long steps, at least; None is as many as there are."""
+        self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
+        sizes = [math.prod(weights.shape) for weights in program.weights]
+        self.offsets = [0, *accumulate(sizes)]
+        self._whole = self.offsets[-1] * self.inputs.element_size()
+        """Bytes of the weights."""
+        self.abandoned = False
+        """Whether nobody wants any more what it is at, so that it ends with an error before its
+        next step."""
+        self.memory = Memory()
+        self._filled: dict[int, float] = {}
+        """What of a cohort a job with so many rows fills."""
+        self._pay: dict[int, list[bool]] = {}
+        """Which parameters are factored in steps of so many rows."""
+        kind = device.type if device.type in CACHE else "cpu"
+        self.room, self._formed = CACHE[kind], FORMED[kind]
+        self.cohort: int = max(1, min(64, self.room // self._whole))
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """The results in the jobs' order, a cohort at a time.
+
+        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
+        """
+        apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
+        for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
+            results: dict[int, Trained] = {}
+            errors: dict[int, DureError] = {}
+            for kind, places in kinds.items():
+                trained, error = self._cohort([some[place] for place in places], kind)
+                results.update(zip(places, trained, strict=False))
+                if error is not None:
+                    errors[places[len(trained)]] = error
+            end = min(errors, default=len(some))
+            yield from (results.pop(place) for place in range(end))
+            if errors:
+                raise errors[end]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, float]]:
+        """What says of a job its kind, and what of a cohort it fills: found out once for all that
+        are alike in that."""
+        known: dict[tuple[Any, ...], tuple[Kind, float]] = {}
+
+        def classify(job: Job) -> tuple[Kind, float]:
+            added = job.mu, job.anchor is None, job.correction is None, job.lr_factor
+            what = (job.steps, job.indices.numel(), *added)
+            if what not in known:
+                kind = self._kind(job, shared)
+                known[what] = kind, self._share(job, kind)
+            return known[what]
+
+        return classify
+
+    def _kind(self, job: Job, shared: bool) -> Kind:
+        added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
+        factors = shared and not added and any(self._factored(self._rows(job)))
+        return Kind(
+            job.mu, job.anchor is not None, job.correction is not None, factors, job.lr_factor
+        )
+
+    def _rows(self, job: Job) -> int:
+        """Of all steps of the job."""
+        examples = job.indices.numel()
+        return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
+
+    def at_once(self, job: Job) -> int:
+        """How many jobs like this one make a cohort."""
+        return max(1, int(1 / self._share(job, self._kind(job, self.together)) + 1e-9))
+
+    def _share(self, job: Job, kind: Kind) -> float:
+        """What of a cohort the job fills."""
+        if not kind.factors:
+            return 1 / self.cohort
+        rows = self._rows(job)
+        if rows not in self._filled:
+            self._filled[rows] = max(
+                self._kept(rows) / self.room, self._whole / self._formed, 1 / MOST
+            )
+        return self._filled[rows]
+
+    def _kept(self, rows: int) -> int:
+        """Bytes of the factors of so many rows, and of the weights that are not factored."""
+        elements = 0
+        for weights, pays in zip(self.program.weights, self._factored(rows), strict=True):
+            if not pays:
+                elements += math.prod(weights.shape)
+            elif weights.beside is None:
+                elements += rows * sum(weights.shape)
+        return elements * int(self.inputs.element_size())
+
+    def _factored(self, rows: int) -> list[bool]:
+        """Which parameters are factored in steps of so many rows together: weights, and with them
+        their biases."""
+        if rows not in self._pay:
+            weights = self.program.weights
+            pay = dict(
+                zip(map(id, weights), which_pay(rows, [one.shape for one in weights]), strict=True)
+            )
+            self._pay[rows] = [
+                pay[id(one if one.beside is None else one.beside)] for one in weights
+            ]
+        return self._pay[rows]
+
+    @torch.no_grad()
+    def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
+        """The results, up to the first job whose numbers are not finite, and what is then to be
+        raised."""
+        made = plan(jobs, self.batch_size, self.seed)
+        deltas, losses, finite = self._compute(
+            [jobs[which] for which in made.by_steps], made.steps, kind
+        )
+        values = losses.T.tolist()
+        trained: list[Trained] = [_NOTHING] * len(jobs)
+        for at, which in enumerate(made.by_steps):
+            sizes = made.sizes[at]
+            samples = sum(sizes)
+            loss = (
+                sum(value * size for value, size in zip(values[at], sizes, strict=False)) / samples
+            )
+            trained[which] = Trained(deltas[at], [], samples, loss)
+        if not finite:
+            place = {which: at for at, which in enumerate(made.by_steps)}
+            for which, job in enumerate(jobs):
+                error = _error(job, values[place[which]], trained[which].delta[0])
+                if error is not None:
+                    return trained[:which], error
+        return trained, None
+
+    def _compute(
+        self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
+    ) -> tuple[list[Sequence[Tensor]], Tensor, bool]:
+        """Each job's update; the losses, (steps, C); and whether all of it is finite."""
+        rule = (
+            self.rule
+            if kind.lr_factor == 1
+            else replace(self.rule, lr=self.rule.lr * kind.lr_factor)
+        )
+        start, constant = self._begin(jobs)
+        shares = self.together and len(start) == 1
+        once = shares and len(steps) == 1 and not rule.momentum
+        rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
+        assert not rows or len(start) == 1, "jobs whose weights are factored begin at the same ones"
+        pay = self._factored(rows)
+        defers = rows > 0 and self.sums
+        changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
+        losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
+        threads_here = self._threads(steps)
+        with (
+            torch.inference_mode(),
+            threads(threads_here),
+        ):  # what is made in here is read outside, and never changed
+            for (weights, begin, end), output, pays in zip(
+                self._parameters(), outputs, pay, strict=True
+            ):
+                if pays:
+                    weights.factor(start[0, begin:end], len(jobs), rule, rows)
+                    continue
+                part = None if constant is None else constant[:, begin:end]
+                weights.load(
+                    start[:, begin:end],
+                    len(jobs),
+                    rule,
+                    jobs[0].mu,
+                    part,
+                    shares,
+                    output if once else None,
+                )
+            for at, step in enumerate(steps):
+                if self.abandoned:
+                    raise AbandonedError("it was no longer wanted")
+                losses[at, : len(step.sizes)] = self._step(step, at == 0)
+            self._write(start, outputs, once)
+        if defers:
+            products = Products(self._parts(outputs), rule.lr, threads_here)
+            if products.bounded():
+                own = jobs[0].weights[0]
+                return (
+                    [Deferred(products, at, own) for at in range(len(jobs))],
+                    losses,
+                    _finite(losses),
+                )
+            changes = products.all()
+        updates = changes.to(jobs[0].weights[0].device).unbind(0)
+        return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
+
+    def _threads(self, steps: Sequence[Step]) -> int | None:
+        """Of the operators; None where they stay as they are, which the model and the cohort
+        decide."""
+        if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
+            return None
+        return max(self.threads, torch.get_num_threads())
+
+    def _outputs(
+        self, clients: int, like: Tensor, stay: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Where the changes of the weights go, all of them and each parameter's, (C, n); none of
+        those that stay factors."""
+        if all(stay):
+            return like.new_empty(0), [None] * len(stay)
+        places = zip(self._parameters(), stay, strict=True)
+        sizes = [0 if stays else end - begin for (_, begin, end), stays in places]
+        changes = self.memory.take(clients, sum(sizes), like)
+        return changes, [
+            part if size else None
+            for part, size in zip(torch.split(changes, sizes, 1), sizes, strict=True)
+        ]
+
+    def _parts(self, outputs: Sequence[Tensor | None]) -> list[Part]:
+        """Of products: the outputs, and where there is none the factors."""
+        weights = self.program.weights
+        biased = {id(one.beside) for one in weights}
+        parts: list[Part] = []
+        for one, output in zip(weights, outputs, strict=True):
+            if output is not None:
+                parts.append(output)
+            elif one.factored is not None:
+                parts.append(Factors(*one.factored.factors(), id(one) in biased))
+        return parts
+
+    def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
+        """Fills the outputs with what the weights are now less `start`; `once`, that stands there
+        already."""
+        for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
+            if output is not None and weights.is_factored:
+                weights.change(output)
+            elif output is not None and not once:
+                shape, before = weights.values.shape, start[:, begin:end].view(-1, *weights.shape)
+                torch.sub(weights.values, before, out=output.view(shape))
+
+    def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
+        """The weights that a cohort begins with, (C, d), or (1, d) where they are the same; and
+        what is added to gradients, but for the pull to the weights themselves."""
+        first = jobs[0]
+        start = self._side_by_side([job.weights for job in jobs])
+        constant: Tensor | None = None
+        if first.mu and first.anchor is not None:
+            constant = self._side_by_side([_known(job.anchor) for job in jobs]) * -first.mu
+        elif first.mu:
+            constant = start * -first.mu
+        if first.correction is not None:
+            correction = self._side_by_side([_known(job.correction) for job in jobs])
+            constant = correction if constant is None else constant + correction
+        return start, constant
+
+    def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
+        """(C, d), or (1, d) if all are one tensor."""
+        tensors = [value[0] for value in values]
+        alike = all(tensor is tensors[0] for tensor in tensors)
+        together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
+        return together.to(self.device)
+
+    def _step(self, step: Step, first: bool) -> Tensor:
+        rows = step.rows.view(-1).to(self.device)
+        inputs = self.inputs.index_select(0, rows).unflatten(0, step.rows.shape)
+        targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)
+        shares = step.shares.to(self.device, self.inputs.dtype)
+        return self.program.step(inputs, targets, step.sizes, shares, first)
+
+    def _parameters(self) -> Iterator[tuple[Weights, int, int]]:
+        """Each, and where it lies in flat weights."""
+        return zip(self.program.weights, self.offsets, self.offsets[1:], strict=False)
+
+
+def windows(
+    jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, float]]
+) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
+    """The jobs in their order, each time until there is a cohort of some kind; with the places of
+    those of each kind, which can be computed together. classify: a job's kind and what of a cohort
+    it fills, and with it each that is smaller, for a cohort has places of one size."""
+    some: list[Job] = []
+    kinds: dict[Kind, list[int]] = {}
+    largest: dict[Kind, float] = {}
+    for job in jobs:
+        kind, share = classify(job)
+        places = kinds.get(kind, [])
+        share = max(share, largest.get(kind, share))
+        if places and _full(len(places), share):
+            yield some, kinds
+            some, kinds, largest, places = [], {}, {}, []
+            _, share = classify(job)
+        kinds[kind], largest[kind] = places, share
+        places.append(len(some))
+        some.append(job)
+        if _full(len(places), share):
+            yield some, kinds
+            some, kinds, largest = [], {}, {}
+    if some:
+        yield some, kinds
+
+
+def _full(count: int, share: float) -> bool:
+    """Whether one more would be too many."""
+    return (count + 1) * share > 1 + 1e-9
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.sum().isfinite())
+
+
+def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:
+    assert values is not None, "the jobs of a cohort are alike"
+    return values
+
+
+def _error(job: Job, losses: Sequence[float], delta: Tensor) -> DureError | None:
+    """What is to be raised for a client whose losses or weights are not finite."""
+    for step, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            return not_finite(job, loss, step)
+    return None if bool(delta.isfinite().all()) else not_finite(job)

@@ -1,0 +1,102 @@
+"""The weights of clients that began at the same ones, as those and what each has added: products
+that are never formed.
+
+In T steps of SGD a layer's weight moves by products of what came from behind, L_t (B, m), and from
+before, R_t (B, n):
+
+    W = W_0 - lr (L_1ᵀ R_1 + ... + L_tᵀ R_t) = W_0 - lr Lᵀ R          L (t B, m), R (t B, n): the rows of all steps
+
+which a layer can compute with as it is:
+
+    forward     x Wᵀ = x W_0ᵀ - lr (x Rᵀ) L
+    backward    g W  = g W_0  - lr (g Lᵀ) R
+
+All clients read one W_0, in one large product, and nobody writes m n elements in every step. It
+pays for the few small batches that a client has (`which_pay`).
+
+A layer's bias is the weight of an input that is always 1. So it has the factors L and a column of
+ones, which nobody needs to keep:
+
+    forward     x Wᵀ + b = x W_0ᵀ + b_0 - lr (x Rᵀ + 1) L
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def which_pay(rows: int, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
+    """Which weights of these shapes are factored in steps of so many rows together: T B (m + n) < 2
+    m n, for beside a weight of the client's own there would be its change. Where the factors of all
+    would be larger than the weights, only those are that are smaller by themselves."""
+    matrices = [len(shape) == 2 and rows > 0 for shape in shapes]
+    factors = [
+        rows * sum(shape) if matrix else 0 for shape, matrix in zip(shapes, matrices, strict=True)
+    ]
+    weights = [math.prod(shape) for shape in shapes]
+    for most in (2, 1):
+        pay = [
+            matrix and own < most * weight
+            for matrix, own, weight in zip(matrices, factors, weights, strict=True)
+        ]
+        kept = sum(
+            own if pays else weight for pays, own, weight in zip(pay, factors, weights, strict=True)
+        )
+        if kept <= sum(weights):
+            break
+    return pay
+
+
+class Factored:
+    """A layer's weight. start: W_0, (m, n). clients: C. rows: of all steps of the client that has
+    most."""
+
+    def __init__(self, start: Tensor, clients: int, rows: int, lr: float) -> None:
+        self.start, self.clients, self.rows, self.lr = start, clients, rows, lr
+        self.left = self.right = start.new_empty(0)
+        self._used = 0
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b for the first A clients: x (A, B, n); bias: b_0, (m,), if there is one."""
+        y = torch.nn.functional.linear(x, self.start, bias)
+        if self._used:
+            left, right = self._of(x.shape[0])
+            along = torch.bmm(x, right.transpose(1, 2))
+            y.baddbmm_(along if bias is None else along.add_(1), left, alpha=-self.lr)
+        return y
+
+    def backward(self, g: Tensor) -> Tensor:
+        """g W for the first A clients: g (A, B, m)."""
+        x = torch.matmul(g, self.start)
+        if self._used:
+            left, right = self._of(g.shape[0])
+            x.baddbmm_(torch.bmm(g, left.transpose(1, 2)), right, alpha=-self.lr)
+        return x
+
+    def step(self, left: Tensor, right: Tensor) -> None:
+        """W <- W - lr leftᵀ right for the first A clients: (A, B, m), (A, B, n)."""
+        clients, rows = left.shape[:2]
+        if rows == self.rows and clients == self.clients:  # it is the only one
+            self.left, self.right, self._used = left, right, rows
+            return
+        if not self._used:
+            self.left, self.right = (
+                like.new_empty(self.clients, self.rows, like.shape[2]) for like in (left, right)
+            )
+        now = slice(self._used, self._used + rows)
+        for factor, added in ((self.left, left), (self.right, right)):
+            factor[:clients, now] = added
+            if clients < self.clients:
+                factor[clients:, now] = 0
+        self._used += rows
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """L and R of all steps."""
+        return self._of(self.clients)
+
+    def _of(self, clients: int) -> tuple[Tensor, Tensor]:
+        return self.left[:clients, : self._used], self.right[:clients, : self._used]

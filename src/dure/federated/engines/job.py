@@ -1,0 +1,73 @@
+"""What a client is to do, and what came of it: values between the federation and whoever
+computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec.structs import force_setattr
+from torch import Tensor
+
+
+class Job(msgspec.Struct, frozen=True, gc=False):
+    """Local training of one client.
+
+        g <- gradient of the client's loss at w on batch t     for t = first_step .. first_step + steps - 1
+        g <- g + mu (w - anchor) + correction                  where they are given
+        w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
+
+    client: its number. round: of the weights. turn: where its draws go on, which are derived from
+    (client, turn); the round where it is not given. indices: its examples, in the task's training
+    data. weights, anchor, correction: one flat tensor a dtype (`dure.tensors.flat`), shared and
+    never changed; anchor None is `weights`. buffers: the model's buffers, in its own order.
+    first_step counts on over the client's rounds, so that batches go on where they stopped
+    (`Batches(len(indices), batch_size, seed, client).at(step)`).
+    """
+
+    client: int
+    round: int
+    indices: Tensor
+    weights: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    first_step: int
+    steps: int
+    mu: float = 0.0
+    anchor: Sequence[Tensor] | None = None
+    correction: Sequence[Tensor] | None = None
+    turn: int = -1
+    lr_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.turn < 0:
+            force_setattr(self, "turn", self.round)
+
+
+class Trained(msgspec.Struct, frozen=True, gc=False):
+    """What came of a job. delta: the weights after training less `job.weights`. samples: examples
+    processed; loss: mean over them. failure: the reason, if the client could not do it; everything
+    else is then empty."""
+
+    delta: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    samples: int
+    loss: float
+    failure: str | None = None
+
+
+class Engine(Protocol):
+    """Whoever computes."""
+
+    name: str
+    why: str
+    """In a line, why it is this engine that computes; empty where it was asked for."""
+    cohort: int
+    """How many jobs it likes to have at once; more are no faster a job."""
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """Does the jobs and gives the results in their order, a few at a time: never more than a
+        cohort in memory."""
+
+    def close(self) -> None:
+        """Ends its processes, where it has any."""

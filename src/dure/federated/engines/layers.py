@@ -1,0 +1,331 @@
+"""Layers of many clients at once, forward and backward by hand.
+
+Values have the shape (A, B, ...): A clients with B examples each. A layer with parameters has one
+for each client, W (A, out, in), so that A products of matrices are one call, or one product where
+they share it:
+
+    forward     Y_a = X_a W_a^T + b_a
+    backward    dX_a = dY_a W_a,   then   W_a <- W_a - lr dY_a^T X_a   (`dure.federated.engines.sgd`)
+
+A layer keeps what its backward pass needs until that pass. Nothing here is recorded by autograd.
+
+A convolution is a product too, of the kernels and the patches under them. For few input channels
+the patches are written out (`im2col`), which is cheap and several times faster than the general
+kernels; for many they are 25 times the image for 5x5 kernels, and torch's own kernels win: client
+by client, each with as many examples as it has.
+
+Images, (A, B, C, h, w), lie in memory with their channels innermost: there the vector units are of
+use when they are pooled, and products give them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dure.federated.engines.sgd import Weights
+
+Pair = tuple[int, int]
+
+FEW = 32
+"""Elements of a patch (channels times kernel) up to which patches are written out."""
+
+
+class Layer(Protocol):
+    """What a program consists of."""
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Outputs for x (A, B, ...); sizes: how many of the B examples count, for each client."""
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        """The gradient with respect to x, if it is needed, from that with respect to the outputs;
+        updates weights."""
+
+
+class Linear:
+    """nn.Linear."""
+
+    def __init__(self, weight: Weights, bias: Weights | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.x = torch.empty(0)
+        if bias is not None:
+            bias.beside = weight
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.x = x
+        if self.weight.factored is not None:
+            return self.weight.factored.forward(x, None if self.bias is None else self.bias.shared)
+        bias = None if self.bias is None else self.bias.begin(len(x))
+        if self.bias is not None and self.bias.shared is not None:
+            bias = self.bias.shared
+        weight = self.weight.begin(len(x))
+        if self.weight.shared is not None:
+            return F.linear(x, self.weight.shared, bias)
+        if bias is None:
+            return torch.bmm(x, weight.transpose(1, 2))
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        before, shared, factored = g, self.weight.shared, self.weight.factored
+        if factored is not None:
+            before = factored.backward(g) if needs_input else g
+            factored.step(g, self.x)
+            return before
+        if needs_input:
+            before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
+        self.weight.product(g.transpose(1, 2), self.x)
+        if self.bias is not None:
+            self.bias.sum(g.sum(1))
+        return before
+
+
+class Pointwise:
+    """A function of each element. derivative: of (gradient, output, input)."""
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        derivative: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> None:
+        self.function, self.derivative = function, derivative
+        self.x = self.y = torch.empty(0)
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.x, self.y = x, self.function(x)
+        return self.y
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        return self.derivative(g, self.y, self.x) if needs_input else g
+
+
+class Relu(Pointwise):
+    """max(x, 0)."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu, lambda g, y, x: torch.ops.aten.threshold_backward(g, y, 0))
+
+
+def tanh() -> Pointwise:
+    return Pointwise(torch.tanh, lambda g, y, x: torch.ops.aten.tanh_backward(g, y))
+
+
+def sigmoid() -> Pointwise:
+    return Pointwise(torch.sigmoid, lambda g, y, x: torch.ops.aten.sigmoid_backward(g, y))
+
+
+def gelu(approximate: str) -> Pointwise:
+    return Pointwise(
+        lambda x: F.gelu(x, approximate=approximate),
+        lambda g, y, x: torch.ops.aten.gelu_backward(g, x, approximate=approximate),
+    )
+
+
+class Reshape:
+    """Examples in another shape; (-1,) flattens them."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.before: torch.Size = torch.Size()
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.before = x.shape
+        return x.reshape(*x.shape[:2], *self.shape)
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        before = g.reshape(self.before)
+        return innermost(before.flatten(0, 1)).view_as(before) if before.ndim == 5 else before
+
+
+class Pool:
+    """nn.MaxPool2d and nn.AvgPool2d.
+
+    largest: whether it is the largest element that is taken, so that relu may as well come
+    afterwards. window: of windows that lie side by side, of which the largest is taken.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], tuple[Tensor, ...]],
+        backward: Callable[..., Tensor],
+        largest: bool,
+        window: Pair | None = None,
+    ) -> None:
+        self._forward, self._backward, self.largest, self.window = (
+            forward,
+            backward,
+            largest,
+            window,
+        )
+        self.saved: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        images = innermost(x.flatten(0, 1))
+        outputs, *rest = self._forward(images)
+        self.saved = (images, *rest)
+        return outputs.view(*x.shape[:2], *outputs.shape[1:])
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        if not needs_input:
+            return g
+        images: Tensor = self._backward(innermost(g.flatten(0, 1)), *self.saved)
+        return images.view(*g.shape[:2], *images.shape[1:])
+
+
+def innermost(images: Tensor) -> Tensor:
+    """The images, (B, C, h, w), with the channels innermost in memory."""
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def max_pool(kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil: bool) -> Pool:
+    how = (kernel, stride, padding, dilation, ceil)
+    beside = kernel == stride and padding == (0, 0) and dilation == (1, 1) and not ceil
+    return Pool(
+        lambda images: torch.ops.aten.max_pool2d_with_indices(images, *how),
+        lambda g, images, where: torch.ops.aten.max_pool2d_with_indices_backward(
+            g, images, *how, where
+        ),
+        True,
+        kernel if beside else None,
+    )
+
+
+def avg_pool(
+    kernel: Pair, stride: Pair, padding: Pair, ceil: bool, count_padding: bool, divisor: int | None
+) -> Pool:
+    how = (kernel, stride, padding, ceil, count_padding, divisor)
+    return Pool(
+        lambda images: (torch.ops.aten.avg_pool2d(images, *how),),
+        lambda g, images: torch.ops.aten.avg_pool2d_backward(g, images, *how),
+        False,
+    )
+
+
+class PatchConvolution:
+    """nn.Conv2d with the patches written out, (A, C·kh·kw, B·oh·ow): one product a client."""
+
+    def __init__(
+        self, weight: Weights, bias: Weights | None, stride: Pair, padding: Pair, dilation: Pair
+    ) -> None:
+        self.weight, self.bias = weight, bias
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.patches = torch.empty(0)
+        self.images: torch.Size = torch.Size()
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.images = x.shape
+        kernels = self.weight.begin(len(x)).flatten(2).transpose(1, 2)
+        self.patches, oh, ow = self._patches(x)
+        rows = self.patches.transpose(1, 2)
+        if self.bias is None:
+            outputs = torch.bmm(rows, kernels)
+        else:
+            outputs = torch.baddbmm(self.bias.begin(len(x)).unsqueeze(1), rows, kernels)
+        return outputs.view(*x.shape[:2], oh, ow, -1).movedim(-1, 2)
+
+    def _patches(self, x: Tensor) -> tuple[Tensor, int, int]:
+        """The patches, and how many there are in an image: vertically, horizontally."""
+        (kh, kw), (ph, pw) = self.weight.shape[2:], self.padding
+        (sh, sw), (dh, dw) = self.stride, self.dilation
+        padded = F.pad(x, (pw, pw, ph, ph)).contiguous()
+        clients, examples, channels, height, width = padded.shape
+        oh, ow = (height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1
+        if min(oh, ow) < 1:
+            raise ValueError(
+                f"images of {height}x{width} pixels are smaller than a kernel of {kh}x{kw}"
+            )
+        of_client, of_example, of_channel, of_row, of_pixel = padded.stride()
+        taps = padded.as_strided(
+            (clients, channels, kh, kw, examples, oh, ow),
+            (
+                of_client,
+                of_channel,
+                of_row * dh,
+                of_pixel * dw,
+                of_example,
+                of_row * sh,
+                of_pixel * sw,
+            ),
+        )
+        return taps.reshape(clients, channels * kh * kw, examples * oh * ow), oh, ow
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        clients, examples, _, height, width = self.images
+        rows = g.movedim(2, -1).reshape(clients, self.patches.shape[2], -1)
+        before = g
+        if needs_input:
+            spread = torch.bmm(rows, self.weight.now.flatten(2))
+            columns = spread.view(clients * examples, -1, spread.shape[2]).transpose(1, 2)
+            how = (self.dilation, self.padding, self.stride)
+            before = F.fold(columns, (height, width), self.weight.shape[2:], *how).view(self.images)
+        self.weight.product(rows.transpose(1, 2), self.patches.transpose(1, 2))
+        if self.bias is not None:
+            self.bias.sum(rows.sum(1))
+        return before
+
+
+class Convolution:
+    """nn.Conv2d by torch's own kernels, client by client."""
+
+    def __init__(
+        self, weight: Weights, bias: Weights | None, stride: Pair, padding: Pair, dilation: Pair
+    ) -> None:
+        self.weight, self.bias = weight, bias
+        self.how = (stride, padding, dilation)
+        self.x: list[Tensor] = []
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        weights = self.weight.begin(len(x)).unbind(0)
+        biases = self.bias.begin(len(x)).unbind(0) if self.bias is not None else [None] * len(x)
+        self.x = [innermost(images[:size]) for images, size in zip(x.unbind(0), sizes, strict=True)]
+        outputs = [
+            torch.conv2d(images, weight, bias, *self.how)
+            for images, weight, bias in zip(self.x, weights, biases, strict=True)
+        ]
+        return side_by_side(outputs, x.shape[1])
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        which = [needs_input, True, False]
+        results = [
+            torch.ops.aten.convolution_backward(
+                innermost(gradient[: len(images)]),
+                images,
+                weight,
+                None,
+                *self.how,
+                False,
+                (0, 0),
+                1,
+                which,
+            )
+            for gradient, images, weight in zip(
+                g.unbind(0), self.x, self.weight.now.unbind(0), strict=True
+            )
+        ]
+        self.weight.sum(torch.stack([of_weight for _, of_weight, _ in results]))
+        if self.bias is not None:
+            self.bias.sum(g.movedim(2, -1).flatten(1, 3).sum(1))
+        return (
+            side_by_side([of_images for of_images, _, _ in results], g.shape[1])
+            if needs_input
+            else g
+        )
+
+
+def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
+    """(A, rows, C, h, w): those of each of A clients, with images of zeros after the last."""
+    shape = (len(images), rows, *images[0].shape[1:])
+    if all(len(own) == rows for own in images):
+        return (torch.cat(list(images)) if len(images) > 1 else images[0]).view(shape)
+    every = innermost(images[0].new_empty(len(images) * rows, *shape[2:])).view(shape)
+    for place, own in zip(every.unbind(0), images, strict=True):
+        place[: len(own)] = own
+        place[len(own) :] = 0
+    return every
+
+
+TRAINED = (Linear, PatchConvolution, Convolution)
+"""The layers with parameters."""

@@ -1,0 +1,308 @@
+"""One client after another, by autograd: what every other engine is compared with.
+
+One model serves all clients: its parameters lie in one flat buffer, so that taking over the weights
+and forming the update are one operation each. The optimizer's state is a fresh one in every job, as
+the paper's clients keep nothing between rounds: momentum starts from zero.
+
+Where the optimizer computes each element by itself (SGD, Adam and others of torch's), a small
+model's gradients are copied into one flat buffer, and the optimizer has one parameter instead of
+many: the same bits from a few calls. Large models are not copied: there the calls are cheap beside
+the memory that a copy moves. Nor are those of plain SGD, which is one call anyway (`optimizers`),
+nor those of an optimizer with hooks, which see the parameters as they are.
+
+Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.lr_schedule import scale
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
+from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
+from dure.federated.engines.plan import batches
+from dure.machine.devices import to_device
+from dure.randomness.seeds import seed_generators
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import FlatParameters, by_dtype, views_of
+
+SMALL_MODEL = 1 << 18
+"""Elements up to which gradients are copied into one buffer."""
+
+_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+)
+"""Optimizers that treat each element alike and by itself, and make their state in the first
+step."""
+
+
+class LoopEngine:
+    """Trains for one client after another. model: a fresh one, which becomes the engine's own.
+
+    examples: of all clients, in the model's dtype. batch_size: of a client's step; None is all of
+        its data.
+    why: it is this engine.
+    """
+
+    name = "loop"
+    cohort = 1
+
+    def __init__(
+        self, task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int
+    ) -> None:
+        self.task, self.model, self.examples, self.batch_size, self.seed = (
+            task,
+            model,
+            examples,
+            batch_size,
+            seed,
+        )
+        self.why = ""
+        self.flat, self.buffers = FlatParameters(model), Buffers(model)
+        self.parameters = list(model.parameters())
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
+            task, self.parameters
+        )
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """The results in the jobs' order, each computed when it is asked for.
+
+        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite, and
+        WorkerFailedError when the user's own code raises.
+        """
+        for job in jobs:
+            try:
+                trained = self._train(job)
+            except _NoGradientError:
+                self.updates = _Updates(self.task, self.parameters)
+                trained = self._train(job)
+            yield trained
+
+    def _train(self, job: Job) -> Trained:
+        losses: list[Tensor] = []
+        order, sizes = batches(job, self.batch_size, self.seed)
+        try:
+            self._load(job)
+            self._steps(job, order, sizes, losses)
+        except (DureError, _NoGradientError):
+            raise
+        except Exception as error:
+            _values(job, losses)
+            raise failed(job, error) from error
+        values = _values(job, losses)
+        if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
+            raise not_finite(job)
+        delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
+        loss = sum(value * size for value, size in zip(values, sizes, strict=True)) / len(order)
+        return Trained(
+            delta, [buffer.clone() for buffer in self.buffers.of(self.model)], len(order), loss
+        )
+
+    def _load(self, job: Job) -> None:
+        self.flat.load(job.weights)
+        self.buffers.load(self.model, job.buffers)
+
+    def _steps(self, job: Job, order: Tensor, sizes: Sequence[int], losses: list[Tensor]) -> None:
+        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
+        self.model.train()
+        step = self.updates.begin(job)
+        for batch in torch.split(order, list(sizes)):
+            inputs, targets = self.examples.batch(batch)
+            if self.device.type != "cpu":
+                inputs, targets = to_device((inputs, targets), self.device)
+            for parameter in self.parameters:
+                parameter.grad = None
+            loss = self.task.loss(self.model(inputs), targets)
+            losses.append(loss.detach())
+            loss.backward()  # type: ignore[no-untyped-call]
+            step()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def failed(job: Job, error: BaseException) -> WorkerFailedError:
+    """What the user reads of an error of his own code."""
+    return WorkerFailedError(
+        f"client {job.client}", f"round {job.round + 1}", f"{type(error).__name__}: {error}"
+    )
+
+
+def not_finite(job: Job, loss: float = math.nan, step: int | None = None) -> LossNotFiniteError:
+    """The error that names the client. step: local, from 0; None: the weights are what is not
+    finite."""
+    when = "after its last local step" if step is None else f"local step {step + 1}"
+    return LossNotFiniteError(loss, f"client {job.client}", f"round {job.round + 1}, {when}")
+
+
+def _values(job: Job, losses: Sequence[Tensor]) -> list[float]:
+    """The losses as numbers, read all at once, for a GPU is waited for whenever one is read."""
+    values: list[float] = (
+        torch.stack([loss.reshape(()) for loss in losses]).tolist() if losses else []
+    )
+    for step, value in enumerate(values):
+        if not math.isfinite(value):
+            raise not_finite(job, value, step)
+    return values
+
+
+class _NoGradientError(Exception):
+    """A parameter took no part in a loss, so that an optimizer would pass it over."""
+
+
+class _Updates:
+    """The optimizer as the task makes it."""
+
+    def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.fresh = _Fresh(task, parameters)
+
+    def begin(self, job: Job) -> Callable[[], None]:
+        """What is to be called after each backward pass of the job."""
+        optimizer = self.fresh.optimizer(job.lr_factor)
+        terms = _terms(job)
+        if terms is None:
+            return lambda: optimizer.step()  # a scheduler inside it makes `step` hold it weakly
+        views = [self._views(part) for part in terms]
+
+        @torch.no_grad()
+        def step() -> None:
+            for at, parameter in enumerate(self.parameters):
+                if parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    elif parameter.grad.is_sparse:
+                        parameter.grad = parameter.grad.to_dense()
+                    _add(
+                        parameter.grad,
+                        parameter,
+                        job.mu,
+                        *(None if view is None else view[at] for view in views),
+                    )
+            optimizer.step()
+
+        return step
+
+    def _views(self, values: Sequence[Tensor] | None) -> list[Tensor] | None:
+        """The flat tensors `values` as pieces in the order of the parameters."""
+        if values is None:
+            return None
+        pieces = {
+            dtype: iter(views_of(value, group))
+            for value, (dtype, group) in zip(values, by_dtype(self.parameters).items(), strict=True)
+        }
+        return [next(pieces[parameter.dtype]) for parameter in self.parameters]
+
+
+class _FlatUpdates(_Updates):
+    """All parameters as one, whose gradient is a flat buffer."""
+
+    def __init__(self, task: Task, parameters: Sequence[nn.Parameter], whole: nn.Parameter) -> None:
+        super().__init__(task, [whole])
+        self.pieces, self.whole = parameters, whole
+
+    def begin(self, job: Job) -> Callable[[], None]:
+        step = super().begin(job)
+        gradient = torch.empty_like(self.whole)
+
+        def collect_and_step() -> None:
+            gradients = [piece.grad for piece in self.pieces]
+            if any(each is None or each.layout != torch.strided for each in gradients):
+                raise _NoGradientError
+            torch.cat([each.reshape(-1) for each in gradients if each is not None], out=gradient)
+            self.whole.grad = gradient
+            step()
+
+        return collect_and_step
+
+
+def _flat_updates(
+    task: Task, parameters: Sequence[nn.Parameter], flat: FlatParameters
+) -> _Updates | None:
+    """None where the bits would differ, or nothing be gained."""
+    if len(flat.buffers) != 1 or flat.buffers[0].numel() > SMALL_MODEL:
+        return None
+    if not all(parameter.requires_grad for parameter in parameters):
+        return None
+    given = optimizer_of(task, parameters)
+    whole = nn.Parameter(flat.buffers[0])
+    alone = optimizer_of(task, [whole])
+    if (
+        is_plain(given)
+        or listened(given)
+        or type(given) not in _BY_ELEMENT
+        or type(alone) is not type(given)
+        or len(given.param_groups) != 1
+    ):
+        return None
+    same = settings(given.param_groups[0]) == settings(alone.param_groups[0])
+    covers = [id(each) for each in given.param_groups[0]["params"]] == [
+        id(each) for each in parameters
+    ]
+    if not same or not covers or given.param_groups[0].get("fused"):
+        return None
+    return _FlatUpdates(task, parameters, whole)
+
+
+class _Fresh:
+    """A fresh optimizer for each job: the same object where its state can be taken away, else a new
+    one."""
+
+    def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
+        self.make: Callable[[], torch.optim.Optimizer] = lambda: optimizer_of(task, parameters)
+        self.reused: torch.optim.Optimizer | None = None
+        self.before: list[dict[str, Any]] = []
+        made = self.make()
+        self.plain = PlainSGD(made) if is_plain(made) else None
+        if type(made) in _BY_ELEMENT and not listened(made):  # a hook may keep something
+            groups = [settings(group) for group in made.param_groups]
+            if not any(isinstance(value, Tensor) for group in groups for value in group.values()):
+                self.reused, self.before = made, groups
+
+    def optimizer(self, lr_factor: float) -> torch.optim.Optimizer | PlainSGD:
+        if self.plain is not None:
+            self.plain.lr_factor = lr_factor
+            return self.plain
+        made = self.make() if self.reused is None else self.reused
+        if self.reused is not None:
+            self.reused.state.clear()
+            for group, before in zip(self.reused.param_groups, self.before, strict=True):
+                group.update(before)
+        scale(made, lr_factor)
+        return made
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _terms(job: Job) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None] | None:
+    """(anchor, correction), each None where it adds nothing; None if both are."""
+    anchor = (job.anchor if job.anchor is not None else job.weights) if job.mu else None
+    return None if anchor is None and job.correction is None else (anchor, job.correction)
+
+
+def _add(
+    gradient: Tensor, weights: Tensor, mu: float, anchor: Tensor | None, correction: Tensor | None
+) -> None:
+    """gradient + mu (weights - anchor) + correction, in place."""
+    if anchor is not None:
+        gradient.add_(weights - anchor, alpha=mu)
+    if correction is not None:
+        gradient.add_(correction)

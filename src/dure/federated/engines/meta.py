@@ -1,0 +1,187 @@
+"""Per-FedAvg's local steps, one client after another: gradients at an adapted model
+(`dure.federated.algorithms.per_fed_avg`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.lr_schedule import scale
+from dure.contracts.task import Task
+from dure.data.batches import Batches
+from dure.data.examples import Examples
+from dure.errors import DureError
+from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.loop import failed, not_finite
+from dure.federated.engines.optimizers import optimizer_of
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import FlatParameters, by_dtype, views_of
+
+NUDGE = 1e-3
+"""δ times the norm of the direction: how far the gradients lie apart whose difference stands for
+the Hessian."""
+
+
+class MetaEngine:
+    """alpha: the inner step. hessian_free: whether the second derivative is estimated, or left
+    out."""
+
+    name = "meta"
+    cohort = 1
+    why = "the only one that computes gradients at an adapted model"
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        examples: Examples,
+        batch_size: int | None,
+        seed: int,
+        alpha: float,
+        hessian_free: bool,
+    ) -> None:
+        self.task, self.model, self.examples, self.batch_size, self.seed = (
+            task,
+            model,
+            examples,
+            batch_size,
+            seed,
+        )
+        self.alpha, self.hessian_free = alpha, hessian_free
+        self.flat, self.buffers = FlatParameters(model), Buffers(model)
+        self.groups = list(by_dtype(model.parameters()).values())
+        self.trained = [
+            parameter for group in self.groups for parameter in group if parameter.requires_grad
+        ]
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """The results in the jobs' order, each computed when it is asked for.
+
+        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite, and
+        WorkerFailedError when the user's own code raises.
+        """
+        return (self._done(job, self._meta_steps) for job in jobs)
+
+    def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """Plain steps with alpha: a client's own model."""
+        return (self._done(job, self._plain_steps) for job in jobs)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _done(self, job: Job, steps: Any) -> Trained:
+        try:
+            return self._trained(job, steps)
+        except DureError:
+            raise
+        except Exception as error:
+            raise failed(job, error) from error
+
+    def _trained(self, job: Job, steps: Any) -> Trained:
+        self.flat.load(job.weights)
+        self.buffers.load(self.model, job.buffers)
+        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
+        self.model.train()
+        loss, samples = steps(
+            job, Batches(len(job.indices), self.batch_size, self.seed, job.client)
+        )
+        if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
+            raise not_finite(job)
+        delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
+        return Trained(
+            delta,
+            [buffer.clone() for buffer in self.buffers.of(self.model)],
+            samples,
+            loss / samples,
+        )
+
+    def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
+        optimizer = optimizer_of(self.task, list(self.model.parameters()))
+        scale(optimizer, job.lr_factor)
+        each = 3 if self.hessian_free else 2
+        total, samples = 0.0, 0
+        for step in range(job.first_step, job.first_step + job.steps):
+            own = [job.indices[batches.at(each * step + nth)] for nth in range(each)]
+            loss, gradient = self._meta_gradient(own)
+            for group, flat in zip(self.groups, gradient, strict=True):
+                for parameter, piece in zip(group, views_of(flat, group), strict=True):
+                    parameter.grad = piece if parameter.requires_grad else None
+            optimizer.step()
+            total += _finite(loss, job, step) * len(own[1])
+            samples += len(own[1])
+        return total, samples
+
+    def _plain_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
+        total, samples = 0.0, 0
+        for step in range(job.first_step, job.first_step + job.steps):
+            batch = job.indices[batches.at(step)]
+            loss, gradient = self._gradient(batch)
+            self._move(gradient, -self.alpha)
+            total, samples = total + _finite(loss, job, step) * len(batch), samples + len(batch)
+        return total, samples
+
+    def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+        """(the loss of the adapted model, the gradient of that loss with respect to the model)."""
+        start = self.flat.copy()
+        if self.alpha:
+            self._move(self._gradient(batches[0])[1], -self.alpha)
+        loss, gradient = self._gradient(batches[1])
+        if self.hessian_free and self.alpha:
+            gradient = self._less_curvature(gradient, batches[2], start)
+        self.flat.load(start)
+        return loss, gradient
+
+    def _less_curvature(
+        self, gradient: list[Tensor], batch: Tensor, at: list[Tensor]
+    ) -> list[Tensor]:
+        """(I - α·∇²f)·gradient at the weights `at`."""
+        norm = float(
+            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient]))
+        )
+        if norm == 0:
+            return gradient
+        nudge = NUDGE / norm
+        sides, before = [], generators_state()
+        for sign in (1, -1):
+            restore_generators(before)  # the same function on both sides: dropout drops the same
+            self.flat.load(at)
+            self._move(gradient, sign * nudge)
+            sides.append(self._gradient(batch)[1])
+        scale = self.alpha / (2 * nudge)
+        return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
+
+    def _gradient(self, indices: Tensor) -> tuple[float, list[Tensor]]:
+        """(loss, gradient) of a batch at the weights as they are, flat; 0 for parameters that are
+        not trained."""
+        inputs, targets = self.examples.batch(indices)
+        loss = self.task.loss(self.model(inputs), targets)
+        gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
+        found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
+        gradient = [
+            torch.cat(
+                [
+                    (next(found) if each.requires_grad else torch.zeros_like(each)).reshape(-1)
+                    for each in group
+                ]
+            )
+            for group in self.groups
+        ]
+        return float(loss.detach()), gradient
+
+    @torch.no_grad()
+    def _move(self, direction: Sequence[Tensor], by: float) -> None:
+        for weights, moved in zip(self.flat.buffers, direction, strict=True):
+            weights.add_(moved, alpha=by)
+
+
+def _finite(loss: float, job: Job, step: int) -> float:
+    """The loss of a step. Raises LossNotFiniteError, which names the client, if it is NaN or
+    infinite."""
+    if not math.isfinite(loss):
+        raise not_finite(job, loss, step - job.first_step)
+    return loss

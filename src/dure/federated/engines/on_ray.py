@@ -1,0 +1,177 @@
+"""Clients on a Ray cluster: any engine, in actors on its machines.
+
+Each actor has the task and the examples, sent once. A round's weights are put into Ray's object
+store once, and reach each machine once; jobs travel in chunks, results come back in the jobs'
+order. What is computed depends on the chunks alone: with `loop` the bits are those of one process
+with one thread.
+
+Where Ray runs already (`ray.init`, or RAY_ADDRESS in the environment) that cluster is used,
+otherwise one is started on this machine, and stopped at the end. It needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import cloudpickle
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from dure.contracts.strategy import seeded_model
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.errors import DureError, WorkerFailedError
+from dure.federated.engines.batched import batched_engine
+from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.loop import LoopEngine
+
+CHUNKS_AHEAD = 2
+"""Chunks that wait for each actor, so that it is never idle."""
+
+
+class Actor:
+    """What lives on a machine of the cluster."""
+
+    def __init__(self, path: list[str], packed: bytes) -> None:
+        torch.set_num_threads(1)
+        sys.path.extend(
+            entry for entry in path if entry not in sys.path
+        )  # where the task's modules are found
+        task, examples, batch_size, seed, batched = cloudpickle.loads(packed)
+        self.engine: Any = LoopEngine(task, seeded_model(task, seed), examples, batch_size, seed)
+        if batched:
+            self.engine = batched_engine(task, seeded_model(task, seed), examples, batch_size, seed)
+
+    def train(self, jobs: Sequence[tuple[Job, list[int | None]]], *sets: list[Any]) -> list[Any]:
+        """The results of the jobs, or the error that ended them. jobs: without their tensors, which
+        are in `sets`."""
+        tensors = [[torch.from_numpy(array) for array in one] for one in sets]
+
+        def whole(job: Job, places: list[int | None]) -> Job:
+            given: dict[str, Any] = {
+                name: tensors[at] for name, at in zip(_SENT, places, strict=True) if at is not None
+            }
+            return replace(job, **given)
+
+        try:
+            return list(self.engine.train([whole(*one) for one in jobs]))
+        except DureError as error:
+            return [error]
+
+
+_SENT = ("weights", "buffers", "anchor", "correction")
+"""The fields of a job that are put into the object store."""
+
+
+class RayEngine:
+    """batched: whether actors have the batched engine. workers: how many there are; None is one a
+    core of the cluster.
+
+    Raises ImportError if Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        examples: Examples,
+        batch_size: int | None,
+        seed: int,
+        batched: bool,
+        cohort: int,
+        workers: int | None,
+    ) -> None:
+        self.name = "batched-ray" if batched else "loop-ray"
+        self.why = ""
+        self.ray = _ray()
+        self._started = not self.ray.is_initialized()
+        if self._started:
+            self.ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+        count = (
+            workers
+            if workers is not None
+            else max(1, int(self.ray.cluster_resources().get("CPU", 1)))
+        )
+        packed = self.ray.put(cloudpickle.dumps((task, examples, batch_size, seed, batched)))
+        actor = self.ray.remote(num_cpus=1)(Actor)
+        self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
+        self.chunk = max(1, cohort)
+        self.cohort = count * self.chunk
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """The results in the jobs' order. Raises what a client raised, and WorkerFailedError for an
+        actor that died."""
+        pending: deque[tuple[list[Job], Any]] = deque()
+        known: dict[int, tuple[Sequence[Tensor], Any]] = {}
+        waiting, turn = iter(jobs), 0
+        while True:
+            while len(pending) < CHUNKS_AHEAD * len(self.actors) and (
+                chunk := list(islice(waiting, self.chunk))
+            ):
+                pending.append(
+                    (chunk, self._sent(chunk, self.actors[turn % len(self.actors)], known))
+                )
+                turn += 1
+            if not pending:
+                return
+            chunk, future = pending.popleft()
+            yield from self._results(chunk, future)
+
+    def _sent(
+        self, chunk: list[Job], actor: Any, known: dict[int, tuple[Sequence[Tensor], Any]]
+    ) -> Any:
+        """The future results of a chunk."""
+        sets: list[Any] = []
+        places: dict[int, int] = {}
+        light = []
+        for job in chunk:
+            where: list[int | None] = []
+            for name in _SENT:
+                values = getattr(job, name)
+                if values is None:
+                    where.append(None)
+                    continue
+                key = id(values)
+                if key not in known:
+                    known[key] = values, self.ray.put([tensor.numpy() for tensor in values])
+                if key not in places:
+                    places[key] = len(sets)
+                    sets.append(known[key][1])
+                where.append(places[key])
+            light.append(
+                (replace(job, weights=(), buffers=(), anchor=None, correction=None), where)
+            )
+        return actor.train.remote(light, *sets)
+
+    def _results(self, chunk: list[Job], future: Any) -> list[Trained]:
+        try:
+            results: list[Any] = self.ray.get(future)
+        except self.ray.exceptions.RayError as error:
+            first = chunk[0]
+            reason = f"its actor was lost: {str(error).strip().splitlines()[-1]}"
+            raise WorkerFailedError(
+                f"client {first.client}", f"round {first.round + 1}", reason
+            ) from error
+        if results and isinstance(results[0], DureError):
+            raise results[0]
+        return results
+
+    def close(self) -> None:
+        """Ends the actors, and Ray if it was started here."""
+        for actor in self.actors:
+            self.ray.kill(actor)
+        self.actors = []
+        if self._started and self.ray.is_initialized():
+            self.ray.shutdown()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError('engines on Ray need the extra: pip install "dure[ray]"') from error
+    return ray

@@ -1,0 +1,69 @@
+"""The task's optimizer, and the plain one that is a single call.
+
+Plain SGD, w <- w - lr g, is one call for all parameters: the same bits as torch.optim.SGD's,
+without its bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from dure.contracts.task import Task
+from dure.machine.compiler import left_out
+
+
+def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """What the task makes of the parameters."""
+    with left_out():
+        return task.optimizer(parameters)
+
+
+class PlainSGD:
+    """w <- w - lr_factor lr g, as torch.optim.SGD with nothing but a learning rate."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups: list[tuple[list[Tensor], float]] = [
+            (g["params"], g["lr"]) for g in optimizer.param_groups
+        ]
+        self.lr_factor = 1.0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameters, lr in self.groups:
+            moved = [p for p in parameters if p.grad is not None]
+            gradients = [p.grad for p in moved if p.grad is not None]
+            if moved:
+                torch._foreach_add_(moved, gradients, alpha=-lr * self.lr_factor)
+
+
+def check_gradients(task: Task, system: str) -> None:
+    """Raises ValueError unless the task's optimizer is SGD, whose first step is along the
+    gradient."""
+    optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
+    if type(optimizer) is not torch.optim.SGD:
+        raise ValueError(
+            f"{system} sends gradients, which is what a step of torch.optim.SGD is, and not of "
+            f"another"
+        )
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is SGD with nothing but a learning rate, and nobody listens to it."""
+    if type(optimizer) is not torch.optim.SGD:
+        return False
+    extras = ("momentum", "weight_decay", "maximize", "fused", "differentiable")
+    plain = not any(group.get(extra) for group in optimizer.param_groups for extra in extras)
+    tensors = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    return plain and not tensors and not listened(optimizer)
+
+
+def listened(optimizer: Optimizer) -> bool:
+    """Whether somebody listens to the optimizer's steps, or to those of all: a hook may change
+    gradients."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

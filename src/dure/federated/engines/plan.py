@@ -1,0 +1,113 @@
+"""Which examples each step of a job takes, and how the steps of many clients fit into one tensor.
+
+The batches are those of `dure.data.batches.Batches`, whichever engine computes: batch t of a client
+depends on (seed, client, t) alone. Clients of one cohort differ in their numbers of steps and in
+their batch sizes b(i, t). They are sorted by steps, the longest first, so that those still at work
+in step t are the first A(t). Step t is then a block of A(t) x B(t) rows, B(t) = max over i of b(i,
+t); a row beyond b(i, t) repeats an example of the client and weighs 0. Wasted is what the block has
+more than the batches have: only the last batches of epochs can differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dure.federated.engines.job import Job
+from dure.randomness.seeds import shuffled
+
+Rows = NDArray[numpy.int64]
+Shares = NDArray[numpy.float64]
+
+
+def batches(
+    job: Job, batch_size: int | None, seed: int, ordered: bool = True
+) -> tuple[Tensor, list[int]]:
+    """The examples of the job's steps one after another, int64, and how many of them each step
+    takes.
+
+    batch_size: None is all of the client's examples in every step, in their own order. ordered:
+    whether the order of the examples inside a batch matters, which is drawn even where one batch
+    has them all.
+    """
+    n = job.indices.numel()
+    size = n if batch_size is None else min(batch_size, n)
+    per_epoch = -(-n // size)
+    parts: list[Tensor] = []
+    sizes: list[int] = []
+    step, end = job.first_step, job.first_step + job.steps
+    while step < end:
+        epoch, position = divmod(step, per_epoch)
+        until = min(per_epoch, position + end - step)
+        as_they_are = batch_size is None or (per_epoch == 1 and not ordered)
+        order = (
+            job.indices
+            if as_they_are
+            else job.indices.index_select(0, shuffled(n, seed, epoch, job.client))
+        )
+        parts.append(
+            order if until - position == per_epoch else order[position * size : until * size]
+        )
+        sizes += [min(size, n - at * size) for at in range(position, until)]
+        step += until - position
+    return parts[0] if len(parts) == 1 else torch.cat(parts), sizes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a cohort.
+
+    rows: the examples, int64 (A, B). shares: float64 (A, B), the weight of each in its client's
+    mean. sizes: of the batches, A of them.
+    """
+
+    rows: Tensor
+    shares: Tensor
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a cohort. by_steps: which of the jobs comes first, second, ... in it; sizes:
+    each one's batches."""
+
+    by_steps: Sequence[int]
+    steps: Sequence[Step]
+    sizes: Sequence[Sequence[int]]
+
+
+def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
+    """How the jobs are computed together."""
+    by_steps = sorted(range(len(jobs)), key=lambda which: -jobs[which].steps)
+    visits = [batches(jobs[which], batch_size, seed, ordered=False) for which in by_steps]
+    taken = [(examples.numpy(), sizes) for examples, sizes in visits]
+    at = [0] * len(jobs)
+    steps: list[Step] = []
+    for step in range(jobs[by_steps[0]].steps):
+        sizes = [own[step] for _, own in taken if step < len(own)]
+        now = [
+            examples[first : first + size]
+            for (examples, _), first, size in zip(taken, at, sizes, strict=False)
+        ]
+        at[: len(sizes)] = [first + size for first, size in zip(at, sizes, strict=False)]
+        rows, shares = _block(now, sizes)
+        steps.append(Step(torch.from_numpy(rows), torch.from_numpy(shares), sizes))
+    return Plan(by_steps, steps, [sizes for _, sizes in visits])
+
+
+def _block(batches: Sequence[Rows], sizes: Sequence[int]) -> tuple[Rows, Shares]:
+    """The rows of a step and their shares."""
+    block = len(batches), max(sizes)
+    if min(sizes) == block[1]:
+        return numpy.concatenate(batches).reshape(block), numpy.full(block, 1 / block[1])
+    rows, shares = numpy.empty(block, numpy.int64), numpy.zeros(block)
+    for place, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
+        rows[place, :size] = batch
+        rows[place, size:] = batch[0]
+        shares[place, :size] = 1 / size
+    return rows, shares

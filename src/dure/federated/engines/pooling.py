@@ -1,0 +1,268 @@
+"""Layers of images that end in pooling, in C (`core/pooling.c`), on CPUs.
+
+Between a convolution of few input channels and the pooling behind it lie the largest values of a
+model for images, four times what is passed on, and patches 25 times the image; to write them and
+read them again takes several times as long as to compute them. Here an output is computed at the
+four places that are pooled and the largest passed on, with relu, all of it in registers. What the
+backward pass needs is which of the four it was, a byte; there, the gradient of the kernels sums the
+images themselves, at those places.
+
+Where no compiler was there when dure was installed the same is done by torch, layer by layer
+(`dure.federated.engines.layers`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dure.federated.engines.layers import (
+    TRAINED,
+    Layer,
+    Pair,
+    PatchConvolution,
+    Pool,
+    Relu,
+    innermost,
+)
+from dure.machine.c_library import c_library
+
+MOST_TAPS, WINDOW, NOBODY = 32, (2, 2), 255
+"""Elements of a kernel; outputs of a convolution that are pooled; where in a window nothing is
+larger than 0."""
+
+REALS = {torch.float32: 0, torch.float64: 1}
+
+
+class _Convolution(Structure):
+    _fields_ = (
+        *(
+            (name, c_int64)
+            for name in ("clients", "images", "image", "kernels", "taps", "kernels_stride")
+        ),
+        *((name, c_int64) for name in ("bias_stride", "rows", "columns", "down", "right", "relu")),
+        ("tap", c_int64 * MOST_TAPS),
+        ("window", c_int64 * (WINDOW[0] * WINDOW[1])),
+    )
+
+
+class _Pooling(Structure):
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in (
+            "images",
+            "channels",
+            "height",
+            "width",
+            "window_height",
+            "window_width",
+            "relu",
+        )
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled layers; None where the package was installed without a C compiler."""
+    core = c_library(Path(__file__).parent, "_pooling")
+    if core is not None:
+        convolution, pooling, kind = POINTER(_Convolution), POINTER(_Pooling), (c_int, c_int)
+        core.pooling_convolve.argtypes = (*kind, convolution, *[c_void_p] * 5)
+        core.pooling_gather.argtypes = (*kind, convolution, *[c_void_p] * 5)
+        core.pooling_pool.argtypes = (*kind, pooling, *[c_void_p] * 3)
+        core.pooling_unpool.argtypes = (*kind, pooling, *[c_void_p] * 3)
+        for function in (
+            core.pooling_convolve,
+            core.pooling_gather,
+            core.pooling_pool,
+            core.pooling_unpool,
+        ):
+            function.restype = None
+    return core
+
+
+@cache
+def instructions() -> int:
+    """The widest that this machine has: 0 plain, 1 AVX2, 2 AVX-512."""
+    core = library()
+    return 0 if core is None else int(core.pooling_best())
+
+
+class PooledConvolution:
+    """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu of that if it is
+    asked for.
+
+    It is the first layer with parameters: nobody needs the gradient of its inputs.
+    """
+
+    def __init__(self, convolution: PatchConvolution, relu: bool) -> None:
+        self.weight, self.bias, self.relu = convolution.weight, convolution.bias, relu
+        self.stride, self.padding, self.dilation = (
+            convolution.stride,
+            convolution.padding,
+            convolution.dilation,
+        )
+        self.images = self.which = torch.empty(0)
+        self.shape = _Convolution()
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        core = library()
+        assert core is not None
+        (ph, pw), clients = self.padding, len(x)
+        self.images = F.pad(x, (pw, pw, ph, ph)).contiguous()
+        kernels = self.weight.begin(clients)
+        bias = (
+            kernels.new_zeros(clients, len(kernels[0]))
+            if self.bias is None
+            else self.bias.begin(clients)
+        )
+        self.shape = shape = self._shape(kernels.stride(0), bias.stride(0))
+        outputs = x.new_empty(clients, x.shape[1], shape.rows, shape.columns, shape.kernels)
+        self.which = torch.empty_like(outputs, dtype=torch.uint8)
+        tensors = (self.images, kernels, bias, outputs, self.which)
+        core.pooling_convolve(
+            instructions(), REALS[x.dtype], shape, *(each.data_ptr() for each in tensors)
+        )
+        return outputs.movedim(-1, 2)
+
+    def _shape(self, kernels_stride: int, bias_stride: int) -> _Convolution:
+        clients, images, channels, height, width = self.images.shape
+        out, _, kh, kw = self.weight.shape
+        (sh, sw), (dh, dw) = self.stride, self.dilation
+        rows, columns = (
+            ((pixels - over * (kernel - 1) - 1) // stride + 1) // pooled
+            for pixels, over, kernel, stride, pooled in zip(
+                (height, width), self.dilation, (kh, kw), self.stride, WINDOW, strict=True
+            )
+        )
+        if min(rows, columns) < 1:
+            raise ValueError(
+                f"images of {height}x{width} pixels are too small for a kernel of {kh}x{kw} and "
+                f"pooling"
+            )
+        of_example, of_channel = channels * height * width, height * width
+        tap = [
+            channel * of_channel + row * dh * width + column * dw
+            for channel in range(channels)
+            for row in range(kh)
+            for column in range(kw)
+        ]
+        window = [
+            row * sh * width + column * sw
+            for row in range(WINDOW[0])
+            for column in range(WINDOW[1])
+        ]
+        down, right = WINDOW[0] * sh * width, WINDOW[1] * sw
+        sizes = (
+            clients,
+            images,
+            of_example,
+            out,
+            len(tap),
+            kernels_stride,
+            bias_stride,
+            rows,
+            columns,
+            down,
+            right,
+        )
+        return _Convolution(
+            *sizes, self.relu, (c_int64 * MOST_TAPS)(*tap), (c_int64 * len(window))(*window)
+        )
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        assert not needs_input, "it is the first layer"
+        core, clients = library(), len(g)
+        assert core is not None
+        rows = g.movedim(2, -1).contiguous()
+        kernels, bias = (
+            g.new_empty(clients, *self.weight.shape),
+            g.new_empty(clients, self.weight.shape[0]),
+        )
+        tensors = (self.images, rows, self.which, kernels, bias)
+        core.pooling_gather(
+            instructions(), REALS[g.dtype], self.shape, *(each.data_ptr() for each in tensors)
+        )
+        self.weight.sum(kernels)
+        if self.bias is not None:
+            self.bias.sum(bias)
+        return g
+
+
+class LargestOf:
+    """nn.MaxPool2d of windows that lie side by side, and relu of that if it is asked for."""
+
+    def __init__(self, window: Pair, relu: bool) -> None:
+        self.window, self.relu = window, relu
+        self.before: torch.Size = torch.Size()
+        self.which = torch.empty(0)
+        self.shape = _Pooling()
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        core = library()
+        assert core is not None
+        self.before = x.shape
+        images, channels, height, width = x.flatten(0, 1).shape
+        rows, columns = height // self.window[0], width // self.window[1]
+        if min(rows, columns) < 1:
+            raise ValueError(
+                f"images of {height}x{width} pixels are smaller than a window of {self.window}"
+            )
+        self.shape = _Pooling(images, channels, height, width, *self.window, self.relu)
+        inputs = innermost(x.flatten(0, 1))
+        outputs = x.new_empty(*x.shape[:2], rows, columns, channels)
+        self.which = torch.empty_like(outputs, dtype=torch.uint8)
+        tensors = (inputs, outputs, self.which)
+        core.pooling_pool(
+            instructions(), REALS[x.dtype], self.shape, *(each.data_ptr() for each in tensors)
+        )
+        return outputs.movedim(-1, 2)
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        if not needs_input:
+            return g
+        core = library()
+        assert core is not None
+        clients, examples, channels, height, width = self.before
+        before = g.new_empty(clients, examples, height, width, channels)
+        tensors = (g.movedim(2, -1).contiguous(), self.which, before)
+        core.pooling_unpool(
+            instructions(), REALS[g.dtype], self.shape, *(each.data_ptr() for each in tensors)
+        )
+        return before.movedim(-1, 2)
+
+
+def in_c(chain: Sequence[Layer]) -> list[Layer]:
+    """The chain with these layers in place of those of `layers` that do the same."""
+    made: list[Layer] = []
+    trained = False
+    at = 0
+    while at < len(chain):
+        layer, *behind = chain[at : at + 3]
+        pooled = not trained and bool(behind) and _window(behind[0]) == WINDOW
+        if pooled and isinstance(layer, PatchConvolution):
+            relu = isinstance(behind[-1], Relu)
+            made.append(PooledConvolution(layer, relu))
+            at += 2 + relu
+        elif (window := _window(layer)) is not None:
+            relu = bool(behind) and isinstance(behind[0], Relu)
+            made.append(LargestOf(window, relu))
+            at += 1 + relu
+        else:
+            made.append(layer)
+            at += 1
+        trained = trained or isinstance(layer, TRAINED)
+    return made
+
+
+def _window(layer: Layer) -> Pair | None:
+    """Of pooling that can be done here."""
+    window = layer.window if isinstance(layer, Pool) else None
+    return window if window is not None and window[0] * window[1] <= NOBODY else None

@@ -1,0 +1,202 @@
+"""Updates that are matrix products, and their weighted sum without any of them.
+
+Clients that begin at weights that all share move a weight by a product, -lr Lᵀ R of what came from
+behind in their steps, L (T, m), and what came from before, R (T, n) (`factored`). A server that
+takes a weighted mean of C such updates needs their sum alone, and that is one product more:
+
+    sum over k of w_k (-lr L_kᵀ R_k)  =  -lr [w_1 L_1; ...; w_C L_C]ᵀ [R_1; ...; R_C]
+
+so that C updates of d elements are neither written nor read. Whoever looks at an update by itself
+gets it: it is formed then. Equal to the sum of the updates but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from dure.machine.threads import threads
+
+LARGE = 1e30
+"""What no element of an update may come near: products that do not are finite, and so are sums of a
+million of them."""
+
+
+class Factors(NamedTuple):
+    """Updates of a linear layer: of its weight, -lr L_kᵀ R_k, and of the bias behind it, if there
+    is one: -lr L_kᵀ 1.
+
+    left: L, (C, T, m). right: R, (C, T, n).
+    """
+
+    left: Tensor
+    right: Tensor
+    bias: bool
+
+    def formed(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        """(..., m n) and, of the bias, (..., m), of factors that may be scaled: (..., T, m) and
+        (..., T, n)."""
+        weight = (left.transpose(-2, -1) @ right).flatten(-2)
+        return [weight, left.sum(-2)] if self.bias else [weight]
+
+    def sum(self, scales: Tensor, places: Iterator[Tensor], beta: float) -> None:
+        """The sum over k of scales_k L_kᵀ R_k, and of the bias, in the next of the places, flat, of
+        which what is there is kept `beta` times. scales: (C T,), of each row. The narrower of the
+        factors is scaled."""
+        left, right = self.left.flatten(0, 1), self.right.flatten(0, 1)
+        m, n = left.shape[1], right.shape[1]
+        scaled = (left if m < n else right) * scales.unsqueeze(1)
+        one, other = (scaled, right) if m < n else (left, scaled)
+        next(places).view(m, n).addmm_(one.T, other, beta=beta)
+        if self.bias:
+            next(places).addmv_(left.T, scales, beta=beta)
+
+
+Part = Factors | Tensor
+"""Updates of a layer, or of a parameter: (C, elements)."""
+
+Sizes = tuple[tuple[tuple[int, ...], ...], bool]
+"""The shapes of a part's tensors, and whether there is a bias."""
+
+
+class Products:
+    """The updates of C clients. parts: in the order in which parameters lie in flat weights. lr: of
+    the factors. threads: of the operators that sum them; None is as many as there are then."""
+
+    def __init__(self, parts: Sequence[Part], lr: float, threads: int | None = None) -> None:
+        self.parts, self.lr, self.threads = list(parts), lr, threads
+
+    @property
+    def clients(self) -> int:
+        """C."""
+        return len(_tensors(self.parts[0])[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return _tensors(self.parts[0])[0].device
+
+    @property
+    def elements(self) -> int:
+        """Of all parts."""
+        return sum(tensor.numel() for part in self.parts for tensor in _tensors(part))
+
+    def bounded(self) -> bool:
+        """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy
+        and Schwarz."""
+        return all(self._bound(part) < LARGE for part in self.parts)  # False where there is a NaN
+
+    def _bound(self, part: Part) -> float:
+        if isinstance(part, Tensor):
+            return _norm(part)
+        ones = math.sqrt(part.right.shape[1]) if part.bias else 0.0
+        return _norm(part.left) * max(_norm(part.right), ones) * self.lr
+
+    def all(self) -> Tensor:
+        """(C, d), each by itself."""
+        formed: list[Tensor] = []
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                formed.append(part.flatten(1))
+            else:
+                formed += part.formed(part.left * -self.lr, part.right)
+        return torch.cat(formed, 1)
+
+    def one(self, place: int) -> Tensor:
+        """(d,), that of one client."""
+        formed: list[Tensor] = []
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                formed.append(part[place].reshape(-1))
+            else:
+                formed += part.formed(part.left[place] * -self.lr, part.right[place])
+        return torch.cat(formed)
+
+    def sum(self, weights: Sequence[float], onto: Tensor | None = None) -> Tensor:
+        """(d,), the weighted sum of all; with `onto`, (d,), added to that."""
+        like = _tensors(self.parts[0])[0]
+        shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
+        sizes = [size for part in self.parts for size in _elements(part)]
+        total, beta = (like.new_empty(sum(sizes)), 0) if onto is None else (onto, 1)
+        places = iter(torch.split(total, sizes))
+        counts = {part.left.shape[1] for part in self.parts if isinstance(part, Factors)}
+        scales = {
+            rows: (shares * -self.lr).unsqueeze(1).expand(-1, rows).flatten() for rows in counts
+        }
+        with threads(self.threads):
+            for part in self.parts:
+                if isinstance(part, Tensor):
+                    next(places).addmv_(part.flatten(1).T, shares, beta=beta)
+                else:
+                    part.sum(scales[part.left.shape[1]], places, beta)
+        return total
+
+    def write(self, memory: Tensor) -> list[Sizes]:
+        """Copies the parts to flat memory, one after another; returns what `read` needs."""
+        sizes: list[Sizes] = []
+        at = 0
+        for part in self.parts:
+            tensors = _tensors(part)
+            for tensor in tensors:
+                memory[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
+                at += tensor.numel()
+            bias = not isinstance(part, Tensor) and part.bias
+            sizes.append((tuple(tuple(tensor.shape) for tensor in tensors), bias))
+        return sizes
+
+    @staticmethod
+    def read(memory: Tensor, sizes: Sequence[Sizes], lr: float) -> Products:
+        """A copy of what was written there."""
+        parts: list[Part] = []
+        at = 0
+        for shapes, bias in sizes:
+            tensors = []
+            for shape in shapes:
+                elements = math.prod(shape)
+                tensors.append(memory[at : at + elements].view(shape).clone())
+                at += elements
+            parts.append(tensors[0] if len(tensors) == 1 else Factors(tensors[0], tensors[1], bias))
+        return Products(parts, lr)
+
+
+def _elements(part: Part) -> list[int]:
+    """Elements of a client's updates of the parameters that are in the part."""
+    if isinstance(part, Tensor):
+        return [part[0].numel()]
+    m, n = part.left.shape[2], part.right.shape[2]
+    return [m * n, m] if part.bias else [m * n]
+
+
+def _tensors(part: Part) -> Sequence[Tensor]:
+    return (part,) if isinstance(part, Tensor) else (part.left, part.right)
+
+
+def _norm(tensor: Tensor) -> float:
+    """The root of the sum of squares, infinite where that overflows."""
+    flat = tensor.reshape(-1)
+    return math.sqrt(float(torch.dot(flat, flat)))
+
+
+class Deferred(Sequence[Tensor]):
+    """A client's update, one flat tensor, which is formed when somebody looks at it. place: the
+    client's in `products`; like: shape and dtype as the weights have them."""
+
+    def __init__(self, products: Products, place: int, like: Tensor) -> None:
+        self.products, self.place, self.like = products, place, like
+        self._formed: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if self._formed is None:
+            self._formed = self.products.one(self.place).to(self.like.device)
+        return [self._formed][index]

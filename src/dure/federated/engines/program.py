@@ -1,0 +1,378 @@
+"""A model as a chain of layers that `dure.federated.engines.layers` can compute for many clients.
+
+`torch.fx` runs the model's forward once on symbols and writes down the calls. Each call must use
+the result of the one before and nothing else; which calls are known is the table `_Reader`. Hooks
+of modules and of parameters are refused (those of the optimizer are in `sgd_of`). Whether the chain
+is the model is then tried: on a few examples it must give the model's own gradient, so that an
+overridden method or a parametrisation that the table does not see is refused where it changes that.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.federated.engines import layers, pooling
+from dure.federated.engines.layers import Layer, Pair
+from dure.federated.engines.losses import Loss, cross_entropy, hooked, loss_of
+from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
+
+
+class Program:
+    """The model's layers, its loss, and its weights in the order of its parameters."""
+
+    def __init__(self, chain: Sequence[Layer], loss: Loss, weights: Sequence[Weights]) -> None:
+        self.chain, self.loss, self.weights = list(chain), loss, weights
+        trained = (*layers.TRAINED, pooling.PooledConvolution)
+        self.first = next(at for at, layer in enumerate(self.chain) if isinstance(layer, trained))
+
+    def step(
+        self, inputs: Tensor, targets: Tensor, sizes: Sequence[int], shares: Tensor, first: bool
+    ) -> Tensor:
+        """One step of the A clients at the front: (A,), the loss of each before it.
+
+        inputs, targets: (A, B, ...). sizes: how many of the B rows count, for each client. shares:
+        (A, B), the weight of each row in its client's mean. first: whether it is the clients' first
+        step.
+        """
+        x = inputs
+        for layer in self.chain:
+            x = layer.forward(x, sizes)
+        losses, gradient = self.loss(x, targets, shares)
+        for at in range(len(self.chain) - 1, self.first - 1, -1):
+            gradient = self.chain[at].backward(gradient, at > self.first)
+        for weights in self.weights:
+            weights.finish(first)
+        return losses
+
+
+def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
+    """The same function and gradient: relu of the largest of four for the largest of four relus."""
+    made = list(chain)
+    for at, (one, after) in enumerate(pairwise(chain)):
+        if isinstance(one, layers.Relu) and isinstance(after, layers.Pool) and after.largest:
+            made[at], made[at + 1] = after, one
+    return made
+
+
+def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
+    """The program for the model on such examples. Raises CannotBatchError, with the reason, if
+    there is none."""
+    loss = loss_of(task.loss)
+    parameters = list(model.parameters())
+    _check(model, parameters, examples)
+    weights = {id(each): Weights(tuple(each.shape)) for each in parameters}
+    reader = _Reader(model, weights)
+    if len(reader.used) != len(parameters):
+        raise CannotBatchError("the model does not use each of its parameters exactly once")
+    for before, one in pairwise([None, *weights.values()]):
+        if one is not None and one.beside not in (None, before):
+            raise CannotBatchError(
+                "the bias of a linear layer does not come right after its weight"
+            )
+    chain = _cheaper(reader.chain)
+    if parameters[0].device.type == "cpu" and pooling.library() is not None:
+        chain = pooling.in_c(chain)
+    program = Program(chain, loss, list(weights.values()))
+    _try(program, task, model, parameters, examples)
+    for each in program.weights:
+        each.forget()
+    return program
+
+
+def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examples) -> None:
+    if type(examples) is not Examples or not isinstance(examples.inputs, Tensor):
+        raise CannotBatchError("the inputs are not one tensor")
+    if not isinstance(examples.targets, Tensor):
+        raise CannotBatchError("the targets are not one tensor")
+    if not parameters:
+        raise CannotBatchError("the model has no parameters")
+    if next(model.buffers(), None) is not None:
+        raise CannotBatchError("the model has buffers")
+    if not all(each.requires_grad for each in parameters):
+        raise CannotBatchError("some parameters are not trained")
+    kinds = {each.dtype for each in parameters}
+    if len(kinds) != 1 or kinds & {torch.float32, torch.float64} != kinds:
+        raise CannotBatchError("the parameters are not all float32, or all float64")
+    if examples.inputs.dtype not in kinds:
+        raise CannotBatchError(
+            f"the inputs are {examples.inputs.dtype}, the parameters {parameters[0].dtype}"
+        )
+    if any(hooked(module) for module in model.modules()):
+        raise CannotBatchError("the model has hooks")
+    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
+        raise CannotBatchError("some parameters have hooks")
+
+
+@torch.no_grad()
+def _try(
+    program: Program,
+    task: Task,
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    examples: Examples,
+) -> None:
+    """One step of each on the first examples. Raises CannotBatchError if they differ by more than
+    rounding."""
+    device = parameters[0].device
+    some = torch.arange(min(3, len(examples)))
+    inputs, targets = (part.to(device) for part in examples.batch(some))
+    with torch.enable_grad():
+        outputs = model(inputs)
+        expected = torch.autograd.grad(task.loss(outputs, targets), parameters)
+    if not isinstance(outputs, Tensor) or len(outputs) != len(some):
+        raise CannotBatchError("the model's outputs are not one tensor with a row an example")
+    _check_targets(program.loss, outputs, examples.targets)
+    shares_of_rows = torch.full((1, len(some)), 1 / len(some), dtype=inputs.dtype, device=device)
+    eps = torch.finfo(inputs.dtype).eps
+    for shares in (True, False):
+        for weights, parameter in zip(program.weights, parameters, strict=True):
+            weights.load(parameter.reshape(1, -1), 1, SGD(1.0), shares=shares)
+        try:
+            program.step(
+                inputs.unsqueeze(0), targets.unsqueeze(0), [len(some)], shares_of_rows, True
+            )
+        except (RuntimeError, ValueError) as error:
+            raise CannotBatchError(
+                f"a layer has inputs of another shape than usual: {str(error).splitlines()[0]}"
+            ) from error
+        for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
+            off = (parameter - weights.values[0] - gradient).abs().max()
+            rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
+            if not bool(off <= rounding):
+                raise CannotBatchError("the model computes something else than its layers say")
+
+
+def _check_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
+    if loss is cross_entropy:
+        if outputs.ndim != 2 or targets.ndim != 1 or targets.dtype != torch.int64:
+            raise CannotBatchError("the targets are not one class index an example")
+        if not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[1]:
+            raise CannotBatchError("some targets are no class of the model's")
+    elif targets.shape[1:] != outputs.shape[1:] or targets.dtype != outputs.dtype:
+        raise CannotBatchError("the targets are not of the shape and dtype of the model's outputs")
+
+
+class _Reader:
+    """The chain of a model, call by call.
+
+    used: the parameters that occur in it. Raises CannotBatchError for what is not known.
+    """
+
+    def __init__(self, model: nn.Module, weights: dict[int, Weights]) -> None:
+        self.weights = weights
+        self.used: list[int] = []
+        self.chain: list[Layer] = []
+        self.root = nn.Sequential(model.train())
+        try:
+            graph = fx.Tracer().trace(self.root)
+        except Exception as error:
+            raise CannotBatchError(f"the model's forward depends on its inputs: {error}") from error
+        self.value: fx.Node | None = None
+        self.rows: set[fx.Node] = set()
+        """Numbers that are the length of the batch."""
+        for node in graph.nodes:
+            self._read(node)
+
+    def _read(self, node: fx.Node) -> None:
+        if node.op == "placeholder" and self.value is None:
+            self.value = node
+        elif node.op == "output":
+            if node.args != (self.value,):
+                raise CannotBatchError(
+                    "the model returns something else than its last layer's output"
+                )
+        elif node.op == "get_attr":
+            raise CannotBatchError(
+                "the model uses a parameter outside of the layers that are known here"
+            )
+        elif not self._is_length(node):
+            if [each for each in node.all_input_nodes if each not in self.rows] != [self.value]:
+                raise CannotBatchError(
+                    f"the model is not a chain: {node.name} uses more than the layer before"
+                )
+            self.chain += self._layers(node)
+            self.value = node
+
+    def _is_length(self, node: fx.Node) -> bool:
+        """x.size(0) and x.shape[0], as in x.view(x.size(0), -1)."""
+        args = node.args
+        shape = (
+            node.op == "call_function" and node.target is getattr and args == (self.value, "shape")
+        )
+        length = (
+            node.op == "call_method" and node.target == "size" and args == (self.value, 0)
+        ) or (node.target is operator.getitem and args[0] in self.rows and args[1] == 0)
+        if shape or length:
+            self.rows.add(node)
+        return bool(shape or length)
+
+    def _layers(self, node: fx.Node) -> list[Layer]:
+        if node.op == "call_module":
+            return self._module(self.root.get_submodule(str(node.target)))
+        if node.op == "call_method":
+            found = _METHODS.get(str(node.target))
+        elif node.op == "call_function":
+            found = _FUNCTIONS.get(node.target)
+        else:
+            found = None
+        if found is None:
+            raise CannotBatchError(f"{node.name} is not a layer that is known here")
+        try:
+            return found(*node.args[1:], **node.kwargs)
+        except TypeError as error:
+            raise CannotBatchError(f"{node.name} has arguments that are not known here") from error
+
+    def _module(self, module: nn.Module) -> list[Layer]:
+        kind = type(module)
+        if isinstance(module, nn.Linear) and kind is nn.Linear:
+            return [layers.Linear(*self._parameters(module))]
+        if isinstance(module, nn.Conv2d) and kind is nn.Conv2d:
+            return [self._convolution(module)]
+        if kind in _MODULES:
+            return _MODULES[kind](module)
+        raise CannotBatchError(f"{kind.__name__} is not a layer that is known here")
+
+    def _parameters(self, module: nn.Linear | nn.Conv2d) -> tuple[Weights, Weights | None]:
+        for parameter in module.parameters():
+            if id(parameter) in self.used:
+                raise CannotBatchError("two layers share their weights")
+            self.used.append(id(parameter))
+        return self.weights[id(module.weight)], None if module.bias is None else self.weights[
+            id(module.bias)
+        ]
+
+    def _convolution(self, module: nn.Conv2d) -> Layer:
+        if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
+            raise CannotBatchError("a Conv2d has groups, or padding other than a number of zeros")
+        few = module.weight[0].numel() <= layers.FEW
+        kind = layers.PatchConvolution if few else layers.Convolution
+        how = (_pair(module.stride), _pair(module.padding), _pair(module.dilation))
+        return kind(*self._parameters(module), *how)
+
+
+def _pair(value: Any) -> Pair:
+    one, another = (value, value) if isinstance(value, int) else value
+    return int(one), int(another)
+
+
+def _flatten(start_dim: int = 0, end_dim: int = -1) -> list[Layer]:
+    if (start_dim, end_dim) != (1, -1):
+        raise CannotBatchError(f"flatten({start_dim}, {end_dim}) does not keep the examples apart")
+    return [layers.Reshape((-1,))]
+
+
+def _view(*shape: Any) -> list[Layer]:
+    first, *rest = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    length = isinstance(first, fx.Node) or (first == -1 and -1 not in rest)
+    if not length or not rest or not all(isinstance(each, int) for each in rest):
+        raise CannotBatchError(f"view{tuple(shape)} does not keep the examples apart")
+    return [layers.Reshape(tuple(rest))]
+
+
+def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> list[Layer]:
+    if p and training:
+        raise CannotBatchError("the model draws random numbers (dropout)")
+    return []
+
+
+def _max_pool(
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> list[Layer]:
+    if return_indices:
+        raise CannotBatchError("max pooling returns indices")
+    kernel = _pair(kernel_size)
+    over = kernel if stride is None else _pair(stride)
+    return [layers.max_pool(kernel, over, _pair(padding), _pair(dilation), ceil_mode)]
+
+
+def _avg_pool(
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> list[Layer]:
+    kernel = _pair(kernel_size)
+    over = kernel if stride is None else _pair(stride)
+    return [
+        layers.avg_pool(
+            kernel, over, _pair(padding), ceil_mode, count_include_pad, divisor_override
+        )
+    ]
+
+
+def _relu(inplace: bool = False) -> list[Layer]:
+    return [layers.Relu()]
+
+
+def _tanh() -> list[Layer]:
+    return [layers.tanh()]
+
+
+def _sigmoid() -> list[Layer]:
+    return [layers.sigmoid()]
+
+
+def _gelu(approximate: str = "none") -> list[Layer]:
+    return [layers.gelu(approximate)]
+
+
+_FUNCTIONS: dict[Any, Callable[..., list[Layer]]] = {
+    **dict.fromkeys((F.relu, torch.relu, torch.relu_), _relu),
+    **dict.fromkeys((F.tanh, torch.tanh), _tanh),
+    **dict.fromkeys((F.sigmoid, torch.sigmoid), _sigmoid),
+    F.gelu: _gelu,
+    torch.flatten: _flatten,
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool),
+    F.avg_pool2d: _avg_pool,
+    **dict.fromkeys((F.dropout, torch.dropout), _dropout),
+    torch.reshape: _view,
+}
+_METHODS: dict[str, Callable[..., list[Layer]]] = {
+    **dict.fromkeys(("relu", "relu_"), _relu),
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "flatten": _flatten,
+    **dict.fromkeys(("view", "reshape"), _view),
+    "contiguous": list,
+}
+_MODULES: dict[type[nn.Module], Callable[[Any], list[Layer]]] = {
+    nn.Identity: lambda module: [],
+    nn.ReLU: lambda module: _relu(),
+    nn.Tanh: lambda module: _tanh(),
+    nn.Sigmoid: lambda module: _sigmoid(),
+    nn.GELU: lambda module: _gelu(module.approximate),
+    nn.Flatten: lambda module: _flatten(module.start_dim, module.end_dim),
+    nn.Dropout: lambda module: _dropout(module.p),
+    nn.MaxPool2d: lambda module: _max_pool(
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.dilation,
+        module.ceil_mode,
+        module.return_indices,
+    ),
+    nn.AvgPool2d: lambda module: _avg_pool(
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.ceil_mode,
+        module.count_include_pad,
+        module.divisor_override,
+    ),
+}

@@ -1,0 +1,214 @@
+"""SGD of many clients at once, on gradients that are matrix products.
+
+    g <- g + mu (w - anchor) + correction + weight_decay w
+    v <- g in a client's first step, else momentum v + (1 - dampening) g
+    w <- w - lr v              nesterov: w - lr (g + momentum v)
+
+The gradient of a layer's weight is a product g = L R of what came from behind and what came from
+before. Without momentum it is never stored: BLAS adds the product to the weights themselves,
+
+    w <- (1 - lr (mu + weight_decay)) w - lr L R + lr (mu anchor - correction),
+
+one pass over the weights instead of three. That is torch.optim.SGD in another order of additions:
+equal to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dure.federated.engines.factored import Factored
+from dure.federated.engines.optimizers import listened
+
+
+class CannotBatchError(Exception):
+    """Why clients cannot be computed together; a reason, in words."""
+
+
+@dataclass(frozen=True)
+class SGD:
+    """The settings of torch.optim.SGD."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+
+def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> SGD:
+    """The settings of `optimizer`. Raises CannotBatchError if it does anything else, or not to all
+    parameters alike."""
+    if type(optimizer) is not torch.optim.SGD:
+        raise CannotBatchError(f"the optimizer is {type(optimizer).__name__}, not SGD")
+    if len(optimizer.param_groups) != 1:
+        raise CannotBatchError("the optimizer has several groups of parameters")
+    if listened(optimizer):
+        raise CannotBatchError("the optimizer has hooks")
+    group = optimizer.param_groups[0]
+    if {id(each) for each in group["params"]} != {id(each) for each in parameters}:
+        raise CannotBatchError("the optimizer leaves parameters out")
+    if group["maximize"] or group.get("differentiable") or isinstance(group["lr"], Tensor):
+        raise CannotBatchError(
+            "the optimizer has settings beyond lr, momentum, dampening, weight_decay, nesterov"
+        )
+    return SGD(
+        *(group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov"))
+    )
+
+
+LINE = 64
+"""Bytes. A client's part of a parameter begins there: a product that is added to memory off the
+lines of the cache takes four times as long."""
+
+
+class Weights:
+    """One parameter of all clients of a cohort. values: (C, *shape); the first `active` of them are
+    at work."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape, self.rule = shape, SGD(0.0)
+        self.values = self.now = self._own = torch.empty(0)
+        self._gradient = self._velocity = torch.empty(0)
+        self._constant: Tensor | None = None
+        self._pull = 0.0
+        self.shared: Tensor | None = None
+        """The weights that all clients have in this step, as in their first; None where each has
+        its own."""
+        self.factored: Factored | None = None
+        """The weights themselves, where they are what all share and the factors of what each has
+        added."""
+        self.beside: Weights | None = None
+        """Of a linear layer's bias, the layer's weight, with which it is factored; it comes right
+        before."""
+        self._only: Tensor | None = None
+        """Where the change goes that a shared step makes, if there is no other; the weights are
+        then never written."""
+
+    def load(
+        self,
+        start: Tensor,
+        clients: int,
+        rule: SGD,
+        pull: float = 0.0,
+        constant: Tensor | None = None,
+        shares: bool = False,
+        only: Tensor | None = None,
+    ) -> None:
+        """Begins a cohort at the weights `start`, (C, n) or (1, n).
+
+        To each gradient is added pull · w, and `constant`, (C, n) or (1, n): mu (w - anchor) +
+        correction is pull = mu, constant = correction - mu anchor. shares: all begin at `start` and
+        compute their first step with it: one large product in place of many small ones. only: (C,
+        n), which takes the change if that is the only step.
+        """
+        self.rule, self._pull = rule, pull + rule.weight_decay
+        start = start.view(-1, *self.shape)
+        self._constant = None if constant is None else constant.view(-1, *self.shape)
+        self.shared = start[0] if shares else None
+        self._only = None if only is None else only.view(clients, *self.shape)
+        self.factored = None
+        if only is not None:
+            self.values = start.expand(clients, *self.shape)
+            return
+        if len(self._own) != clients:
+            self._own = _on_lines(start, clients, self.shape)
+        self.values = self._own
+        if rule.momentum and self._gradient.shape != self.values.shape:
+            self._gradient, self._velocity = (start.new_empty(self.values.shape) for _ in range(2))
+        self.values.copy_(start)
+
+    def forget(self) -> None:
+        """Gives back what it has of memory."""
+        self.values = self.now = self._own = torch.empty(0)
+        self._gradient = self._velocity = torch.empty(0)
+        self._constant = self.shared = self._only = None
+
+    def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
+        """Begins a cohort at `start`, (n,), whose steps have so many rows together; to gradients
+        nothing is added."""
+        self.rule, self.shared = rule, start.view(self.shape)
+        if self.beside is None:
+            self.factored = Factored(self.shared, clients, rows, rule.lr)
+
+    @property
+    def is_factored(self) -> bool:
+        """By themselves, or with the weight beside them."""
+        return (self if self.beside is None else self.beside).factored is not None
+
+    def change(self, out: Tensor) -> None:
+        """Writes what the clients have added to the factored weights to out, (C, n)."""
+        factored = (self if self.beside is None else self.beside).factored
+        assert factored is not None
+        left, right = factored.factors()
+        if self.beside is None:
+            matrices = (len(left), *self.shape)
+            out.view(matrices).baddbmm_(left.transpose(1, 2), right, beta=0, alpha=-self.rule.lr)
+        else:
+            torch.sum(left, 1, out=out).mul_(-self.rule.lr)
+
+    def begin(self, active: int) -> Tensor:
+        """The weights of the clients that are at work in this step, (A, *shape)."""
+        self.now = self.values[:active]
+        return self.now
+
+    def product(self, left: Tensor, right: Tensor) -> None:
+        """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
+        matrix, lr = (len(self.now), left.shape[1], right.shape[2]), self.rule.lr
+        if self._only is not None:
+            self._only.view(matrix).baddbmm_(left, right, beta=0, alpha=-lr)
+        elif self.rule.momentum:
+            torch.bmm(left, right, out=self._gradient[: len(self.now)].view(matrix))
+        else:
+            self.now.view(matrix).baddbmm_(left, right, beta=1 - lr * self._pull, alpha=-lr)
+
+    def sum(self, gradient: Tensor) -> None:
+        """The gradient is `gradient`."""
+        if self._only is not None:
+            torch.mul(gradient, -self.rule.lr, out=self._only)
+        elif self.rule.momentum:
+            self._gradient[: len(self.now)] = gradient
+        else:
+            if self._pull:
+                self.now.mul_(1 - self.rule.lr * self._pull)
+            self.now.add_(gradient, alpha=-self.rule.lr)
+
+    def finish(self, first: bool) -> None:
+        """Ends the step with what is not in the products. first: whether it is the clients' first
+        step."""
+        if self.is_factored:
+            return
+        self.shared = None
+        rule, active = self.rule, len(self.now)
+        constant = (
+            None if self._constant is None else self._constant[:active]
+        )  # (1, n) holds for all
+        if not rule.momentum:
+            moved = self.now if self._only is None else self._only
+            if self._only is not None and self._pull:
+                moved.add_(self.now, alpha=-rule.lr * self._pull)
+            if constant is not None:
+                moved.add_(constant, alpha=-rule.lr)
+            return
+        gradient, velocity = self._gradient[:active], self._velocity[:active]
+        if self._pull:
+            gradient.add_(self.now, alpha=self._pull)
+        if constant is not None:
+            gradient.add_(constant)
+        if first:
+            velocity.copy_(gradient)
+        else:
+            velocity.mul_(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
+        way = gradient.add_(velocity, alpha=rule.momentum) if rule.nesterov else velocity
+        self.now.add_(way, alpha=-rule.lr)
+
+
+def _on_lines(like: Tensor, clients: int, shape: tuple[int, ...]) -> Tensor:
+    """(C, *shape), uninitialised, each client's part on a cache line of its own."""
+    elements, line = math.prod(shape), LINE // like.element_size()
+    return like.new_empty(clients, -(-elements // line) * line)[:, :elements].view(clients, *shape)

@@ -1,0 +1,157 @@
+"""Memory in which this process and its children give each other weights and results (`processes`).
+
+It is allocated once. What is never touched of it costs nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.products import Deferred, Products, Sizes
+from dure.tensors.flat import by_dtype
+
+LINE = 64
+"""Bytes of a line of the cache: where each tensor begins."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model's weights lie in flat tensors: a dtype and a number of elements for each."""
+
+    parts: tuple[tuple[torch.dtype, int], ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> Layout:
+        groups = by_dtype(model.parameters()).items()
+        return Layout(
+            tuple((dtype, sum(each.numel() for each in group)) for dtype, group in groups)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of one set of weights."""
+        return sum(_on_lines(dtype.itemsize * count) for dtype, count in self.parts)
+
+    def memory(self, count: int) -> mmap.mmap:
+        """For so many sets of weights."""
+        return mmap.mmap(-1, max(LINE, self.nbytes * count))
+
+    def sets(self, memory: mmap.mmap, count: int) -> list[list[Tensor]]:
+        """The sets of weights there."""
+        made: list[list[Tensor]] = []
+        at = 0
+        for _ in range(count):
+            one: list[Tensor] = []
+            for dtype, elements in self.parts:
+                one.append(torch.frombuffer(memory, dtype=dtype, count=elements, offset=at))
+                at += _on_lines(dtype.itemsize * elements)
+            made.append(one)
+        return made
+
+
+def _on_lines(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE
+
+
+class Slots:
+    """The weights, anchors and corrections that children read: sets of tensors, known by identity
+    and version."""
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        self.sets = layout.sets(layout.memory(count), count)
+        self.held: list[list[tuple[Tensor, int]]] = [[] for _ in range(count)]
+
+    def put(self, values: Sequence[Tensor], needed: set[int]) -> int:
+        """The slot that has `values`, after copying them if none had; those in `needed` stay as
+        they are."""
+        known = [(value, value._version) for value in values]
+        for slot, held in enumerate(self.held):
+            if len(held) == len(known) and all(
+                a is b and v == w for (a, v), (b, w) in zip(held, known, strict=True)
+            ):
+                needed.add(slot)
+                return slot
+        slot = next(each for each in range(len(self.sets)) if each not in needed)
+        for mine, value in zip(self.sets[slot], values, strict=True):
+            mine.copy_(value)
+        self.held[slot] = known
+        needed.add(slot)
+        return slot
+
+
+@dataclass
+class Reply:
+    """What is said of results whose tensors are in shared memory.
+
+    results: samples, loss, buffers, failure of each. products: where all updates are deferred, the
+    sizes of the parts and the learning rate of each cohort's; and places: which of them and where
+    in it an update is. Else each update is in a set of its own.
+    """
+
+    results: list[tuple[int, float, list[Tensor], str | None]]
+    products: list[tuple[list[Sizes], float]] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Outputs:
+    """Where a child writes what came of a chunk of jobs."""
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        memory = layout.memory(count)
+        self.sets = layout.sets(memory, count)
+        self.flat = (
+            torch.frombuffer(memory, dtype=layout.parts[0][0]) if layout.parts else torch.empty(0)
+        )
+
+    def write(self, done: Sequence[Trained]) -> Reply:
+        """In the child."""
+        reply = Reply(
+            [(each.samples, each.loss, list(each.buffers), each.failure) for each in done]
+        )
+        deferred = [each.delta for each in done if isinstance(each.delta, Deferred)]
+        if deferred and len(deferred) == len(done):
+            self._write_products(deferred, reply)
+            return reply
+        for output, trained in zip(self.sets, done, strict=False):
+            if trained.failure is None:
+                for mine, delta in zip(output, trained.delta, strict=True):
+                    mine.copy_(delta)
+        return reply
+
+    def _write_products(self, deferred: Sequence[Deferred], reply: Reply) -> None:
+        known: dict[int, int] = {}
+        at = 0
+        for delta in deferred:
+            products = delta.products
+            if id(products) not in known:
+                known[id(products)] = len(known)
+                reply.products.append((products.write(self.flat[at:]), products.lr))
+                at += products.elements
+            reply.places.append((known[id(products)], delta.place))
+
+    def read(self, reply: Reply, jobs: Sequence[Job]) -> list[Trained]:
+        """In the parent, which gets copies."""
+        cohorts: list[Products] = []
+        at = 0
+        for sizes, lr in reply.products:
+            cohorts.append(Products.read(self.flat[at:], sizes, lr))
+            at += cohorts[-1].elements
+        deltas: list[Sequence[Tensor]] = [
+            Deferred(cohorts[which], place, job.weights[0])
+            for (which, place), job in zip(reply.places, jobs, strict=False)
+        ]
+        if not cohorts:
+            deltas = [
+                [part.clone() for part in output] if failure is None else []
+                for output, (*_, failure) in zip(self.sets, reply.results, strict=False)
+            ]
+        return [
+            Trained(delta, buffers, samples, loss, failure)
+            for delta, (samples, loss, buffers, failure) in zip(deltas, reply.results, strict=True)
+        ]

@@ -1,0 +1,210 @@
+"""The global model and how updates become the next one: fold or collect, combine, step.
+
+    Δ <- aggregate of s_k·Δ_k over the updates, weighted        x <- server optimizer's step along Δ
+
+Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, by the same
+rule and weight, and take their mean change whole; elements that did not change add nothing, so that
+a mask of -inf stays one, and one that was not finite takes the mean of the finite ones that it
+became. Integer ones (counters) take the largest value, complex ones stay as they are. Of weights, a
+complex number is two real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
+from dure.federated.aggregate.mean import Mean
+from dure.federated.aggregate.rows import Rows
+from dure.federated.engines.products import Deferred
+from dure.federated.server.server_optimizer import ServerOptimizer, State
+from dure.federated.server.turn import Turn
+from dure.protocol.messages import Update
+
+
+@dataclass
+class GlobalModel:
+    """weights: one flat tensor a dtype. buffers: in the model's order. number: of models made so
+    far."""
+
+    weights: list[Tensor]
+    buffers: list[Tensor]
+    aggregator: Aggregator = field(default_factory=Mean)
+    optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
+    number: int = 0
+    moments: State | None = None
+    memory: list[Tensor] | None = None
+    _folded: Any = None
+    _extra: Any = None
+    _collected: list[list[Tensor]] = field(default_factory=list)
+    _shares: list[float] = field(default_factory=list)
+    _deferred: list[tuple[Deferred, float]] = field(default_factory=list)
+    _counters: list[Tensor] = field(default_factory=list)
+
+    def fold(
+        self, update: Update, scale: float, weight: float, start: Sequence[Tensor] | None = None
+    ) -> None:
+        """Takes one update, scaled by `scale`, with `weight` in the mean.
+
+        start: the weights it began from, where it is the *model* that is mixed in and not its
+        change: the update is then x_start + Δ - x.
+        """
+        if isinstance(update.delta, Deferred) and self._defers(update, scale, start):
+            self._defer(update.delta, weight)
+            return
+        delta = list(update.delta)
+        if start is not None:
+            delta = [d + s - w for d, s, w in zip(delta, start, self.weights, strict=True)]
+        delta = [torch.view_as_real(d) if d.is_complex() else d for d in delta]
+        parts = [*delta, *changes(update.buffers, self.buffers)]
+        if scale != 1:
+            parts = [part * scale for part in parts]
+        if isinstance(self.aggregator, Folds):
+            if self._folded is None:
+                self._folded = self.aggregator.zero(parts)
+            self._folded = self.aggregator.fold(self._folded, parts, weight)
+        else:
+            self._collected.append(parts)
+        self._shares.append(weight)
+        if update.extra:
+            if self._extra is None:
+                self._extra = Mean().zero(update.extra)
+            self._extra = Mean().fold(self._extra, update.extra, 1.0)
+        counters = [b for b in update.buffers if _counts(b)]
+        mine = self._counters or [b for b in self.buffers if _counts(b)]
+        self._counters = [torch.maximum(a, b) for a, b in zip(mine, counters, strict=True)]
+
+    def _defers(self, update: Update, scale: float, start: Sequence[Tensor] | None) -> bool:
+        """Whether nothing is done with the update but to add it to a mean."""
+        alone = not (update.buffers or update.extra)
+        return alone and scale == 1 and start is None and type(self.aggregator) is Mean
+
+    def _defer(self, delta: Deferred, weight: float) -> None:
+        """Takes an update that is summed with the others of its cohort, when all are here or one of
+        another comes."""
+        if self._deferred and self._deferred[0][0].products is not delta.products:
+            self._sum_deferred()
+        self._deferred.append((delta, weight))
+        self._shares.append(weight)
+        if len(self._deferred) == delta.products.clients:
+            self._sum_deferred()
+
+    def _sum_deferred(self) -> None:
+        """Folds the sum of a cohort, whose updates were never formed."""
+        if not self._deferred:
+            return
+        assert isinstance(self.aggregator, Mean)
+        products = self._deferred[0][0].products
+        weights = [0.0] * products.clients
+        for delta, weight in self._deferred:
+            weights[delta.place] += weight
+        home = self.weights[0].device
+
+        def sum_onto(total: Tensor | None) -> Tensor:
+            if products.device == home:
+                return products.sum(weights, total)
+            moved = products.sum(weights).to(home)
+            return moved if total is None else total.add_(moved)
+
+        self._folded = self.aggregator.add(self._folded, sum_onto, sum(weights))
+        self._deferred = []
+
+    def finish(self, seed: int) -> list[Tensor]:
+        """Makes the new model of what was folded, if anything was; returns the mean of the updates'
+        extras.
+
+        Raises TooFewUpdatesError if the updates are too few for the aggregator.
+        """
+        extra: list[Tensor] = []
+        self._sum_deferred()
+        if self._shares:
+            combined = self._combined(Turn(seed, self.number))
+            count = len(self.weights)
+            if self.moments is None:
+                self.moments = self.optimizer.start(self.weights)
+            pairs = zip(combined[:count], self.weights, strict=True)
+            delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
+            spare = type(self.aggregator) is Mean  # others may have chosen somebody's update
+            self.weights, self.moments = self.optimizer.step(
+                self.weights, delta, self.moments, spare
+            )
+            moved, counters = iter(combined[count:]), iter(self._counters)
+            self.buffers = [
+                _moved(b, next(moved))
+                if b.is_floating_point()
+                else next(counters)
+                if _counts(b)
+                else b
+                for b in self.buffers
+            ]
+            extra = Mean().finish(self._extra) if self._extra is not None else []
+        self.skip()
+        return extra
+
+    def skip(self) -> None:
+        """Goes on to the next model, and forgets what was folded."""
+        self.number += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was folded."""
+        self._folded, self._extra, self._collected, self._shares, self._counters = (
+            None,
+            None,
+            [],
+            [],
+            [],
+        )
+        self._deferred = []
+
+    def _combined(self, turn: Turn) -> list[Tensor]:
+        if isinstance(self.aggregator, Folds):
+            return self.aggregator.finish(self._folded)
+        assert isinstance(self.aggregator, Collects)
+        combined, self.memory = self.aggregator.combine(
+            Rows(self._collected, self._shares), turn, self.memory
+        )
+        return combined
+
+    def state(self) -> dict[str, Any]:
+        """All of it, between two models, as a tree for checkpoints."""
+        return {
+            "weights": list(self.weights),
+            "buffers": list(self.buffers),
+            "number": self.number,
+            "moments": self.moments,
+            "memory": self.memory,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.weights, self.buffers, self.number = (
+            state["weights"],
+            state["buffers"],
+            state["number"],
+        )
+        self.moments, self.memory = state["moments"], state["memory"]
+
+
+def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    """How the floating-point buffers changed: new - old, and 0 where they are alike, infinite and
+    NaN ones too; where the old one is not finite, the new one."""
+    return [
+        (one - other.masked_fill(~other.isfinite(), 0)).masked_fill(
+            (one == other) | (one.isnan() & other.isnan()), 0
+        )
+        for one, other in zip(new, old, strict=True)
+        if other.is_floating_point()
+    ]
+
+
+def _moved(buffer: Tensor, change: Tensor) -> Tensor:
+    return buffer.masked_fill(~buffer.isfinite() & (change != 0), 0) + change
+
+
+def _counts(buffer: Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex())

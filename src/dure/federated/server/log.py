@@ -1,0 +1,122 @@
+"""What the report tells of a federation: who took part when, how stale updates were, and how they
+lay to one another.
+
+Norms and cosines are of every update against the step that the global model then took; they are
+measured only where clients lie, since that takes two passes over each update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.federated.server.coordinator import Result
+from dure.protocol.carrier import Flight
+from dure.protocol.messages import Update
+
+MOST = 5_000
+"""Flights and updates that are remembered, the first ones of a run; what is counted is counted to
+its end."""
+
+
+class Log:
+    """liars: who lies in a round; None where nobody does."""
+
+    def __init__(self, liars: Callable[[int], Collection[int]] | None) -> None:
+        self.liars = liars
+        self.flights: list[list[Any]] = []
+        self.outcomes: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
+        self.turns: Counter[int] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.updates: list[list[Any]] = []
+        self._seen: list[Update] = []
+
+    def saw(self, update: Update) -> None:
+        """An update, before it is folded."""
+        if self.liars is not None and len(self.updates) < MOST:
+            self._seen.append(update)
+
+    def flew(
+        self,
+        flown: Sequence[Flight],
+        result: Result,
+        round: int,
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+    ) -> None:
+        """What happened until the model of `round` + 1 was made, and the weights before and
+        after."""
+        self.outcomes.update(flight.outcome for flight in flown)
+        self.turns.update(result.clients)
+        self.staleness.update(result.staleness)
+        self.refusals.update(result.refused.values())
+        self.flights.extend(
+            [
+                flight.client,
+                flight.round,
+                round_(flight.began),
+                round_(flight.ended),
+                flight.outcome,
+            ]
+            for flight in flown[: MOST - len(self.flights)]
+        )
+        if self.liars is not None and self._seen:
+            step = [new.double() - old.double() for new, old in zip(after, before, strict=True)]
+            for update in self._seen:
+                lies = update.client in self.liars(update.round)
+                self.updates.append(
+                    [round, update.client, lies, *_norm_and_cosine(update.delta, step)]
+                )
+            self._seen = []
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "flights": self.flights,
+            "outcomes": dict(self.outcomes),
+            "refusals": dict(self.refusals),
+            "staleness": sorted(self.staleness.items()),
+            "turns": sorted(self.turns.items()),
+            "updates": self.updates,
+        }
+
+    def state(self) -> Any:
+        return [
+            self.flights,
+            *(
+                [list(pair) for pair in counter.items()]
+                for counter in (self.outcomes, self.staleness, self.turns)
+            ),
+            [list(pair) for pair in self.refusals.items()],
+            self.updates,
+        ]
+
+    def restore(self, state: Any) -> None:
+        flights, outcomes, staleness, turns, refusals, updates = state
+        self.flights, self.updates = list(flights), list(updates)
+        self.outcomes = Counter(dict(outcomes))
+        self.staleness = Counter(dict(staleness))
+        self.turns, self.refusals = Counter(dict(turns)), Counter(dict(refusals))
+
+
+def round_(seconds: float) -> float:
+    """To a microsecond, which is enough for a picture."""
+    return round(seconds, 6)
+
+
+def _norm_and_cosine(
+    delta: Sequence[Tensor], step: Sequence[Tensor]
+) -> tuple[float | None, float | None]:
+    """The update's norm, and the cosine between it and the step; None where there is none."""
+    dot = sum(float(torch.dot(d.double(), s)) for d, s in zip(delta, step, strict=True))
+    norm = math.sqrt(sum(float(torch.dot(d.double(), d.double())) for d in delta))
+    length = math.sqrt(sum(float(torch.dot(s, s)) for s in step))
+    if not math.isfinite(norm):
+        return None, None
+    return norm, dot / (norm * length) if norm and length else None

@@ -1,0 +1,153 @@
+"""Which clients take part in a round: pure functions of (seed, round).
+
+A selection names an order in which clients are asked; who is not there is passed over, so that
+those who are there are chosen as if only they had been asked.
+
+    uniform     m = max(C·K, 1) of K, without replacement                          McMahan et al. 2017, algorithm 1
+    weighted    m of K without replacement, each next one with probability ~ n_k    Efraimidis, Spirakis 2006
+    poisson     each of K independently with probability C: m differs from round to round, and may be 0
+
+More than m may be asked (over-selection) and a round may end before all have answered (a deadline),
+as long as a minimum has: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design",
+2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from dure.randomness.permutation import Permutation
+from dure.randomness.seeds import derive
+from dure.settings import read, write
+
+Candidates = Callable[[int], int]
+"""The client that is asked at a position 0, 1, ... of a round's order."""
+
+FEW = 20
+"""Places of an order that are found one by one, which takes less time than to find as many at
+once."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How a round chooses its clients.
+
+    over: more clients are asked than are needed, by this factor. deadline: seconds after which a
+    round ends with those who have answered; inf waits for all. minimum: with fewer answers than
+    this at the deadline a round begins again.
+    """
+
+    over: float = 1.0
+    deadline: float = math.inf
+    minimum: int = 1
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.over < math.inf:
+            raise ValueError(
+                f"over is {self.over}, but a round asks at least those it needs: 1 or more"
+            )
+        if not self.deadline > 0:
+            raise ValueError(f"deadline is {self.deadline}, but a round takes more than 0 seconds")
+        if self.minimum < 1:
+            raise ValueError(f"minimum is {self.minimum}, but a round needs at least one answer")
+
+    def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
+        """How many answers the round is to have."""
+        return clients_per_round(clients, fraction)
+
+    def most(self, clients: int, fraction: float) -> int:
+        """The most answers that any round is to have."""
+        return clients_per_round(clients, fraction)
+
+    def order(
+        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
+    ) -> Candidates:
+        """The order in which clients are asked in this round. attempt: counts the times that it
+        began again. sizes: of all clients. likely: how many are asked if all are there."""
+        permutation = Permutation(len(sizes), _seed(seed, round, attempt))
+        known: list[int] = []
+
+        def at(position: int) -> int:
+            if position < FEW and likely <= FEW:
+                return permutation[position]
+            if position >= len(known):
+                known[:] = permutation.first(max(likely, 2 * position + 32))
+            return known[position]
+
+        return at
+
+    def __str__(self) -> str:
+        return write(self) if self != type(self)() else self.name
+
+
+@dataclass(frozen=True)
+class Uniform(Selection):
+    """All clients alike."""
+
+    name: ClassVar[str] = "uniform"
+
+
+@dataclass(frozen=True)
+class Weighted(Selection):
+    """Clients with more examples more often."""
+
+    name: ClassVar[str] = "weighted"
+
+    def order(
+        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
+    ) -> Candidates:
+        random = np.random.default_rng(_seed(seed, round, attempt))
+        keys = random.standard_exponential(len(sizes)) / np.asarray(sizes)
+        order: list[int] = np.argsort(keys, kind="stable").tolist()
+        return order.__getitem__
+
+
+@dataclass(frozen=True)
+class Poisson(Selection):
+    """Every client tosses its own coin."""
+
+    name: ClassVar[str] = "poisson"
+
+    def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
+        return int(
+            np.random.default_rng(derive(seed, "poisson", round)).binomial(clients, fraction)
+        )
+
+    def most(self, clients: int, fraction: float) -> int:
+        return clients
+
+
+SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Uniform, Weighted, Poisson)}
+"""Every selection by the name its text form begins with."""
+
+
+def parse(text: str) -> Selection:
+    """The selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8" (over, deadline,
+    minimum), ...
+
+    Raises ValueError for an unknown name and for values that do not fit.
+    """
+    return read(text, SELECTIONS, "selection")
+
+
+def clients_per_round(clients: int, fraction: float) -> int:
+    """m = max(C·K, 1), C·K rounded to the nearest whole number."""
+    return max(round(fraction * clients), 1)
+
+
+def uniform(seed: int, round: int, clients: int, fraction: float) -> list[int]:
+    """The clients of a round in which all are there, in ascending order."""
+    return sorted(
+        Permutation(clients, _seed(seed, round, 0)).first(clients_per_round(clients, fraction))
+    )
+
+
+def _seed(seed: int, round: int, attempt: int) -> int:
+    return derive(seed, "sample clients", round, attempt)

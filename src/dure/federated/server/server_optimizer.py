@@ -1,0 +1,124 @@
+"""How the server moves the global model along the mean update Δ (the clients' pseudo-gradient with
+its sign turned).
+
+    sgd        m <- β1·m + Δ                     x <- x + η·m             β1 = 0: FedAvg; β1 > 0: FedAvgM
+    adagrad    m <- β1·m + (1 - β1)·Δ            v <- v + Δ²
+    adam                                         v <- β2·v + (1 - β2)·Δ²
+    yogi                                         v <- v - (1 - β2)·Δ²·sign(v - Δ²)
+               x <- x + η·m / (√v + τ)           v begins at τ²; no bias correction, as in algorithm 2
+
+A complex number is two real ones. Moments of weights in half precision are in single precision,
+where squares of small updates are not zero.
+
+State in, state out: `step` changes no weights and no state. Its cost is a few passes over d
+elements on the server; nothing more travels.
+
+Sources: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, algorithm 2 (β1 = 0.9, β2 =
+0.99; Adagrad is used there with β1 = 0); T.-M. H. Hsu, H. Qi, M. Brown, 2019 (FedAvgM).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dure.federated.aggregate.mean import wide
+from dure.settings import suggestion
+
+Rule = Literal["sgd", "adagrad", "adam", "yogi"]
+
+State = list[Tensor]
+"""The moments m and v, a tensor each for every tensor of the model; empty before they are
+needed."""
+
+
+@dataclass(frozen=True)
+class ServerOptimizer:
+    """The rule, and its η (lr), β1, β2 and τ."""
+
+    rule: Rule = "sgd"
+    lr: float = 1.0
+    beta1: float = 0.0
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise ValueError(
+                f"there is no server optimizer {self.rule!r}{suggestion(self.rule, get_args(Rule))}"
+            )
+        if not 0 < self.lr < math.inf:
+            raise ValueError(
+                f"server_lr is {self.lr}, but the model has to move: it is a number above 0"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it is in [0, 1)")
+        if self.rule != "sgd" and not 0 < self.tau < math.inf:
+            raise ValueError(
+                f"tau is {self.tau}, but it keeps from dividing by zero: a number above 0"
+            )
+
+    def start(self, weights: Sequence[Tensor]) -> State:
+        """The state before the first step."""
+        if self.rule == "sgd" and not self.beta1:
+            return []
+        first = [torch.zeros_like(_counted_in(w)) for w in weights]
+        return (
+            first
+            if self.rule == "sgd"
+            else [*first, *(torch.full_like(m, self.tau**2) for m in first)]
+        )
+
+    @torch.no_grad()
+    def step(
+        self, weights: Sequence[Tensor], delta: Sequence[Tensor], state: State, spare: bool = False
+    ) -> tuple[list[Tensor], State]:
+        """(the new weights, the new state). weights, delta: as many tensors of the same shapes.
+        spare: whether nobody needs delta any more, so that its memory may be used again."""
+        if self.rule == "sgd" and not self.beta1:
+            pairs = zip(weights, delta, strict=True)
+            return [
+                torch.add(w, d, alpha=self.lr, out=d if spare else None) for w, d in pairs
+            ], state
+        kinds, count = weights, len(weights)
+        weights, delta = list(map(_counted_in, weights)), list(map(_counted_in, delta))
+        if self.rule == "sgd":
+            moments = [m.mul(self.beta1).add_(d) for m, d in zip(state, delta, strict=True)]
+            moved = [w.add(m, alpha=self.lr) for w, m in zip(weights, moments, strict=True)]
+            return _as_before(moved, kinds), moments
+        first = [
+            m.mul(self.beta1).add_(d, alpha=1 - self.beta1)
+            for m, d in zip(state[:count], delta, strict=True)
+        ]
+        second = [self._second(v, d.square()) for v, d in zip(state[count:], delta, strict=True)]
+        moved = [
+            w.addcdiv(m, v.sqrt().add_(self.tau), value=self.lr)
+            for w, m, v in zip(weights, first, second, strict=True)
+        ]
+        return _as_before(moved, kinds), [*first, *second]
+
+    def _second(self, v: Tensor, square: Tensor) -> Tensor:
+        if self.rule == "adagrad":
+            return v + square
+        if self.rule == "adam":
+            return v.mul(self.beta2).add_(square, alpha=1 - self.beta2)
+        return v - (1 - self.beta2) * square * torch.sign(v - square)
+
+
+def _counted_in(tensor: Tensor) -> Tensor:
+    """Its numbers, in the precision and as the real numbers with which is counted."""
+    tensor = tensor.to(wide(tensor.dtype))
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_before(counted: Sequence[Tensor], kinds: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        (torch.view_as_complex(one) if kind.is_complex() else one).to(kind.dtype)
+        for one, kind in zip(counted, kinds, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""This computer: its threads, cores, memory, devices and compiler."""

@@ -1,0 +1,81 @@
+"""torch's compiler, kept unloaded where nobody compiles.
+
+The first optimizer of a process, and its first step, import torch._dynamo only to tell it to stay
+away: seconds, in every rank, and longer than importing torch. `left_out` puts a stand-in there that
+takes such notices, and makes way for the real module as soon as anything else is asked of it:
+whoever compiles finds the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_NAME = "torch._dynamo"
+_NOTICE = "__dynamo_disable"
+"""Where torch keeps, for a function that the compiler is to stay away from, what to call
+instead."""
+
+_lock = threading.RLock()
+_users = 0
+
+
+class _StandIn(ModuleType):
+    """What torch's own code asks of torch._dynamo where nothing is compiled, and the way to the
+    rest of it."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        self._noticed: list[Any] = []
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing is traced, so there is nothing to break off."""
+
+    def disable(self, function: Callable[..., Any], *how: Any, **more: Any) -> Callable[..., Any]:
+        """The function as it is."""
+        self._noticed.append(function)
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
+        return getattr(self._loaded(), name)
+
+    def _loaded(self) -> ModuleType:
+        with _lock:
+            self.leave()
+            return importlib.import_module(_NAME)
+
+    def leave(self) -> None:
+        """Makes way, if it is there, and takes back what it said."""
+        with _lock:
+            if sys.modules.get(_NAME) is self:
+                del sys.modules[_NAME]
+            for function in self._noticed:
+                if getattr(function, _NOTICE, None) is function:
+                    delattr(function, _NOTICE)
+            self._noticed.clear()
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """While it lasts, torch does without its compiler until somebody compiles. Where it is loaded,
+    nothing changes."""
+    global _users
+    with _lock:
+        _users += 1
+        if _NAME not in sys.modules:
+            sys.modules[_NAME] = _StandIn()
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            there = sys.modules.get(_NAME)
+            if not _users and isinstance(there, _StandIn):
+                there.leave()

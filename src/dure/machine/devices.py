@@ -1,0 +1,61 @@
+"""Where a program computes: the CPU, or GPUs.
+
+Names are torch's: "cpu", "cuda", "cuda:1". What a user names is looked for before any work begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `name`. Raises ValueError if there is none here, or dure does not compute
+    on its kind."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"{name!r} is no device: write cpu, cuda, or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"dure computes on cpu and cuda, not on {name}")
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and not there:
+        raise ValueError(
+            f"there is no CUDA device here, so nothing can be computed on {name}: take cpu"
+        )
+    if device.type == "cuda" and (device.index or 0) >= there:
+        raise ValueError(
+            f"there is no {name} here: the CUDA devices are cuda:0 to cuda:{there - 1}"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Inputs or targets, tensors in any structure, on `device`; the same where they are there
+    already."""
+    beside = device.type == "cuda"  # a copy to the CPU has to have arrived before it is read
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=beside) if isinstance(leaf, Tensor) else leaf,
+        tree,
+    )
+
+
+def to_cpu(tree: Any) -> Any:
+    """The inverse of `to_device`, as for what is written to a disk."""
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:
+    """A device for each worker: the CUDA devices in turn where there are, else the CPU for all.
+
+    workers: how many; None is one a CUDA device, or one a core and at least two.
+    """
+    there = torch.cuda.device_count()
+    if not there:
+        return ("cpu",) * (workers if workers is not None else max(2, cores))
+    return tuple(
+        f"cuda:{worker % there}" for worker in range(workers if workers is not None else there)
+    )

@@ -1,0 +1,203 @@
+"""The messages of a step: what a plan's buckets hold in memory, how they are filled and summed, and
+the tail.
+
+Gradients are copied into the flat buffer of their bucket, in one go, and become views of it, unless
+they were computed there (`dure.parallel.direct`). If the user keeps them from step to step,
+autograd adds to the views and nothing is copied. The buffers lie in shared memory where ranks share
+it; elsewhere a long gradient that travels alone stays where autograd has put it, since to copy it
+would help nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.algorithms import native
+from dure.collectives.all_reduce import all_reduce
+from dure.collectives.compression import Compressor
+from dure.collectives.group import Group
+from dure.collectives.operation import reduction as reduction_of
+from dure.parallel.data.buckets import Kind, Plan
+from dure.parallel.data.how import How
+from dure.parallel.gradients import Flat, as_dense, flat_view
+from dure.randomness.seeds import derive
+
+OPERATION = "native all-reduce"
+
+Value = TypeVar("Value")
+
+
+class Messages:
+    """The messages of `plan`, for the gradients of `parameters`.
+
+    tail: numbers behind them. remembered: states of the compressors, where a run goes on.
+    split_phase: whether ranks that share memory begin and end messages apart; otherwise whoever
+        begins one does it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        how: How,
+        tail: int,
+        remembered: Sequence[Mapping[str, object]] = (),
+        split_phase: bool = False,
+    ) -> None:
+        if how.compresses:  # the tail is exact
+            plan = replace(plan, carries=False)
+        self.plan, self.parameters, self.group, self.how = plan, parameters, group, how
+        self.kinds = [Kind.of(parameter) for parameter in parameters]
+        self.count = plan.messages(tail > 0)
+        self.bucket_of = {
+            index: number for number, bucket in enumerate(plan.buckets) for index in bucket.members
+        }
+        self._flats = []
+        for number, bucket in enumerate(plan.buckets):
+            members = [parameters[index] for index in bucket.members if not bucket.alone]
+            self._flats.append(
+                Flat.of(
+                    members, group, tail if plan.carries and number == len(plan.buckets) - 1 else 0
+                )
+            )
+        if not plan.carries:
+            device = self.kinds[0].device if self.kinds else torch.device("cpu")
+            exact = (
+                torch.float64
+                if any(kind.dtype == torch.float64 for kind in self.kinds)
+                else torch.float32
+            )
+            self._flats.append(Flat.of([], group, tail, exact, device))
+        self.tail = self._flats[-1].whole[len(self._flats[-1].whole) - tail :]
+        self._tail = self.tail.numpy() if self.tail.device.type == "cpu" else None
+        self._prepare = native.prepare_all_reduce
+        if native.is_split_phase(group) and not split_phase:
+            self._prepare = native.prepare_at_once
+        self._begins: dict[int, Callable[[], Callable[[], float]]] = {}
+        self.compressors = [
+            self._compressor(number) for number in range(len(plan.buckets) if how.compresses else 0)
+        ]
+        for compressor, state in zip(self.compressors, remembered, strict=False):
+            compressor.restore(state)
+
+    def _compressor(self, number: int) -> Compressor:
+        like = [self.parameters[index].detach() for index in self.plan.buckets[number].members]
+        return self.how.compression.compressor(
+            like, derive(self.how.seed, "compression of gradients", number)
+        )
+
+    def lengths(self) -> list[int]:
+        """Elements of each message."""
+        return self.plan.lengths(self.kinds, len(self.tail))
+
+    def fill(self, number: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
+        """The gradients of a message in their places: (all as one flat tensor, each, zeros for
+        those that are missing).
+
+        The tail is left to be written.
+        """
+        flat = self._flats[number]
+        if number == len(self.plan.buckets):
+            return flat.whole, [], {}
+        bucket = self.plan.buckets[number]
+        if bucket.alone:
+            return self._fill_alone(bucket.members[0])
+        missing, sources, targets = {}, [], []
+        for index, view in zip(bucket.members, flat.views, strict=True):
+            parameter = self.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                missing[index] = view.zero_()
+            elif gradient is not view:
+                if (
+                    gradient.is_sparse
+                    or gradient.requires_grad
+                    or gradient.data_ptr() != view.data_ptr()
+                ):
+                    sources.append(as_dense(gradient))
+                    targets.append(view)
+                parameter.grad = view
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return flat.whole, flat.views, missing
+
+    def _fill_alone(self, index: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            return flat_view(zeros), [zeros], {index: zeros}
+        gradient = as_dense(parameter.grad)
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient
+        return flat_view(gradient), [gradient], {}
+
+    def place_of(self, index: int) -> Tensor | None:
+        """Where a gradient leaves from; None if it leaves from where it is."""
+        number = self.bucket_of[index]
+        bucket = self.plan.buckets[number]
+        return None if bucket.alone else self._flats[number].views[bucket.members.index(index)]
+
+    def write_tail(self, numbers: Sequence[float]) -> None:
+        """Before the last message leaves."""
+        if self._tail is not None:  # without torch, since it is in everybody's way
+            self._tail[:] = numbers
+        elif numbers:
+            self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
+
+    def begin(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> Callable[[], float]:
+        """Begins the all-reduce of a message that is filled, or does it.
+
+        What is returned waits for its end, and tells when that was, in seconds of
+        `time.perf_counter`.
+        """
+        group, how = self.group, self.how
+        if how.algorithm == "native" and group.size > 1 and not (views and self.compressors):
+            return self._begin_native(number, flat)
+        if views and self.compressors:
+            self.compressors[number].all_reduce(views, group, how.algorithm)
+            if how.op == "avg":
+                torch._foreach_div_(list(views), group.size)
+        else:
+            all_reduce(flat, group, how.algorithm, how.op)
+        ended = time.perf_counter()
+        return lambda: ended
+
+    def _begin_native(self, number: int, flat: Tensor) -> Callable[[], float]:
+        begin = (
+            self._begins.get(number) if flat is self._flats[number].whole else self._native(flat)
+        )
+        if begin is None:
+            begin = self._begins[number] = self._native(flat)
+        return partial(self._perform, self._perform(begin, flat), flat)
+
+    def _native(self, flat: Tensor) -> Callable[[], Callable[[], float]]:
+        """What begins the backend's own all-reduce of `flat`, again and again."""
+        reduction = reduction_of(self.how.op, flat.dtype, self.group.size)
+        if not reduction.divides_first(flat.dtype):
+            return self._prepare(flat, self.group, reduction)
+        begin = self._prepare(flat, self.group, reduction.partial())
+
+        def divided() -> Callable[[], float]:
+            reduction.begin(flat)
+            return begin()
+
+        return divided
+
+    def _perform(self, work: Callable[[], Value], flat: Tensor) -> Value:
+        """`Group.perform`; on CPUs with what plain memory needs alone, since it is in the way of
+        backward."""
+        if flat.is_cuda:
+            return self.group.perform(OPERATION, work, flat)
+        self.group.settle()
+        with self.group.during(OPERATION):
+            return work()

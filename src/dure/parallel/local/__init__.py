@@ -1,0 +1,1 @@
+"""One model on the cores and devices of one process."""

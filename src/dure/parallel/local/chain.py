@@ -1,0 +1,199 @@
+"""Models that are chains of layers, and how a chain is divided into stages of neighbouring layers.
+
+    l_L(… l_2(l_1(x)) …): an `nn.Sequential`, or a module that calls its children in their order
+
+Whether a model is one is not believed but tried. A division is a range of layers for each stage;
+the best one, whose most expensive stage is as cheap as can be, is found exactly, in O(stages x
+layers^2) (`divided_layers`).
+
+Source: the linear partition problem, Skiena 2020, "The Algorithm Design Manual", section 10.7.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.parallel.local import parts
+from dure.randomness.seeds import generators_state, restore_generators
+
+WORK_OF_AN_ELEMENT = 10
+"""What an element of a layer's output costs beside the products that are counted, in floating-point
+operations."""
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a chain: those of an `nn.Sequential`, or of a module's children in their
+    order."""
+    if not isinstance(model, nn.Sequential):
+        return [layer for child in model.children() for layer in _flat(child)]
+    return _flat(model)
+
+
+def _flat(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.Sequential):
+        return [layer for child in module for layer in _flat(child)]
+    return [module]
+
+
+def check_chain(task: Task, stages: int) -> None:
+    """Raises ValueError unless the task's model is a chain of layers that `stages` threads can
+    divide.
+
+    It is one if its layers, one behind the other, compute what it computes, in training mode, on
+    two examples.
+    """
+    whole, chain = seeded_model(task, 0), seeded_model(task, 0)
+    layers = layers_of(chain)
+    inputs, _ = examples_for(whole, task)[0].batch(torch.arange(min(2, len(task.train))))
+    before = generators_state()
+    try:
+        torch.manual_seed(0)
+        expected = whole.train()(copied(inputs))
+        torch.manual_seed(0)
+        chain.train()
+        found = run(layers, copied(inputs))
+        same = all(
+            torch.equal(a, b) if isinstance(a, Tensor) else a == b
+            for a, b in zip(tree_leaves(expected), tree_leaves(found), strict=True)
+        )
+    except Exception as error:
+        same, reason = False, f" ({type(error).__name__}: {error})".replace("\n", " ")
+    else:
+        reason = ""
+    finally:
+        restore_generators(before)
+    if not same or not layers:
+        raise ValueError(
+            f"the model is no chain of its layers: its children one behind the other compute "
+            f"something else{reason}; "
+            "make it an nn.Sequential"
+        )
+    if stages > len(layers):
+        raise ValueError(
+            f"{stages} threads cannot divide {len(layers)} layers: each has at least one"
+        )
+    _check_nothing_is_shared(layers, stages)
+
+
+def _check_nothing_is_shared(layers: Sequence[nn.Module], stages: int) -> None:
+    owners: dict[int, int] = {}
+    for number, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            other = owners.setdefault(id(parameter), number)
+            if other != number and stages > 1:
+                raise ValueError(
+                    f"layers {other} and {number} share a parameter, which two threads cannot train"
+                )
+
+
+def run(layers: Iterable[nn.Module], inputs: Any) -> Any:
+    """The layers one behind the other."""
+    for layer in layers:
+        inputs = layer(inputs)
+    return inputs
+
+
+@torch.no_grad()
+def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float]:
+    """Floating-point operations of each layer for an example, forward."""
+    hidden, _ = examples.batch(torch.tensor([0]))
+    costs = []
+    for layer in layers:
+        training = layer.training
+        layer.eval()
+        with FlopCounterMode(display=False) as counter:
+            hidden = layer(hidden)
+        layer.train(training)
+        elements = sum(leaf.numel() for leaf in tree_leaves(hidden) if isinstance(leaf, Tensor))
+        costs.append(float(counter.get_total_flops()) + WORK_OF_AN_ELEMENT * elements)
+    return costs
+
+
+@torch.no_grad()
+def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
+    """Which layers write into what they are given, in evaluation or as they say of themselves."""
+    hidden = copied(examples.batch(torch.tensor([0]))[0])
+    found = []
+    for layer in layers:
+        training = layer.training
+        layer.eval()
+        before = [(tensor, tensor._version) for tensor in _tensors(hidden)]
+        hidden = layer(hidden)
+        layer.train(training)
+        wrote = any(tensor._version != version for tensor, version in before)
+        found.append(wrote or any(getattr(module, "inplace", False) for module in layer.modules()))
+    return found
+
+
+def measured_costs(
+    layers: Sequence[nn.Module], examples: Examples, size: int, repeats: int = 3
+) -> list[float]:
+    """Seconds of each layer for `size` examples, forward and backward: the best of `repeats`."""
+    hidden, _ = examples.batch(torch.arange(min(size, len(examples))))
+    costs = []
+    for layer in layers:
+        training = layer.training
+        layer.eval()
+        seconds = []
+        for _ in range(repeats):
+            given = copied(hidden)
+            started = time.perf_counter()
+            outputs = layer(given)
+            parts.backward(
+                outputs,
+                [
+                    torch.ones_like(leaf) if leaf.requires_grad else None
+                    for leaf in _tensors(outputs)
+                ],
+            )
+            seconds.append(time.perf_counter() - started)
+        layer.train(training)
+        layer.zero_grad(set_to_none=True)
+        hidden = parts.detached(outputs)
+        costs.append(min(seconds))
+    return costs
+
+
+def copied(tree: Any) -> Any:
+    """The same values elsewhere, as a layer needs them that writes into what it is given."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
+    """The layers of each stage, neighbours and at least one, so that the dearest stage is as cheap
+    as can be."""
+    n = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    least = [
+        [math.inf] * (n + 1) for _ in range(stages + 1)
+    ]  # least[s][j]: of s stages over the first j layers
+    cut = [[0] * (n + 1) for _ in range(stages + 1)]
+    least[0][0] = 0.0
+    for stage in range(1, stages + 1):
+        for end in range(stage, n + 1):
+            for start in range(stage - 1, end):
+                dearest = max(least[stage - 1][start], sums[end] - sums[start])
+                if dearest < least[stage][end]:
+                    least[stage][end], cut[stage][end] = dearest, start
+    ranges, end = [], n
+    for stage in range(stages, 0, -1):
+        ranges.append(range(cut[stage][end], end))
+        end = cut[stage][end]
+    return ranges[::-1]

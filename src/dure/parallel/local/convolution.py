@@ -1,0 +1,248 @@
+"""Convolution as a matrix product: im2col copies the patch under each output pixel into a column.
+
+X (B, C, H, W), kernels W (Co, C, kh, kw), stride s, padding p, dilation d. An output has
+oh = ⌊(H + 2p - d(kh - 1) - 1) / s⌋ + 1 rows, and columns likewise. With cols = im2col(X) of shape
+(C·kh·kw, B·oh·ow) and W as a matrix (Co, C·kh·kw):
+
+    forward     Y  = W · cols + b
+    backward    dW = dY · colsᵀ      db = the sums of dY's rows      dX = col2im(Wᵀ · dY)
+
+col2im adds each column back to the pixels it was copied from. It is the adjoint of im2col,
+⟨im2col(x), y⟩ = ⟨x, col2im(y)⟩, and col2im(im2col(x)) is x times the number of patches that each
+pixel lies in. With g groups there are g such products, each of C/g channels with Co/g kernels.
+
+Cost: 2·Co·(C/g)·kh·kw·oh·ow·B operations forward and twice as many backward, all in matrix
+products, which BLAS does near the peak of the machine. The price is memory: cols has about kh·kw/s²
+times the elements of X. So it is made for a part of the batch at a time, and once more for the
+backward pass instead of being kept.
+
+Source: K. Chellapilla, S. Puri, P. Simard, "High Performance Convolutional Neural Networks for
+Document Processing", IWFHR 2006.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+Pair = int | tuple[int, int]
+
+AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements of the columns that are made at once; on a CPU few, for they stay in the cache and in
+memory used again."""
+
+
+class Window(NamedTuple):
+    """How a kernel moves over an image; each is (vertical, horizontal)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    def outputs(self, height: int, width: int) -> tuple[int, int]:
+        """(oh, ow) for an image of this size. Raises ValueError if it is smaller than the
+        kernel."""
+        sizes = [self._outputs(axis, size) for axis, size in enumerate((height, width))]
+        if min(sizes) < 1:
+            raise ValueError(
+                f"an image of {height}x{width} pixels with padding {self.padding} is smaller than "
+                f"the kernel"
+            )
+        return sizes[0], sizes[1]
+
+    def _outputs(self, axis: int, size: int) -> int:
+        reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
+        return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
+
+    def taps(self, height: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
+        """For each element (i, j) of the kernel, the rows and columns of the padded image that it
+        meets."""
+        (oh, ow), (sh, sw), (dh, dw) = self.outputs(height, width), self.stride, self.dilation
+        for i in range(self.kernel[0]):
+            for j in range(self.kernel[1]):
+                rows = slice(i * dh, i * dh + (oh - 1) * sh + 1, sh)
+                yield i, j, rows, slice(j * dw, j * dw + (ow - 1) * sw + 1, sw)
+
+
+def window(kernel: Pair, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1) -> Window:
+    """A window from single numbers or pairs. Raises ValueError for what is not positive (padding:
+    negative)."""
+    made = Window(*map(_pair, (kernel, stride, padding, dilation)))
+    for name, values, least in zip(Window._fields, made, (1, 1, 0, 1), strict=True):
+        if min(values) < least:
+            raise ValueError(f"the {name} of a convolution is at least {least}, not {values}")
+    return made
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def im2col(
+    images: Tensor, kernel: Pair, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1
+) -> Tensor:
+    """The patches as columns: (C·kh·kw, B·oh·ow) for images (B, C, H, W).
+
+    Row (c, i, j) holds the pixel of channel c under the kernel's element (i, j), column (b, y, x)
+    is one output pixel. Raises ValueError if the images are smaller than the kernel.
+    """
+    return _im2col(images, window(kernel, stride, padding, dilation))
+
+
+def col2im(
+    columns: Tensor,
+    shape: tuple[int, int, int, int],
+    kernel: Pair,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+) -> Tensor:
+    """The columns added back to where `im2col` takes them from: images of `shape` (B, C, H, W).
+
+    Raises ValueError unless the columns are as many and as long as those of such images.
+    """
+    return _col2im(columns, shape, window(kernel, stride, padding, dilation))
+
+
+def _im2col(images: Tensor, over: Window) -> Tensor:
+    b, c, height, width = images.shape
+    (kh, kw), (oh, ow), (ph, pw) = over.kernel, over.outputs(height, width), over.padding
+    padded = pad(images, (pw, pw, ph, ph)) if ph or pw else images
+    channels = padded.transpose(0, 1)
+    columns = images.new_empty(c, kh, kw, b, oh, ow)
+    for i, j, rows, across in over.taps(height, width):
+        columns[:, i, j] = channels[:, :, rows, across]
+    return columns.view(c * kh * kw, b * oh * ow)
+
+
+def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> Tensor:
+    b, c, height, width = shape
+    (kh, kw), (oh, ow), (ph, pw) = over.kernel, over.outputs(height, width), over.padding
+    if columns.shape != (c * kh * kw, b * oh * ow):
+        raise ValueError(
+            f"columns have the shape {tuple(columns.shape)}, expected {(c * kh * kw, b * oh * ow)}"
+        )
+    patches = columns.view(c, kh, kw, b, oh, ow)
+    padded = columns.new_zeros(b, c, height + 2 * ph, width + 2 * pw)
+    channels = padded.transpose(0, 1)
+    for i, j, rows, across in over.taps(height, width):
+        channels[:, :, rows, across] += patches[:, i, j]
+    return padded[:, :, ph : ph + height, pw : pw + width]
+
+
+class _Convolution(torch.autograd.Function):
+    """The three products of the module's docstring, a part of the batch at a time.
+
+    Groups are the first dimension of each factor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        images: Tensor,
+        kernels: Tensor,
+        bias: Tensor | None,
+        over: Window,
+        groups: int,
+        at_once: int,
+    ) -> Tensor:
+        ctx.save_for_backward(images, kernels)
+        ctx.over, ctx.groups, ctx.at_once = over, groups, at_once
+        co, (oh, ow) = len(kernels), over.outputs(*images.shape[2:])
+        matrices = kernels.reshape(groups, co // groups, -1)
+        outputs = images.new_empty(len(images), co, oh, ow)
+        for some, into in zip(
+            torch.split(images, at_once), torch.split(outputs, at_once), strict=True
+        ):
+            columns = _im2col(some, over)
+            products = matrices @ columns.view(groups, -1, columns.shape[1])
+            into.copy_(products.view(co, len(some), oh, ow).transpose(0, 1))
+        return outputs if bias is None else outputs.add_(bias.view(-1, 1, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        images, kernels = ctx.saved_tensors
+        for_images, for_kernels, for_bias = ctx.needs_input_grad[:3]
+        matrices = kernels.reshape(ctx.groups, len(kernels) // ctx.groups, -1)
+        d_images = torch.empty_like(images) if for_images else None
+        d_matrices = torch.zeros_like(matrices) if for_kernels else None
+        for first in range(0, len(images), ctx.at_once):
+            which = slice(first, first + ctx.at_once)
+            some, d_outputs = (
+                images[which],
+                gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1),
+            )
+            if d_matrices is not None:
+                columns = _im2col(some, ctx.over)
+                d_matrices.baddbmm_(
+                    d_outputs, columns.view(ctx.groups, -1, columns.shape[1]).transpose(1, 2)
+                )
+            if d_images is not None:
+                d_columns = matrices.transpose(1, 2) @ d_outputs
+                d_images[which] = _col2im(
+                    d_columns.view(-1, d_columns.shape[2]), tuple(some.shape), ctx.over
+                )
+        d_kernels = None if d_matrices is None else d_matrices.view(kernels.shape)
+        return d_images, d_kernels, gradient.sum((0, 2, 3)) if for_bias else None, None, None, None
+
+
+def conv2d_im2col(
+    images: Tensor,
+    kernels: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    at_once: int | None = None,
+) -> Tensor:
+    """What `torch.nn.functional.conv2d` computes, as a matrix product: (B, Co, oh, ow).
+
+    images: (B, C, H, W). kernels: (Co, C / groups, kh, kw). bias: (Co,). at_once: images whose
+    columns are made at once; None: as many as `AT_ONCE` says. Differentiable once.
+
+    Raises ValueError for shapes that do not fit each other, and for images that are smaller than
+    the kernel.
+    """
+    if images.ndim != 4 or kernels.ndim != 4:
+        raise ValueError(
+            f"images have the shape (B, C, H, W) and kernels (Co, C / groups, kh, kw), "
+            f"not {tuple(images.shape)} and {tuple(kernels.shape)}"
+        )
+    if groups < 1 or len(kernels) % groups or images.shape[1] != kernels.shape[1] * groups:
+        raise ValueError(
+            f"{images.shape[1]} channels and {len(kernels)} kernels of {kernels.shape[1]} channels "
+            f"do not fit "
+            f"into {groups} groups"
+        )
+    if bias is not None and bias.shape != kernels.shape[:1]:
+        raise ValueError(
+            f"the bias has the shape {tuple(bias.shape)}, expected {tuple(kernels.shape[:1])}"
+        )
+    over = window((kernels.shape[2], kernels.shape[3]), stride, padding, dilation)
+    oh, ow = over.outputs(images.shape[2], images.shape[3])
+    if at_once is None:
+        of_an_image = images.shape[1] * kernels.shape[2] * kernels.shape[3] * oh * ow
+        at_once = AT_ONCE.get(images.device.type, AT_ONCE["cuda"]) // max(of_an_image, 1)
+    outputs: Tensor = _Convolution.apply(images, kernels, bias, over, groups, max(at_once, 1))  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def conv2d_flops(
+    images: tuple[int, int, int, int], kernels: tuple[int, int, int, int], over: Window
+) -> int:
+    """Operations of a forward pass, a multiplication and an addition being two. Shapes are those of
+    `conv2d_im2col`.
+
+    The backward pass has twice as many, or as many where the images need no gradient.
+    """
+    oh, ow = over.outputs(images[2], images[3])
+    co, channels, kh, kw = kernels
+    return 2 * co * channels * kh * kw * oh * ow * images[0]

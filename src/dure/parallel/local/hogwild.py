@@ -1,0 +1,302 @@
+"""Hogwild: workers update the same weights, without locks and without waiting for each other.
+
+Every worker, again and again, takes the next batch that is its own, computes the gradient g of its
+mean loss at the weights as they are, which others may change meanwhile, and makes its step: w <- w
+- lr · g for SGD, number by number into the shared memory. Updates may get lost, and gradients may
+belong to weights that never were together. Where gradients are sparse that is rare; otherwise it
+acts like a little noise.
+
+    round:  steps s_0 … s_0 + period - 1; worker i of N makes the steps s_0 + i, s_0 + i + N, …;
+    then all meet
+
+Only where a run is evaluated, saved or ended do the workers meet, so a run counts rounds. What the
+optimizer remembers, such as momentum, is each worker's own. The buffers of worker 0 are those that
+stay.
+
+Nothing is sent between threads. Between processes the weights lie in memory that all of them map,
+and nothing but buffers is sent. With one worker this is SGD, to the last bit; with several no run
+repeats another, since who is first is the machine's affair: the config of a run says
+"deterministic": false.
+
+Source: Recht, Ré, Wright, Niu 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic
+Gradient Descent".
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.lr_schedule import Rates
+from dure.contracts.strategy import Kind, Learner, Place, Progress, World, seeded_model
+from dure.contracts.task import Task
+from dure.data.batches import Batches, check_batch_size
+from dure.data.partition import Description
+from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
+from dure.machine.devices import to_cpu, to_device
+from dure.machine.threads import flops_per_step
+from dure.parallel.local.replicas import refresh, replica
+from dure.parallel.local.single import SingleLearner
+from dure.parallel.local.team import Team, team_at
+from dure.randomness.seeds import seed_generators
+from dure.record.meter import Meter
+from dure.tasks.evaluation import evaluate
+from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+
+_LINE = 64
+"""Bytes of a cache line: no two tensors share one."""
+
+
+@dataclass(frozen=True)
+class Hogwild:
+    """Workers update the same weights without locks.
+
+    Args:
+        batch_size: examples of a worker's step; None is all the data in every step.
+        period: steps, of all workers together, until they meet to be evaluated or saved; None is an
+            epoch.
+    """
+
+    batch_size: int | None = 64
+    period: int | None = None
+
+    name: ClassVar[str] = "hogwild"
+    kind: ClassVar[Kind] = "threads"
+    also: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
+    unit: ClassVar[str] = "round"
+    deterministic: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        return "Hogwild"
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_batch_size(self.batch_size)
+        if self.period is not None and self.period < 1:
+            raise ValueError(f"period is {self.period}, but workers meet after at least one step")
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def check_in(self, world: World) -> None:
+        """Raises ValueError for several devices."""
+        if len(set(getattr(world, "devices", None) or ())) > 1:
+            raise ValueError(
+                "Hogwild's workers share the weights, so they compute on one device: name only one"
+            )
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return HogwildLearner(task, place, seed, self)
+
+
+class Hog:
+    """A worker: a model that uses the shared weights, and an optimizer of its own. number: among
+    all workers."""
+
+    def __init__(
+        self, number: int, learner: HogwildLearner, model: nn.Module, meter: Meter
+    ) -> None:
+        self.number, self.learner, self.model, self.meter = number, learner, model, meter
+        self.optimizer = (
+            learner.optimizer
+            if model is learner.model
+            else learner.task.optimizer(model.parameters())
+        )
+        self.rates = Rates(self.optimizer, learner.task.lr_schedule)
+        self.batches = Batches(
+            len(learner.train_examples), learner.strategy.batch_size, learner.seed
+        )
+
+    def run(self, first: int, end: int) -> tuple[float, int]:
+        """Makes its own among the steps first … end-1; (sum of its examples' losses, how many
+        examples)."""
+        total, examples = 0.0, 0
+        for step in range(first + self.number, end, self.learner.size):
+            try:
+                loss, count = self._step(step)
+            except BaseException as error:
+                self.learner.stop_all()
+                if isinstance(error, DureError) or not isinstance(error, Exception):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+                raise WorkerFailedError(
+                    self.meter.name, f"step {step + 1}", reason, traceback.format_exc()
+                ) from error
+            total, examples = total + loss * count, examples + count
+            if self.learner.stopping():
+                break
+        return total, examples
+
+    def _step(self, step: int) -> tuple[float, int]:
+        learner, indices = self.learner, self.batches.at(step)
+        if len(learner.hogs) == 1:
+            draws = learner.train_examples.draws
+            seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
+        inputs, targets = to_device(learner.train_examples.batch(indices), learner.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = learner.task.loss(self.model(inputs), targets)
+        value = float(loss.item())
+        if not math.isfinite(value):
+            raise LossNotFiniteError(value, self.meter.name, f"step {step + 1}", intact=False)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.rates.at(step)
+        self.optimizer.step()
+        return value, len(indices)
+
+
+class HogwildLearner(SingleLearner):
+    """The workers that live here: all of them in threads, one in a process."""
+
+    unit = "round"
+
+    def __init__(self, task: Task, place: Place, seed: int, strategy: Hogwild) -> None:
+        super().__init__(task, place, seed, strategy.batch_size)
+        self.strategy, self.place = strategy, place
+        steps = self.batches.steps_per_epoch
+        self.period = strategy.period if strategy.period is not None else steps
+        self.units_per_epoch = max(1, steps // self.period)
+        self.round = 0
+        self.stop = torch.zeros(1, dtype=torch.int64)
+        self.team: Team | None = None
+        if place.kind == "threads":
+            self.group.meter.name = "worker 0"
+            self.size = len(place.devices)
+            self.team = team_at(place, self.flops_per_step())
+        else:
+            self.size = self.group.size
+            self.stop = share_weights(self.model, self.group)
+        self.buffers = Buffers(self.model)
+        self.hogs = [Hog(self.group.rank, self, self.model, self.group.meter)]
+        for number in range(1, len(self.team or ())):
+            own = replica(self.model, seeded_model(task, seed), self.device)
+            self.hogs.append(Hog(number, self, own, Meter(f"worker {number}", place.trace)))
+
+    def flops_per_step(self) -> float:
+        return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
+
+    def stop_all(self) -> None:
+        """Has every worker stop after its step."""
+        self.stop.fill_(1)
+
+    def stopping(self) -> bool:
+        """Whether the workers are to stop: one of them has failed, or the user has asked for it."""
+        if self.place.interrupted():
+            self.stop_all()
+        return bool(self.stop)
+
+    def advance(self, wish: int) -> Progress:
+        """One round: the steps of all workers until they meet."""
+        self._begin()
+        first, end = self.step, self.step + self.period
+        if self.team is not None:
+            results = self._in_threads(self.team, first, end)
+        else:
+            results, wish = self._in_processes(first, end, wish)
+        self.round, self.step = self.round + 1, end
+        examples = sum(count for _, count in results)
+        return Progress(sum(total for total, _ in results) / examples, examples, wish)
+
+    def _begin(self) -> None:
+        """Nobody begins before all are there: rank 0 may still be saving the weights."""
+        if self.group.rank == 0:
+            self.stop.zero_()
+        self.group.all_gather_values([0.0], "the start of a round")
+        if len(self.hogs) > 1:
+            seed_generators(self.seed, "round", self.round, everything=self.train_examples.draws)
+            for hog in self.hogs[1:]:
+                refresh(hog.model, self.model)
+
+    def _in_threads(self, team: Team, first: int, end: int) -> list[tuple[float, int]]:
+        answers = team.each(lambda worker: self.hogs[worker].run(first, end), self.group.step)
+        met = time.perf_counter()
+        for hog, done in zip(self.hogs, answers, strict=True):
+            hog.meter.compute("training", done.start, done.end, self.round + 1)
+            hog.meter.idle("wait for the others", done.end, met, self.round + 1)
+        return [done.value for done in answers]
+
+    def _in_processes(self, first: int, end: int, wish: int) -> tuple[list[tuple[float, int]], int]:
+        started = time.perf_counter()
+        total, count = self.hogs[0].run(first, end)
+        ended = time.perf_counter()
+        told = [total, float(count), float(wish), ended + self.place.clock_offset]
+        rows = self.group.all_gather_values(told, "the end of a round")
+        arrival = max(row[3] for row in rows) - self.place.clock_offset
+        self.group.meter.compute("training", started, ended, self.round + 1)
+        self.group.meter.communication(
+            "meeting", ended, time.perf_counter(), self.round + 1, arrival
+        )
+        self.group.broadcast_values(self.buffers.of(self.model))
+        return [(row[0], int(row[1])) for row in rows], int(rows[0][2])
+
+    def evaluate(self) -> dict[str, float]:
+        return evaluate(self.task, self.model, self.test_examples, self.group, self.round)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "step": self.step,
+            "buffers": to_cpu(passing_buffers(self.model)),
+        }
+
+    def part(self) -> dict[str, Any]:
+        """The optimizers of the workers that live here."""
+        return {"optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogs]}
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        load_weights(self.model, weights)
+        load_passing_buffers(self.model, state["buffers"])
+        for hog, kept in zip(self.hogs, state["parts"][self.group.rank]["optimizers"], strict=True):
+            hog.optimizer.load_state_dict(dict(kept))
+        self.round, self.step = state["round"], state["step"]
+
+    def meters(self) -> Sequence[Meter]:
+        return [hog.meter for hog in self.hogs]
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, group: Group) -> Tensor:
+    """Moves the model's parameters into memory that all ranks map, rank 0's values; returns one
+    more number there.
+
+    All ranks call it together. The memory is gone with the last rank, however they end. The number,
+    int64 of shape (1,), begins at 0. Raises ValueError if the ranks do not share a host.
+    """
+    if group.size > 1 and len(group.hosts()) > 1:
+        raise ValueError(
+            "Hogwild's processes share the weights in memory: all ranks have to be on one machine"
+        )
+    sizes = [-(-parameter.nbytes // _LINE) * _LINE for parameter in model.parameters()]
+    file = os.memfd_create("dure-weights") if group.rank == 0 else -1
+    path = group.broadcast_bytes(
+        f"/proc/{os.getpid()}/fd/{file}".encode() if group.rank == 0 else None
+    ).decode()
+    if group.rank == 0:
+        os.ftruncate(file, sum(sizes) + _LINE)
+    group.all_gather_values([0.0], "sharing the weights")
+    storage = torch.UntypedStorage.from_file(path, True, sum(sizes) + _LINE)
+    start = _LINE
+    for parameter, size in zip(model.parameters(), sizes, strict=True):
+        shared = _tensor_in(storage, start, parameter)
+        if group.rank == 0:
+            shared.copy_(parameter)
+        parameter.data = shared
+        start += size
+    group.all_gather_values([0.0], "sharing the weights")
+    if group.rank == 0:
+        os.close(file)
+    return _tensor_in(storage, 0, torch.zeros(1, dtype=torch.int64))
+
+
+def _tensor_in(storage: Any, start: int, like: Tensor) -> Tensor:
+    """The contiguous tensor at `start` of a storage, of the dtype and shape of `like`."""
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(storage, start // like.element_size(), like.shape)  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,367 @@
+"""Layers per core: a pipeline of threads in one process.
+
+The layers of a chain l_L(… l_2(l_1(x)) …) are divided over S threads, a stage of neighbouring
+layers each, and the batch into M micro-batches, which pass through the stages one behind the other:
+
+    all forward:   stage s computes micro-batch m while stage s-1 computes m+1
+    the loss       of the joint batch, from the outputs of all micro-batches, in the last stage
+    all backward:  stage s computes micro-batch m while stage s+1 computes m+1
+
+so every step ends with the gradient of the joint batch, whatever the loss, and the path is that of
+one worker. Stages are idle while the pipeline fills and empties: of S stages that take equally long
+a share of (S-1)/(M+S-1) of the time. Larger M makes that less, and every micro-batch smaller, which
+operators like less.
+
+Layers are divided so that the most expensive stage is as cheap as can be (`divided_layers`): by
+counted operations, or by measured time; either way the numbers that are computed are the same.
+Dropout is drawn from (seed, step, micro-batch), by generators that go with the micro-batch from
+stage to stage, so that it does not matter either which layer is in which stage, as long as these
+are on one device. Batch norm sees a micro-batch.
+
+What is handed over is counted as if memory were not shared: a stage hands its outputs on and the
+gradients of its inputs back, each once for every example (`handed_over`).
+
+Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism", here without recomputation, within a process.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.strategy import Kind, Learner, Place, Progress
+from dure.contracts.task import Task
+from dure.data.batches import check_batch_size
+from dure.data.partition import Description
+from dure.errors import LossNotFiniteError
+from dure.machine.devices import to_device
+from dure.machine.threads import flops_per_step
+from dure.parallel.local import parts
+from dure.parallel.local.chain import (
+    check_chain,
+    copied,
+    counted_costs,
+    divided_layers,
+    layers_of,
+    measured_costs,
+    run,
+    writers,
+)
+from dure.parallel.local.draws import Draws
+from dure.parallel.local.single import SingleLearner
+from dure.parallel.local.team import AbandonedError, TimeSheet, team_at
+from dure.randomness.seeds import derive
+from dure.record.meter import Meter
+from dure.tasks.evaluation import evaluate
+
+Value = TypeVar("Value")
+
+Own = Callable[[int], AbstractContextManager[Any]]
+Draw = AbstractContextManager[Any]
+
+
+@dataclass(frozen=True)
+class LayersPerCore:
+    """Layers are divided over threads, micro-batches pass through them.
+
+    Args:
+        batch_size: examples of a step; None is all the data.
+        microbatches: M, the parts of a batch that pass through the stages one behind the other.
+        balance: how layers are divided over stages: by counted operations, or by measured time.
+    """
+
+    batch_size: int | None = 64
+    microbatches: int = 4
+    balance: Literal["counted", "measured"] = "counted"
+
+    name: ClassVar[str] = "layers-per-core"
+    kind: ClassVar[Kind] = "threads"
+    unit: ClassVar[str] = "step"
+
+    @property
+    def label(self) -> str:
+        return f"layers per core, {self.microbatches} micro-batches"
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_batch_size(self.batch_size)
+        if self.microbatches < 1:
+            raise ValueError(
+                f"microbatches is {self.microbatches}, but a batch has at least one part"
+            )
+        if self.balance not in ("counted", "measured"):
+            raise ValueError(
+                f"there is no balance {self.balance!r}: layers are counted or measured"
+            )
+        check_chain(task, workers or 1)
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return PipelineLearner(task, place, seed, self)
+
+
+_FAILED = object()
+"""What a stage that has failed puts into everybody's way, so that nobody waits for it."""
+
+
+class Span(NamedTuple):
+    """What a stage did, and when."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class Work:
+    """A stage's part of a step: what it did, the bytes it handed on and back, and in the last stage
+    the loss."""
+
+    spans: list[Span] = field(default_factory=list)
+    handed_on: int = 0
+    handed_back: int = 0
+    loss: float = 0.0
+
+    def timed(self, name: str, work: Callable[[], Value]) -> Value:
+        started = time.perf_counter()
+        value = work()
+        self.spans.append(Span(name, started, time.perf_counter()))
+        return value
+
+
+class Belt:
+    """What passes between the stages in one pass: outputs forwards, their gradients backwards."""
+
+    def __init__(self, stages: int) -> None:
+        self.forwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
+        self.backwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
+
+    def taken(self, line: queue.SimpleQueue[Any]) -> Any:
+        """What comes next. Raises AbandonedError if a stage has failed."""
+        item = line.get()
+        if item is _FAILED:
+            raise AbandonedError
+        return item
+
+    def stop(self) -> None:
+        for line in (*self.forwards, *self.backwards):
+            line.put(_FAILED)
+
+
+class Chain(nn.Module):
+    """The stages one behind the other, each on its device: the whole model, as it is evaluated.
+
+    writing: the stages with layers that write into what they are given, which may be a view of the
+    stage's inputs.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[nn.Module]],
+        devices: Sequence[torch.device],
+        writing: Collection[int] = (),
+    ) -> None:
+        super().__init__()
+        self.writing = writing
+        self.stages = nn.ModuleList(
+            nn.ModuleList(stage).to(device) for stage, device in zip(stages, devices, strict=True)
+        )
+        self.devices = devices
+
+    def forward(self, inputs: Any) -> Any:
+        for number in range(len(self.stages)):
+            inputs = self.stage(number, to_device(inputs, self.devices[number]))
+        return inputs
+
+    def stage(self, number: int, inputs: Any) -> Any:
+        """What the layers of one stage make of `inputs`, which are on its device."""
+        layers: Any = self.stages[number]
+        return run(layers, copied(inputs) if number in self.writing else inputs)
+
+
+class PipelineLearner(SingleLearner):
+    """SGD whose gradient is made by threads, each of them with some of the layers."""
+
+    def __init__(self, task: Task, place: Place, seed: int, strategy: LayersPerCore) -> None:
+        super().__init__(task, place, seed, strategy.batch_size)
+        self.where = "master"
+        self.microbatches = strategy.microbatches
+        layers, stages = layers_of(self.model), len(place.devices)
+        self.size = max(1, self.batches.batch_size // self.microbatches)
+        costs = (
+            counted_costs(layers, self.train_examples)
+            if strategy.balance == "counted"
+            else measured_costs(layers, self.train_examples, self.size)
+        )
+        self.division = divided_layers(costs, stages)
+        writes = writers(layers, self.train_examples)
+        writing = {
+            stage for stage, numbers in enumerate(self.division) if any(writes[n] for n in numbers)
+        }
+        stages_of = [[layers[number] for number in numbers] for numbers in self.division]
+        self.chain = Chain(stages_of, place.devices, writing)
+        self.team = team_at(place, self.flops_per_step() / stages, "stage")
+        self.sheets = [
+            TimeSheet(Meter(name_of(stage, numbers), place.trace), "the other stages")
+            for stage, numbers in enumerate(self.division)
+        ]
+        self.draws = Draws(place.devices, [self.model])
+
+    def flops_per_step(self) -> float:
+        return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
+
+    def advance(self, wish: int) -> Progress:
+        started = time.perf_counter()
+        for sheet in self.sheets:
+            sheet.begin(started)
+        progress = super().advance(wish)
+        ended = time.perf_counter()
+        for sheet in self.sheets:
+            sheet.end(ended, self.step)
+        return progress
+
+    def gradients(self, indices: Tensor, wish: int) -> Progress:
+        inputs, targets = self.read(indices)
+        sizes = [len(part) for part in indices.tensor_split(self.microbatches) if len(part)]
+        microbatches = parts.divided(inputs, sizes)
+        started = time.perf_counter()
+        works = self.draws.run(lambda own: self._pass(microbatches, sizes, targets, own))
+        self.group.meter.idle("wait for the stages", started, time.perf_counter(), self.step + 1)
+        self._account(works)
+        return Progress(works[-1].loss, len(indices), wish)
+
+    def _pass(
+        self, microbatches: list[Any], sizes: list[int], targets: Any, own: Own
+    ) -> list[Work]:
+        """All micro-batches forward and backward; leaves the gradients in the parameters."""
+        self.optimizer.zero_grad(set_to_none=True)
+        belt = Belt(len(self.division))
+        for microbatch in microbatches:
+            belt.forwards[0].put(microbatch)
+        draws = self._draws(len(sizes), own)
+        done = self.team.each(
+            lambda stage: self._stage(stage, belt, sizes, targets, draws[stage]), self.group.step
+        )
+        return [one.value for one in done]
+
+    def _draws(self, microbatches: int, own: Own) -> list[list[Draw]]:
+        """For each stage those of each micro-batch, which stages on one device share: of one seed,
+        two GPUs would draw the same numbers."""
+        of_device = {
+            device: [
+                own(derive(self.seed, "step", self.step, number, *([place] if place else [])))
+                for number in range(microbatches)
+            ]
+            for place, device in enumerate(dict.fromkeys(self.chain.devices))
+        }
+        return [of_device[device] for device in self.chain.devices]
+
+    def _stage(
+        self, stage: int, belt: Belt, sizes: list[int], targets: Any, draws: Sequence[Draw]
+    ) -> Work:
+        """The life of a stage in a pass."""
+        try:
+            work = Work()
+            begun = [
+                self._forward(stage, number, belt, work, draw) for number, draw in enumerate(draws)
+            ]
+            if stage + 1 == len(self.division):
+                grads = work.timed(
+                    "loss",
+                    lambda: self._loss([outputs for _, outputs in begun], sizes, targets, work),
+                )
+                for grad in grads:
+                    belt.backwards[stage].put(grad)
+            for number, (leaves, outputs) in enumerate(begun):
+                self._backward(stage, number, belt, work, leaves, outputs)
+            return work
+        except BaseException:
+            belt.stop()
+            raise
+
+    def _forward(
+        self, stage: int, number: int, belt: Belt, work: Work, draw: Draw
+    ) -> tuple[Any, Any]:
+        """One micro-batch: (its inputs, where this stage's graph begins; its outputs).
+
+        draw: inside it the micro-batch's generators are drawn from, where those of the stage before
+        have stopped.
+        """
+        leaves = parts.detached(belt.taken(belt.forwards[stage]))
+
+        def compute() -> Any:
+            with draw:
+                return self.chain.stage(stage, to_device(leaves, self.chain.devices[stage]))
+
+        outputs = work.timed(f"forward of micro-batch {number}", compute)
+        if stage + 1 < len(self.division):
+            work.handed_on += parts.nbytes(outputs)
+            belt.forwards[stage + 1].put(outputs)
+        return leaves, outputs
+
+    def _loss(self, outputs: list[Any], sizes: list[int], targets: Any, work: Work) -> list[Any]:
+        """The loss of the joint batch; the gradients of each micro-batch's outputs."""
+        leaves = [parts.detached(one) for one in outputs]
+        loss = self.task.loss(
+            parts.joined(leaves, sizes), to_device(targets, self.chain.devices[-1])
+        )
+        work.loss = float(loss.item())
+        if not math.isfinite(work.loss):
+            raise LossNotFiniteError(work.loss, self.where, f"step {self.step + 1}")
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [parts.gradients(leaf) for leaf in leaves]
+
+    def _backward(
+        self, stage: int, number: int, belt: Belt, work: Work, leaves: Any, outputs: Any
+    ) -> None:
+        grads = belt.taken(belt.backwards[stage])
+        work.timed(f"backward of micro-batch {number}", lambda: parts.backward(outputs, grads))
+        if stage > 0:
+            back = parts.gradients(leaves)
+            work.handed_back += parts.nbytes(back)
+            belt.backwards[stage - 1].put(back)
+
+    def _account(self, works: list[Work]) -> None:
+        """Puts down what the stages have done and handed over."""
+        for stage, (sheet, work) in enumerate(zip(self.sheets, works, strict=True)):
+            for name, start, end in work.spans:
+                sheet.did(name, start, end, self.step + 1)
+            for other, handed in ((stage + 1, work.handed_on), (stage - 1, work.handed_back)):
+                if handed:
+                    sheet.meter.sent(handed)
+                    self.sheets[other].meter.received(handed)
+
+    def evaluate(self) -> dict[str, float]:
+        return evaluate(self.task, self.chain, self.test_examples, self.group, self.step)
+
+    def meters(self) -> Sequence[Meter]:
+        return [self.group.meter, *(sheet.meter for sheet in self.sheets)]
+
+
+def name_of(stage: int, layers: range) -> str:
+    """What reports call a stage: "stage 1, layers 2-4"."""
+    first, last = layers[0], layers[-1]
+    return (
+        f"stage {stage}, layer {first}"
+        if first == last
+        else f"stage {stage}, layers {first}-{last}"
+    )
+
+
+def handed_over(widths: Sequence[int], examples: int) -> list[int]:
+    """Elements that each stage hands over in a step: of its outputs on, and of its inputs'
+    gradients back.
+
+    widths: elements of an example at each of the S-1 cuts.
+    """
+    return [examples * (on + back) for on, back in zip([*widths, 0], [0, *widths], strict=True)]

@@ -1,0 +1,104 @@
+"""Inputs and outputs of a model, divided over workers and put together again: tensors in any
+structure.
+
+Every tensor has the examples along its first dimension; tuples, lists, dicts and what else torch's
+pytrees know are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+
+def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
+    """The first sizes[0] examples of every tensor in `tree`, the next sizes[1], …: views, one
+    structure a size.
+
+    Raises ValueError for what is no tensor, or has another number of examples.
+    """
+    leaves, structure = tree_flatten(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ValueError(
+                f"a {type(leaf).__name__} among the inputs cannot be divided over workers: give "
+                f"tensors"
+            )
+    pieces = [leaf.split(list(sizes)) for leaf in leaves]
+    return [tree_unflatten([piece[i] for piece in pieces], structure) for i in range(len(sizes))]
+
+
+def joined(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The inverse of `divided`: tensors end to end. What is no tensor has to be the same in all.
+
+    Raises ValueError for outputs that cannot be put together: numbers without examples, structures
+    that differ.
+    """
+    flat = [tree_flatten(tree) for tree in trees]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise ValueError(
+            "the model returned different structures on different workers, which cannot be put "
+            "together"
+        )
+    leaves = [
+        _joined_leaf(list(parts), sizes)
+        for parts in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return tree_unflatten(leaves, structure)
+
+
+def _joined_leaf(parts: list[Any], sizes: Sequence[int]) -> Any:
+    if not all(isinstance(part, Tensor) for part in parts):
+        if any(part != parts[0] for part in parts):
+            raise ValueError(
+                f"the model returned {parts}, one a worker, which cannot be put together: return "
+                f"tensors"
+            )
+        return parts[0]
+    for part, size in zip(parts, sizes, strict=True):
+        if part.ndim == 0 or len(part) != size:
+            raise ValueError(
+                f"the model returned a tensor of shape {tuple(part.shape)} for {size} examples; to "
+                f"be put together "
+                "with other workers' it needs the examples along its first dimension"
+            )
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def detached(tree: Any) -> Any:
+    """The same values, as the beginning of another graph: floating-point tensors that had a
+    gradient ask for one."""
+
+    def cut(leaf: Any) -> Any:
+        return (
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        )
+
+    return tree_map(cut, tree)
+
+
+def gradients(tree: Any) -> list[Tensor | None]:
+    """The gradient of every tensor in `tree`, None where there is none."""
+    return [leaf.grad for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def backward(tree: Any, gradients: Sequence[Tensor | None]) -> None:
+    """Backward from the tensors in `tree` that have a gradient in `gradients`."""
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    pairs = [(leaf, grad) for leaf, grad in zip(leaves, gradients, strict=True) if grad is not None]
+    if pairs:
+        torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the tensors in `tree`; of sparse ones those of their indices and values."""
+    return sum(_nbytes(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes

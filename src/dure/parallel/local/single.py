@@ -1,0 +1,213 @@
+"""One worker: stochastic gradient descent, and with a full batch gradient descent. The baseline of
+all systems.
+
+w <- w - step(mean gradient over the batch), by the task's optimizer. Nothing travels.
+
+It computes on the CPU or on one GPU. Loaders may read batches ahead, so that all cores feed it
+(`dure.data.prefetch`); they change no bit of what it computes.
+
+Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.contracts.lr_schedule import Rates
+from dure.contracts.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.contracts.task import Task
+from dure.data.batches import Batches, check_batch_size
+from dure.data.partition import Description
+from dure.data.prefetch import Prefetch, prefetch
+from dure.errors import LossNotFiniteError
+from dure.machine.devices import device_of, to_cpu, to_device
+from dure.machine.threads import flops_per_step
+from dure.randomness.seeds import derive, seed_generators
+from dure.record.meter import Meter
+from dure.tasks.evaluation import evaluate
+from dure.tasks.loss_shares import Shares
+from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+
+
+def check_gradient(accumulate: int, clip_norm: float | None) -> None:
+    """Raises ValueError for a number of pieces, or a largest norm, that no gradient can have."""
+    if accumulate < 1:
+        raise ValueError(
+            f"accumulate is {accumulate}, but a part is computed in one piece at least"
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm is {clip_norm}, but a norm above zero can be asked for only")
+
+
+@dataclass(frozen=True)
+class SingleWorker:
+    """One worker trains alone.
+
+    Args:
+        batch_size: examples of a step; None is all the data in every step (gradient descent).
+        device: where it computes: cpu, cuda, or cuda:1.
+        loaders: threads (for datasets with transforms: processes) that read batches ahead; 0 reads
+            them in between.
+    """
+
+    batch_size: int | None = 64
+    device: str = "cpu"
+    loaders: int = 0
+
+    name: ClassVar[str] = "single-worker"
+    kind: ClassVar[Kind] = "ranks"
+    unit: ClassVar[str] = "step"
+
+    @property
+    def label(self) -> str:
+        name = "gradient descent" if self.batch_size is None else "single worker"
+        device = "" if self.device == "cpu" else f" on {self.device}"
+        loaders = (
+            f", {self.loaders} loader{'' if self.loaders == 1 else 's'}" if self.loaders else ""
+        )
+        return name + device + loaders
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_batch_size(self.batch_size)
+        if workers != 1:
+            raise ValueError(
+                f"SingleWorker is one worker, but the world has {workers}; choose Processes(1)"
+            )
+        device_of(self.device)
+        if self.loaders < 0:
+            raise ValueError(f"{self.loaders} loaders cannot read: take 0 or more")
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        return None
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return SingleLearner(
+            task, place, seed, self.batch_size, device_of(self.device), self.loaders
+        )
+
+
+class SingleLearner:
+    """SGD at work. Ranks that share its loop (`dure.parallel.data.strategy`) replace how a step's
+    gradient is made."""
+
+    unit = "step"
+
+    def __init__(
+        self,
+        task: Task,
+        place: Place,
+        seed: int,
+        batch_size: int | None,
+        device: torch.device | None = None,
+        loaders: int = 0,
+    ) -> None:
+        self.task, self.group, self.seed = task, place.group, seed
+        self.device = place.devices[0] if device is None else device
+        self.model = seeded_model(task, seed).to(self.device).train()
+        self.optimizer = task.optimizer(self.model.parameters())
+        self.rates = Rates(self.optimizer, task.lr_schedule)
+        self.train_examples, self.test_examples = examples_for(self.model, task)
+        self.shares = Shares(task.loss, self.train_examples)
+        self.batches = Batches(len(self.train_examples), batch_size, seed)
+        self.units_per_epoch = self.batches.steps_per_epoch
+        self.where = f"rank {self.group.rank}"
+        self.step = 0
+        self.loaders = [Meter(f"loader {loader}", place.trace) for loader in range(loaders)]
+        self.prefetch: Prefetch | None = None
+        if loaders:
+            self.prefetch = prefetch(
+                self.train_examples, self.batches.at, loaders, self.device, self._seed_step
+            )
+            place.ending.callback(self.prefetch.close)
+
+    def flops_per_step(self) -> float:
+        return flops_per_step(
+            self.model, self.train_examples, -(-self.batches.batch_size // self.group.size)
+        )
+
+    def advance(self, wish: int) -> Progress:
+        """One step of the optimizer on the next joint batch."""
+        self._seed_step(self.step)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed_all(derive(self.seed, "step", self.step, self.group.rank))
+        indices = self.batches.at(self.step)
+        progress = self.gradients(indices, wish)
+        started = time.perf_counter()
+        self.rates.at(self.step)
+        self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that the time of a step is that of its work
+        self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
+        self.step += 1
+        return progress
+
+    def _seed_step(self, step: int) -> None:
+        seed_generators(
+            self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
+        )
+
+    def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves the mean gradient over the joint batch `indices` in the parameters."""
+        loss = self.backward(indices, share=1.0)
+        if not math.isfinite(loss):
+            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
+        return Progress(loss, len(indices), wish)
+
+    def backward(self, indices: Tensor, share: float) -> float:
+        """Forward and backward over `indices`; gradients are those of share x mean loss. Returns
+        the mean loss."""
+        inputs, targets = self.read(indices)
+        started = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.task.loss(self.model(inputs), targets)
+        value = float(loss.item())
+        forwarded = time.perf_counter()
+        (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+        meter = self.group.meter
+        meter.compute("forward", started, forwarded, self.step + 1)
+        meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
+        return value
+
+    def read(self, indices: Tensor) -> tuple[Any, Any]:
+        """The inputs and targets of a batch, where the model is."""
+        started = time.perf_counter()
+        if self.prefetch is None:
+            inputs, targets = self.train_examples.batch(indices)
+            if self.device.type != "cpu":
+                inputs, targets = to_device((inputs, targets), self.device)
+            self.group.meter.compute("read", started, time.perf_counter(), self.step + 1)
+            return inputs, targets
+        loaded = self.prefetch.at(self.step)
+        self.group.meter.idle("wait for a batch", started, time.perf_counter(), self.step + 1)
+        self.loaders[loaded.loader].compute("read", loaded.start, loaded.end, self.step + 1)
+        return loaded.batch
+
+    def evaluate(self) -> dict[str, float]:
+        return evaluate(self.task, self.model, self.test_examples, self.group, self.step)
+
+    def weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))
+        return weights
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "optimizer": to_cpu(self.optimizer.state_dict()),
+            "buffers": to_cpu(passing_buffers(self.model)),
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        load_weights(self.model, weights)
+        load_passing_buffers(self.model, state["buffers"])
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.step = state["step"]
+
+    def meters(self) -> Sequence[Meter]:
+        return [self.group.meter, *self.loaders]

@@ -1,0 +1,1 @@
+"""Data, pipeline and tensor parallelism on one mesh of ranks."""

@@ -1,0 +1,166 @@
+"""A plan as a value, in a strategy's field, and as text, in run folders and on command lines.
+
+    layers.*.expand=Column(unit=64); layers.*.contract=Row(unit=64);
+    layers.*=Attributes("heads")+OwnDraws()
+
+Patterns and what is done there are those of `dure.parallel.tensor.plan`, written as in Python, with
+`+` between several. That module is read only where there is a plan: strategies have the field, most
+runs do not use it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
+
+from dure.settings import suggestion
+
+if TYPE_CHECKING:
+    from dure.parallel.tensor.plan import Kind, Plan
+
+READY = "ready"
+"""The text of no plan of one's own."""
+
+
+def _known() -> dict[str, Any]:
+    """The kinds of things that a plan can say, by name."""
+    from dure.parallel.tensor import plan
+
+    return {kind.__name__: kind for kind in (*get_args(plan.Replacement), *get_args(plan.Change))}
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class TensorPlan:
+    """How a model is divided. entries: patterns, and what is done there, in order; none is the
+    model's ready plan."""
+
+    entries: tuple[tuple[str, tuple[Kind, ...]], ...]
+
+    def __init__(self, written: Plan | str | TensorPlan | None = None) -> None:
+        """From a plan, or from its text. Raises ValueError for what is none, and for a plan that
+        has no text."""
+        if isinstance(written, TensorPlan):
+            entries = written.entries
+        elif isinstance(written, str):
+            entries = _read(written)
+        elif written is None:
+            entries = ()
+        elif isinstance(written, Mapping) and written:
+            entries = tuple(
+                (_pattern(pattern), _several(pattern, kinds)) for pattern, kinds in written.items()
+            )
+        else:
+            raise ValueError(
+                f"the plan is {written!r}, but it maps patterns of names to what is done there; "
+                f"None: ready"
+            )
+        object.__setattr__(self, "entries", entries)
+        if isinstance(written, Mapping) and not self._is_read_again():
+            raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
+
+    @property
+    def plan(self) -> Plan:
+        """As `parallelize` takes it."""
+        return dict(self.entries)
+
+    def _is_read_again(self) -> bool:
+        try:
+            return _read(str(self)) == self.entries
+        except ValueError:
+            return False
+
+    @property
+    def label(self) -> str:
+        """What a strategy's label says of it."""
+        return ", own plan" if self.entries else ""
+
+    def __str__(self) -> str:
+        texts = (f"{pattern}={'+'.join(map(_written, kinds))}" for pattern, kinds in self.entries)
+        return "; ".join(texts) or READY
+
+
+def _pattern(pattern: Any) -> str:
+    if (
+        not isinstance(pattern, str)
+        or pattern != pattern.strip()
+        or any(sign in pattern for sign in ";=")
+    ):
+        raise ValueError(
+            f"the plan's {pattern!r} is no pattern of modules' names: a text without ; and =, as "
+            f"layers.*"
+        )
+    return pattern
+
+
+def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
+    each: tuple[Any, ...] = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    if not each:
+        raise ValueError(f"the plan says nothing of {pattern!r}: leave it out")
+    for kind in each:
+        if not isinstance(kind, tuple(_known().values())):
+            raise ValueError(
+                f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are"
+            )
+    return each
+
+
+def _written(kind: Any) -> str:
+    """As Python writes the call that makes it, without what is default."""
+    name = type(kind).__name__
+    values = {
+        field.name: (getattr(kind, field.name), field.default) for field in dataclasses.fields(kind)
+    }
+    words = (
+        list(map(repr, values.pop("names")[0])) if name == "Attributes" else []
+    )  # which have no name
+    words += [f"{key}={value!r}" for key, (value, default) in values.items() if value != default]
+    return f"{name}({', '.join(words)})"
+
+
+def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
+    if text.strip() == READY:
+        return ()
+    entries: dict[str, tuple[Kind, ...]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        pattern, equals, kinds = (part.strip() for part in entry.partition("="))
+        if not equals or not kinds:
+            raise ValueError(
+                f"the plan's {entry!r} is not PATTERN=KIND, as layers.*.expand=Column()"
+            )
+        if pattern in entries:
+            raise ValueError(f"the plan has {pattern!r} twice: write PATTERN=KIND()+KIND()")
+        try:
+            tree = ast.parse(kinds, mode="eval").body
+        except SyntaxError:
+            raise ValueError(
+                f"the plan's {entry!r} cannot be read: write Column() or Column(blocks=3)"
+            ) from None
+        entries[pattern] = tuple(_kinds(tree))
+    if not entries:
+        raise ValueError(f"the plan {text!r} says nothing; {READY} is the model's ready plan")
+    return tuple(entries.items())
+
+
+def _kinds(tree: ast.expr) -> list[Kind]:
+    """What `A() + B(1)` stands for."""
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        return [*_kinds(tree.left), *_kinds(tree.right)]
+    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+    name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+    known = _known()
+    if name not in known:
+        raise ValueError(f"a plan has no {name!r}{suggestion(name, known)}")
+    if any(isinstance(one, ast.Starred) for one in call.args) or any(
+        one.arg is None for one in call.keywords
+    ):
+        raise ValueError(
+            f"the plan's {ast.unparse(tree)} cannot be made: write its arguments one by one"
+        )
+    try:
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return [known[name](*arguments, **named)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the plan's {ast.unparse(tree)} cannot be made: {error}") from error

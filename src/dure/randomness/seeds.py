@@ -1,0 +1,100 @@
+"""All randomness is a function of (seed, purpose, round or step, client or rank).
+
+Nothing draws from a generator that somebody else has advanced: whoever needs random numbers asks
+for a seed of its own. That is why a resumed run goes on with the same bits, and why the order in
+which clients are visited changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+
+def derive(seed: int, purpose: str, *position: int) -> int:
+    """A seed in [0, 2^63) of its own for `purpose` at `position`; equal arguments give equal seeds.
+
+    BLAKE2b of the arguments: the same on every machine and in every Python, unlike `hash`.
+    """
+    text = ":".join([str(seed), purpose, *map(str, position)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def generator(seed: int, purpose: str, *position: int) -> torch.Generator:
+    """A torch generator on the CPU, seeded by `derive`."""
+    return torch.Generator().manual_seed(derive(seed, purpose, *position))
+
+
+def shuffled(n: int, seed: int, epoch: int, client: int = 0) -> Tensor:
+    """The order in which `client` visits its n examples in its epoch number `epoch`: a permutation,
+    shape (n,).
+
+    Every strategy shuffles by this one rule, so that a lone worker and a federation of one client
+    visit the same examples in the same order.
+    """
+    own = (
+        _OWN.generator
+    )  # seeded anew each time: to make one takes as long as to draw the order of few examples
+    return torch.randperm(n, generator=own.manual_seed(derive(seed, "shuffle", epoch, client)))
+
+
+class _Own(threading.local):
+    """A thread's own generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+
+_OWN = _Own()
+
+
+def seed_generators(seed: int, purpose: str, *position: int, everything: bool = False) -> None:
+    """Seeds torch's global generator, from which dropout draws, by `derive`.
+
+    everything: seeds those of numpy and random too, for users' code that draws from them.
+    """
+    own = derive(seed, purpose, *position)
+    torch.default_generator.manual_seed(own)
+    if everything:
+        numpy.random.seed(own % 2**32)
+        random.seed(own)
+
+
+def generators_state() -> dict[str, Any]:
+    """The state of the global generators of torch, numpy and random, for data pipelines that draw
+    from them."""
+    numpy_state = numpy.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = numpy_state["state"]
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": {
+            "key": torch.from_numpy(inner["key"].astype(numpy.int64)),
+            "pos": int(inner["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "random": random.getstate(),
+    }
+
+
+def restore_generators(state: Mapping[str, Any]) -> None:
+    """The inverse of `generators_state`."""
+    torch.set_rng_state(state["torch"])
+    stored = state["numpy"]
+    numpy.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": stored["key"].numpy().astype(numpy.uint32), "pos": stored["pos"]},
+            "has_gauss": stored["has_gauss"],
+            "gauss": stored["gauss"],
+        }
+    )
+    random.setstate(state["random"])

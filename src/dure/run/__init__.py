@@ -1,0 +1,1 @@
+"""One run, many runs, and what can be named."""

@@ -1,0 +1,142 @@
+"""Many systems side by side: the same task, seed, initial weights and limits; one table, one
+report."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dure.contracts.stop import Stop
+from dure.contracts.strategy import Strategy, World
+from dure.contracts.task import Task
+from dure.errors import DureError
+from dure.record.checkpoint import write_atomically
+from dure.record.run import Run, RunFolder
+from dure.run.drive import Job
+from dure.run.registry import default_world
+from dure.run.train import prepare, run_job
+from dure.worlds.processes.fork_server import server
+
+Entry = Strategy | tuple[Strategy, World]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """runs: those that ended, in the order asked. failed: label to error. report: the page, if
+    `out` was given."""
+
+    runs: list[Run]
+    failed: dict[str, DureError]
+    report: Path | None = None
+
+
+def _ignore(label: str, event: dict[str, Any]) -> None:
+    pass
+
+
+def compare(
+    task: Task,
+    systems: Sequence[Entry],
+    *,
+    stop: Stop | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    evaluate_every: int | None = None,
+    on_progress: Callable[[str, dict[str, Any]], None] = _ignore,
+) -> Comparison:
+    """Trains `task` by each of `systems`, one after another, and writes one report.
+
+    systems: strategies, or pairs (strategy, world) where the default world is not what is wanted.
+    stop: the same limits for all; limits that a strategy does not count (rounds, steps) do not
+        concern it.
+    out: a new or empty folder that gets a run folder for each system, comparison.json and
+        report.html.
+    on_progress: called with the label of the system at work and the event that `dure.train`
+    reports.
+
+    A system that fails does not end the comparison; it is in `failed`. Ctrl-C ends it after the
+    step at hand: the report is written of what there is.
+
+    Raises ValueError or RunFolderError, before any work, if anything asked does not fit.
+    """
+    stop = stop if stop is not None else Stop(epochs=10)
+    pairs = [
+        entry if isinstance(entry, tuple) else (entry, default_world(entry)) for entry in systems
+    ]
+    if not pairs:
+        raise ValueError("there is nothing to compare: give at least one strategy")
+    prepared = [
+        _prepared(task, strategy, world, stop, seed, evaluate_every) for strategy, world in pairs
+    ]
+    labels = _unique([job.label for job, _ in prepared])
+    folder = Path(out) if out is not None else None
+    leads = all(world.leads for _, world in pairs)
+    asked = {"task": task.name, "seed": seed, "stop": msgspec.to_builtins(stop)}
+    if folder is not None and leads:
+        from dure.report.document import check_plotly
+
+        check_plotly("the report")
+        RunFolder.create(folder, asked)
+        (folder / "config.json").rename(folder / "comparison.json")
+    if any(world.name == "processes" and (world.workers or 1) > 1 for _, world in pairs):
+        server.ready()  # before anything is measured
+    done = Comparison([], {})
+    names: list[str] = []
+    for (job, config), (_, world), label in zip(prepared, pairs, labels, strict=True):
+        names.append(_slug(label))
+        path = folder / names[-1] if folder is not None else None
+        if path is not None and leads:
+            RunFolder.create(path, {**config, "label": label})
+        job = dataclasses.replace(job, label=label, folder=path)
+        try:
+            run = run_job(job, world, functools.partial(on_progress, label))
+        except DureError as error:
+            done.failed[label] = error
+            continue
+        done.runs.append(run)
+        if run.summary["ended"] == "interrupt":
+            break
+    if folder is None or not leads:
+        return done
+    failed = {label: str(error) for label, error in done.failed.items()}
+    content = {**asked, "runs": names, "failed": failed}
+    write_atomically(
+        folder / "comparison.json", msgspec.json.format(msgspec.json.encode(content)) + b"\n"
+    )
+    from dure.report import write_report
+
+    return dataclasses.replace(done, report=write_report([folder], folder / "report.html"))
+
+
+def _prepared(
+    task: Task, strategy: Strategy, world: World, *how: Any
+) -> tuple[Job, dict[str, Any]]:
+    """As `prepare`, whose complaints are told with the system's name."""
+    try:
+        return prepare(task, strategy, world, *how)
+    except ValueError as error:
+        raise ValueError(f"{strategy.name}: {error}") from error
+
+
+def _slug(label: str) -> str:
+    """A label as the name of a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", label.lower().replace("×", "x")).strip("-")
+
+
+def _unique(labels: Sequence[str]) -> list[str]:
+    """The labels, numbered where several would have the same folder."""
+    result: list[str] = []
+    for label in labels:
+        taken, numbered, count = set(map(_slug, result)), label, 1
+        while _slug(numbered) in taken:
+            count += 1
+            numbered = f"{label} ({count})"
+        result.append(numbered)
+    return result

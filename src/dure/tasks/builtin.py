@@ -1,0 +1,445 @@
+"""The built-in tasks, and how a task is found by its name.
+
+A reference to a task is the name of a built-in one (`digits`), or says where the user's own is:
+`path/to/file.py:name` or `package.module:name`, where the name is a `Task` or a function that
+returns one. The parameters of the function are the task's options, on the command line its flags.
+
+A user's file is run as a module of its own with a name that no import can collide with. A fresh
+process cannot import that module, so what it defines is pickled by value
+(`cloudpickle.register_pickle_by_value`), and so is what it imports from its own folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dure.catalog import TASKS as BUILT_IN
+from dure.contracts.task import Task
+from dure.data import heart as heart_data
+from dure.data.digits import read_digits
+from dure.data.examples import Examples
+from dure.data.idx import read_idx
+from dure.data.shakespeare import read_shakespeare
+from dure.errors import DataError
+from dure.settings import suggestion
+from dure.tasks import models
+
+TaskFactory = Callable[..., Task]
+
+
+def digits(model: Literal["mlp", "cnn", "logistic"] = "mlp", lr: float = 0.1) -> Task:
+    """1,797 handwritten digits of 8x8 pixels; they come with scikit-learn, no download.
+
+    Args:
+        model: mlp (64-200-200-10), cnn (the FedAvg paper's, for 8x8 pixels) or logistic.
+        lr: learning rate of SGD.
+    """
+    train, test = read_digits()
+    factory = _chosen(
+        model,
+        {
+            "mlp": partial(models.TwoNN, features=64),
+            "cnn": partial(models.CNN, size=8),
+            "logistic": partial(models.LogisticRegression, features=64, classes=10),
+        },
+    )
+    return Task(
+        factory, F.cross_entropy, train, test, partial(torch.optim.SGD, lr=lr), name="digits"
+    )
+
+
+def mnist(
+    data: Path, model: Literal["2nn", "cnn", "logistic", "resnet"] = "cnn", lr: float = 0.1
+) -> Task:
+    """70,000 handwritten digits of 28x28 pixels, scaled to [0, 1] and standardised (mean 0.1307,
+    deviation 0.3081).
+
+    Args:
+        data: folder of the four IDX files, with gzip or without.
+        model: 2nn and cnn are the FedAvg paper's (784-200-200-10; 5x5 convolutions), logistic, or
+            resnet (8 layers).
+        lr: learning rate of SGD.
+    """
+    train, test = _idx_images(
+        data,
+        0.1307,
+        0.3081,
+        [str(digit) for digit in range(10)],
+        "http://yann.lecun.com/exdb/mnist/",
+    )
+    return _image_task("mnist", train, test, model, lr)
+
+
+def fashion_mnist(
+    data: Path, model: Literal["2nn", "cnn", "logistic", "resnet"] = "cnn", lr: float = 0.1
+) -> Task:
+    """70,000 garments of 28x28 pixels, scaled to [0, 1] and standardised (mean 0.2860, deviation
+    0.3530).
+
+    Args:
+        data: folder of the four IDX files, with gzip or without.
+        model: 2nn and cnn are the FedAvg paper's (784-200-200-10; 5x5 convolutions), logistic, or
+            resnet (8 layers).
+        lr: learning rate of SGD.
+    """
+    garments = [
+        *("T-shirt", "trouser", "pullover", "dress", "coat"),
+        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+    ]
+    train, test = _idx_images(
+        data, 0.2860, 0.3530, garments, "https://github.com/zalandoresearch/fashion-mnist"
+    )
+    return _image_task("fashion-mnist", train, test, model, lr)
+
+
+def heart(data: Path, lr: float = 0.1) -> Task:
+    """Heart disease in 920 patients of four hospitals; logistic regression on 29 columns.
+
+    Args:
+        data: folder of processed.cleveland.data, .hungarian, .switzerland and .va.
+        lr: learning rate of SGD.
+    """
+    _require(
+        data,
+        [(file,) for file in heart_data.FILES],
+        "https://archive.ics.uci.edu/dataset/45/heart+disease",
+    )
+    train, test = heart_data.read_heart(data)
+    factory = partial(models.LogisticRegression, features=len(heart_data.FEATURES), classes=2)
+    return Task(
+        factory, F.cross_entropy, train, test, partial(torch.optim.SGD, lr=lr), name="heart"
+    )
+
+
+def shakespeare(
+    data: Path,
+    model: Literal["lstm", "transformer"] = "lstm",
+    sequence_length: int = 80,
+    lr: float | None = None,
+    width: int | None = None,
+) -> Task:
+    """The next character, in the plays of Shakespeare or in any plain text.
+
+    Args:
+        data: folder of plays in the Moby format (NAME<TAB>line), where each speaking role is a
+            client; or a text file.
+        model: lstm is the FedAvg paper's, trained by SGD; transformer has 4 layers and 4 heads,
+            trained by AdamW.
+        sequence_length: characters in one example.
+        lr: learning rate; 1.0 for the lstm and 0.001 for the transformer unless given.
+        width: units of a layer; 256 for the lstm and 128 for the transformer unless given.
+    """
+    if width is not None and width < 1:
+        raise ValueError(f"width is {width}, but a layer has at least one unit")
+    text = read_shakespeare(data, sequence_length)
+    wide: dict[str, Any] = {} if width is None else {"width": width}
+    factory = _chosen(
+        model,
+        {
+            "lstm": partial(models.CharLSTM, text.vocabulary, **wide),
+            "transformer": partial(
+                models.Transformer, text.vocabulary, context=sequence_length, **wide
+            ),
+        },
+    )
+    optimizer = (
+        partial(torch.optim.SGD, lr=1.0 if lr is None else lr)
+        if model == "lstm"
+        else partial(torch.optim.AdamW, lr=1e-3 if lr is None else lr)
+    )
+    return Task(factory, F.cross_entropy, text.train, text.test, optimizer, name="shakespeare")
+
+
+def _image_task(name: str, train: Examples, test: Examples, model: str, lr: float) -> Task:
+    factory = _chosen(
+        model,
+        {
+            "2nn": models.TwoNN,
+            "cnn": models.CNN,
+            "logistic": partial(models.LogisticRegression, features=784, classes=10),
+            "resnet": partial(models.ResNet, in_channels=1),
+        },
+    )
+    return Task(factory, F.cross_entropy, train, test, partial(torch.optim.SGD, lr=lr), name=name)
+
+
+def _chosen(model: str, choices: dict[str, Callable[[], nn.Module]]) -> Callable[[], nn.Module]:
+    if model not in choices:
+        raise ValueError(f"there is no model {model!r}{suggestion(model, choices)}")
+    return choices[model]
+
+
+def _idx_images(
+    folder: Path, mean: float, deviation: float, classes: Sequence[str], published: str
+) -> tuple[Examples, Examples]:
+    """(training, test) images float32 (n, 1, 28, 28), standardised by these pixel statistics."""
+    names = [
+        f"{part}-{kind}"
+        for part in ("train", "t10k")
+        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    ]
+    files = _require(folder, [(name, f"{name}.gz") for name in names], published)
+    train, test = (
+        _labelled_images(images, labels, mean, deviation, classes)
+        for images, labels in (files[:2], files[2:])
+    )
+    return train, test
+
+
+def _labelled_images(
+    image_file: Path, label_file: Path, mean: float, deviation: float, classes: Sequence[str]
+) -> Examples:
+    images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1).long()
+    if len(images) != len(labels) or not len(images):
+        raise DataError(
+            f"{image_file} has {len(images)} images, but {label_file} has {len(labels)} labels"
+        )
+    if images.shape[1:] != (28, 28):
+        raise DataError(
+            f"{image_file} has images of {images.shape[1]}x{images.shape[2]} pixels, expected 28x28"
+        )
+    if not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
+        raise DataError(
+            f"{label_file} has labels {int(labels.min())} to {int(labels.max())}, expected 0 to 9"
+        )
+    pixels = images.float().div_(255).sub_(mean).div_(deviation)
+    return Examples(pixels.unsqueeze(1), labels, classes=classes)
+
+
+def _require(folder: Path, files: Sequence[tuple[str, ...]], published: str) -> list[Path]:
+    """The files, each by the first of its names that is in the folder; DataError lists the missing
+    ones."""
+    found = [
+        next((folder / name for name in names if (folder / name).is_file()), None)
+        for names in files
+    ]
+    missing = [" or ".join(names) for names, file in zip(files, found, strict=True) if file is None]
+    if missing:
+        where = (
+            f"{folder} lacks" if folder.is_dir() else f"there is no folder {folder}; it has to hold"
+        )
+        raise DataError(f"{where} {', '.join(missing)}; they are published at {published}")
+    return [file for file in found if file is not None]
+
+
+_FACTORIES: dict[str, TaskFactory] = {
+    "digits": digits,
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "heart": heart,
+    "shakespeare": shakespeare,
+}
+
+
+def load_task(reference: str, **options: Any) -> Task:
+    """The task that `reference` names, made with `options`; it remembers both in `task.reference`.
+
+    reference: a built-in name, `path/to/file.py:name` or `package.module:name`.
+
+    Raises ValueError if there is no such task, or for unknown or missing options; DataError if data
+    are missing.
+    """
+    found = task_factory(reference)
+    if isinstance(found, Task):
+        if options:
+            raise ValueError(
+                f"the task {reference} takes no options, so {_flags(options)} cannot be given"
+            )
+        task = found
+    else:
+        options = _bound(found, reference, options)
+        task = found(**options)
+    if not isinstance(task, Task):
+        raise ValueError(f"{reference} returned {_kind(task)}, not a dure.Task")
+    return dataclasses.replace(task, reference=_record(reference, options))
+
+
+def task_factory(reference: str) -> TaskFactory | Task:
+    """What `reference` names: a function that returns a Task, or a Task.
+
+    Raises ValueError if there is no such name, file, module or attribute, or if it is neither.
+    """
+    place, colon, attribute = reference.rpartition(":")
+    if not colon:
+        return _built_in(reference)
+    module = _from_file(Path(place)) if _is_file(place) else _from_import_path(place)
+    if not hasattr(module, attribute):
+        names = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, Task) or inspect.isfunction(value)
+        ]
+        hint = suggestion(attribute, names) if names else ""
+        raise ValueError(f"{place} has no {attribute!r}{hint}")
+    found = getattr(module, attribute)
+    if not isinstance(found, Task) and not callable(found):
+        raise ValueError(
+            f"{reference} is {_kind(found)}, neither a dure.Task nor a function that returns one"
+        )
+    return typing.cast("TaskFactory | Task", found)
+
+
+def _built_in(name: str) -> TaskFactory:
+    known = name.replace("_", "-")
+    if known in _FACTORIES:
+        return _FACTORIES[known]
+    if _is_file(name):
+        raise ValueError(
+            f"which task of {name}? Write {name}:NAME, where NAME is a dure.Task or returns one"
+        )
+    raise ValueError(
+        f"there is no task {name!r}{suggestion(name, BUILT_IN)}, or path/to/file.py:name"
+    )
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    name = f"dure_task_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickle look their module up by name.
+    sys.modules[name] = module
+    try:
+        with _importing_from(path.parent):
+            spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _from_import_path(name: str) -> ModuleType:
+    try:
+        with _importing_from(Path.cwd()):
+            return importlib.import_module(name)
+    except Exception as error:
+        raise ValueError(
+            f"the module {name} could not be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Imports also look into `folder`, as they do for a script that is run there.
+
+    What is found there only because of this is pickled by value: other processes do not look there.
+    """
+    if str(folder) in sys.path:
+        yield
+        return
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and _lies_in(Path(file), folder):
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+def _lies_in(file: Path, folder: Path) -> bool:
+    """Whether the file is reachable through `folder` and through nothing else on the path."""
+    roots = [folder for folder in map(Path, sys.path) if folder.is_absolute()]
+    return file.is_relative_to(folder) and not any(file.is_relative_to(root) for root in roots)
+
+
+def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that the factory is called with, paths made absolute; ValueError if they do not
+    fit."""
+    parameters = inspect.signature(factory).parameters.values()
+    names = [
+        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    takes_any = len(names) < len(parameters)
+    for name in options:
+        if name not in names and not takes_any:
+            hint = suggestion(name, names) if names else ": it takes no options"
+            raise ValueError(f"the task {reference} has no option {_flags([name])}{hint}")
+    required = [parameter.name for parameter in parameters if _is_required(parameter)]
+    missing = [name for name in required if name not in options]
+    hints = hints_of(factory)
+    if missing:
+        flags = " ".join(
+            f"{_flags([name])} {'DIR' if _is_path(hints.get(name)) else name.upper()}"
+            for name in missing
+        )
+        raise ValueError(f"the task {reference} needs {flags}")
+    return {
+        name: Path(value).expanduser().resolve()
+        if isinstance(value, Path) or (isinstance(value, str) and _is_path(hints.get(name)))
+        else value
+        for name, value in options.items()
+    }
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not variadic
+
+
+def hints_of(factory: TaskFactory) -> dict[str, Any]:
+    """The factory's type hints; none if they cannot be evaluated, which is the user's right."""
+    target = factory.func if isinstance(factory, functools.partial) else factory
+    try:
+        return typing.get_type_hints(target)
+    except Exception:
+        return {}
+
+
+def _is_path(hint: Any) -> bool:
+    return hint is Path or Path in typing.get_args(hint)
+
+
+def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
+    """What finds the task again from another folder; None if the options cannot be written as
+    JSON."""
+    place, colon, attribute = reference.rpartition(":")
+    if colon and _is_file(place):
+        reference = f"{Path(place).resolve()}:{attribute}"
+    written = {
+        name: str(value) if isinstance(value, Path) else value for name, value in options.items()
+    }
+    try:
+        json.dumps(written, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+    return {"name": reference, "options": written}
+
+
+def _flags(names: typing.Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def _kind(value: object) -> str:
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"

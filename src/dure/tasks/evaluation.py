@@ -1,0 +1,87 @@
+"""Measuring a model on the test data, every rank its share.
+
+Each rank evaluates a contiguous share of the examples and the sums are added in order of rank, so
+all ranks know the same numbers and nobody waits for rank 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.machine.devices import to_device
+from dure.tasks.loss_shares import loss_and_count
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    examples: Examples | None,
+    group: Group,
+    step: int,
+    idle: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """test_loss and test_<metric> for each of the task's metrics; empty if `examples` is None.
+
+    model: the same on every rank; its training mode is restored. examples: in the model's dtype.
+    idle: called for each batch that other ranks have and this one has not, for models that ranks
+        run together.
+    """
+    if examples is None:
+        return {}
+    started = time.perf_counter()
+    names = ["loss", *task.measures]
+    totals, counts = [0.0] * len(names), [0.0] * len(names)
+    shares = torch.arange(len(examples)).tensor_split(group.size)
+    share = shares[group.rank]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    was_training = model.training
+    model.eval()
+    for indices in torch.split(share, task.eval_batch_size):
+        if len(indices) == 0:
+            continue
+        inputs, targets = to_device(examples.batch(indices), device)
+        outputs = model(inputs)
+        for position, (total, count) in enumerate(measured(task, outputs, targets, len(indices))):
+            totals[position] += total
+            counts[position] += count
+    most, mine = (-(-len(one) // task.eval_batch_size) for one in (shares[0], share))
+    for _ in range(most - mine):
+        idle()
+    model.train(was_training)
+    parts = group.all_gather_values(totals + counts)
+    sums = [sum(column) for column in zip(*parts, strict=True)]
+    group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), step)
+    return {
+        f"test_{name}": ratio(sums[position], sums[len(names) + position])
+        for position, name in enumerate(names)
+    }
+
+
+def measured(
+    task: Task, outputs: Any, targets: Any, examples: int
+) -> Iterator[tuple[float, float]]:
+    """(sum, count) of the loss over a batch, then of each metric."""
+    yield loss_and_count(task.loss, outputs, targets, examples)
+    for metric in task.measures.values():
+        yield _sum_and_count(metric(outputs, targets), examples)
+
+
+def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
+    """A metric gives the batch's mean, or a pair (sum, count)."""
+    if isinstance(value, tuple):
+        return float(value[0]), float(value[1])
+    return float(value) * examples, float(examples)
+
+
+def ratio(total: float, count: float) -> float:
+    """NaN where there was nothing to count, as of targets that are all ignored."""
+    return total / count if count else float("nan")

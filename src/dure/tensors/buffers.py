@@ -1,0 +1,87 @@
+"""The buffers of a model that travel with its weights: those that it has from the start.
+
+A forward pass may put a new tensor in a buffer's place, so they are known by name. A buffer that is
+None at the start, and is made in a forward pass, as the mask or the angles of an attention are,
+belongs to its replica alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Buffers:
+    """The names of a model's buffers, in its order, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = tuple(name for name, _ in model.named_buffers())
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def of(self, model: nn.Module) -> list[Tensor]:
+        """Those of `model`, which is that model or another like it. Raises ValueError if it lacks
+        one."""
+        found = dict(model.named_buffers(remove_duplicate=False)) if self.names else {}
+        missing = next((name for name in self.names if name not in found), None)
+        if missing is not None:
+            raise ValueError(
+                f"the buffer {missing} was there at the start and is gone: put zeros in its place, "
+                f"not None"
+            )
+        return [found[name] for name in self.names]
+
+    @torch.no_grad()
+    def load(self, model: nn.Module, values: Sequence[Tensor]) -> None:
+        """The values into those of `model`."""
+        for buffer, value in zip(self.of(model), values, strict=True):
+            write(buffer, value)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """As `load_state_dict`, where forward passes may have made buffers that are None here."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    modules = dict(model.named_modules())
+    for name, value in weights.items():
+        place, _, own = name.rpartition(".")
+        buffers = modules[place]._buffers if place in modules else {}
+        if own in buffers and buffers[own] is None:
+            buffers[own] = value.to(device, copy=True)
+    model.load_state_dict(weights)
+
+
+def write(target: Tensor, value: Tensor) -> None:
+    """The value into the target, where it differs: an expanded tensor cannot be written, and never
+    changes."""
+    if target.device != value.device or not torch.equal(target, value):
+        target.copy_(value)
+
+
+def common(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """The buffers that both have, in pairs."""
+    theirs = dict(other.named_buffers())
+    return ((buffer, theirs[name]) for name, buffer in one.named_buffers() if name in theirs)
+
+
+@torch.no_grad()
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    """The source's buffers into the target's."""
+    for theirs, mine in common(source, target):
+        write(mine, theirs)
+
+
+def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state_dict leaves out (`persistent=False`), by name."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+
+
+@torch.no_grad()
+def load_passing_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """The inverse of `passing_buffers`."""
+    for name, buffer in passing_buffers(model).items():
+        if name in values:
+            write(buffer, values[name])

@@ -1,0 +1,114 @@
+"""Python objects between processes of one user on one machine: pickled, large buffers shared.
+
+Functions and classes of a script, a notebook or a task's file travel by value (cloudpickle),
+lambdas and local classes too, so such a task reaches its ranks; those of modules that can be
+imported are imported again there. Tensors and arrays of 16 KB and more lie beside the pickle in an
+anonymous file which every receiver maps copy-on-write: N ranks hold the training data once. This
+never crosses a network: what does is never unpickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import mmap
+import os
+import pickle
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+_LARGE = 16_384
+_PAGE = 4_096
+
+
+def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Takes large dense CPU tensors out of band; pickle itself does so for numpy arrays."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            type(obj) is Tensor
+            and obj.device.type == "cpu"
+            and obj.layout is torch.strided
+            and not obj.requires_grad
+            and obj.nbytes >= _LARGE
+        ):
+            raw: Any = obj.contiguous().view(-1).view(torch.uint8).numpy()
+            return _rebuild, (pickle.PickleBuffer(raw), obj.dtype, tuple(obj.shape))
+        if (
+            isinstance(obj, ModuleType)
+            and type(obj) is not ModuleType
+            and sys.modules.get(obj.__name__) is obj
+        ):
+            return importlib.import_module, (
+                obj.__name__,
+            )  # as torch.classes, which cloudpickle cannot carry
+        return super().reducer_override(obj)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dure-parcel")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write_all(descriptor: int, content: Any) -> None:
+    view = memoryview(content).cast("B")
+    while view.nbytes:
+        view = view[os.write(descriptor, view) :]
+
+
+def pack(obj: Any) -> int:
+    """`obj` in an anonymous file; the caller closes the descriptor.
+
+    Raises what pickle raises for things that cannot travel, such as open files.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep_small(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < _LARGE:
+            return True
+        buffers.append(buffer)
+        return False
+
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=keep_small).dump(obj)
+    body = stream.getvalue()
+    lengths = [len(body), *(buffer.raw().nbytes for buffer in buffers)]
+    descriptor = _anonymous_file()
+    _write_all(descriptor, struct.pack(f"<q{len(lengths)}q", len(lengths), *lengths))
+    for content in (body, *(buffer.raw() for buffer in buffers)):
+        os.lseek(descriptor, -(-os.lseek(descriptor, 0, os.SEEK_CUR) // _PAGE) * _PAGE, os.SEEK_SET)
+        _write_all(descriptor, content)
+    os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))
+    return descriptor
+
+
+def unpack(descriptor: int, loads: Callable[..., Any] = pickle.loads) -> Any:
+    """The object in a file made by `pack`; its large buffers are private copies-on-write of the
+    file."""
+    size = os.fstat(descriptor).st_size
+    mapped = memoryview(
+        mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    )
+    (count,) = struct.unpack_from("<q", mapped)
+    lengths = struct.unpack_from(f"<{count}q", mapped, 8)
+    parts = []
+    position = 8 * (count + 1)
+    for length in lengths:
+        position = -(-position // _PAGE) * _PAGE
+        parts.append(mapped[position : position + length])
+        position += length
+    return loads(parts[0], buffers=parts[1:])

@@ -1,0 +1,180 @@
+"""What a forked rank does: joins the job, runs its program, and tells its parent how it went.
+
+Over the control socket it sends a pickled (kind, content): `event`, `result` (with the descriptor
+of a parcel), `error`, `done`; it is told its `Seat` first, and later perhaps `interrupt`. It leaves
+when the parent says so or is gone, so that no rank closes connections that others still read from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from dure.collectives.group import Group
+from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
+from dure.contracts.strategy import Place
+from dure.errors import DureError, WorkerFailedError
+from dure.machine.compiler import left_out
+from dure.machine.memory import keep_freed_memory
+from dure.record.meter import Meter
+from dure.record.trace import Trace
+from dure.worlds.backend import Backend, register_backend
+from dure.worlds.processes import parcel
+from dure.worlds.processes.store import store_at
+
+
+def load_everything() -> None:
+    """Called once by the fork server, so that no rank has to: what programs will need, which is not
+    imported above."""
+    importlib.import_module("dure.run.drive")
+
+
+_LONGEST_MESSAGE = 60_000
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits in its job.
+
+    store: its path (`dure.worlds.processes.store`). deadline: seconds until a silent peer is an
+    error.
+    """
+
+    rank: int
+    size: int
+    store: str
+    deadline: float
+    threads: int
+    backend: Backend = "dure"
+
+
+class Control:
+    """The rank's end of the control socket."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=descriptor)
+        self._interrupted = False
+
+    def seat(self) -> Seat:
+        seat = pickle.loads(self.socket.recv(_LONGEST_MESSAGE))
+        assert isinstance(seat, Seat)
+        return seat
+
+    def send(self, kind: str, content: Any = None, descriptors: tuple[int, ...] = ()) -> None:
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the parent is gone; the fork server ends this rank
+            socket.send_fds(self.socket, [pickle.dumps((kind, content))], list(descriptors))
+
+    def interrupted(self) -> bool:
+        """Whether the parent has passed on a Ctrl-C."""
+        if not self._interrupted:
+            with contextlib.suppress(BlockingIOError):
+                self._interrupted = self.socket.recv(64, socket.MSG_DONTWAIT) == b"interrupt"
+        return self._interrupted
+
+    def wait_for_the_end(self) -> None:
+        while (
+            self.socket.recv(64) == b"interrupt"
+        ):  # then "end", or nothing from a parent that is gone
+            pass
+
+
+def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
+    """The life of a rank in a freshly forked process."""
+    control = Control(control_descriptor)
+    seat = control.seat()
+    roll_call: RollCall | None = None
+    place: Place | None = None
+    try:
+        torch.set_num_threads(seat.threads)
+        keep_freed_memory()
+        roll_call = join(seat)
+        program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)[1]
+        place = place_of(seat, control, roll_call)
+        with left_out():
+            result = program(place)
+        if seat.rank == 0:
+            control.send("result", None, (parcel.pack(result),))
+        control.send("done")
+    except BaseException as error:
+        failure = as_dure_error(
+            error, seat.rank, place.group.step if place is not None else "the start"
+        )
+        if roll_call is not None:
+            roll_call.answer(Answer(failed=str(failure)))
+        control.send("error", failure)
+        return
+    control.wait_for_the_end()
+
+
+class Surroundings:
+    """What a program takes for granted where it was written: pickled there, they come into force
+    where unpickled.
+
+    Put before the program in a parcel, so that what the program imports is found.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inherit, (os.getcwd(), list(sys.path), dict(os.environ), torch.get_default_dtype())
+
+
+def inherit(folder: str, path: list[str], environment: dict[str, str], dtype: torch.dtype) -> None:
+    """Takes over the parent's surroundings."""
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.update(environment)
+    torch.set_default_dtype(dtype)
+
+
+def join(seat: Seat) -> RollCall:
+    """Joins torch.distributed; the store is the parent's and outlives every rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    seconds = transfer_seconds(seat.deadline)
+    limit = timedelta(seconds=seconds)
+    register_backend(seat.backend)
+    store = store_at(seat.store, seconds)
+    dist.init_process_group(
+        seat.backend,
+        store=PrefixStore(seat.backend, store),
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=limit,
+    )
+    return RollCall(PrefixStore("roll call", store), seat.rank, seat.size, seat.deadline)
+
+
+def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
+    trace = Trace()
+    group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
+    return Place(group, trace, lambda event: control.send("event", event), control.interrupted)
+
+
+def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:
+    """An error that can travel in one message: dure's own as they are, anything else by its text,
+    cut if need be."""
+    if isinstance(error, WorkerFailedError):
+        half = _LONGEST_MESSAGE // 4
+        return WorkerFailedError(
+            error.who, error.step, error.reason[:half], error.traceback[-half:]
+        )
+    if isinstance(error, DureError):
+        error.__cause__ = None
+        return error
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    failure = WorkerFailedError(f"rank {rank}", step, f"{type(error).__name__}: {error}", text)
+    return as_dure_error(failure, rank, step)

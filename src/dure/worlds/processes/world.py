@@ -1,0 +1,278 @@
+"""Processes of this machine, one a rank, joined by torch.distributed (gloo over loopback, or shared
+memory).
+
+A fork server that has torch loaded starts them (`dure.worlds.processes.fork_server`). The parent
+supervises: it passes on Ctrl-C, tells the ranks when one of them has died, and ends those that do
+not end by themselves. With one rank nothing is started: it runs in the calling process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from dure.collectives.roll_call import RollCall
+from dure.contracts.strategy import Kind, Place
+from dure.errors import DureError, PeerLostError
+from dure.machine.cores import available_cores, threads_per_rank
+from dure.worlds.backend import Backend, check_backend
+from dure.worlds.here import refuse_under_torchrun, run_here
+from dure.worlds.interrupts import on_interrupt
+from dure.worlds.processes import parcel
+from dure.worlds.processes.fork_server import server
+from dure.worlds.processes.rank import Seat, Surroundings
+from dure.worlds.processes.store import meeting_file, store_at
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Ranks as processes of this machine.
+
+    ranks: how many; None is one a core, at least two.
+    deadline: seconds that a rank waits for a silent peer before it raises PeerLostError.
+    backend: what carries the bytes: "gloo" through sockets, "dure" through shared memory.
+    """
+
+    ranks: int | None = None
+    deadline: float = 60.0
+    backend: Backend = "dure"
+
+    name: ClassVar[str] = "processes"
+    kind: ClassVar[Kind] = "ranks"
+    leads: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse_under_torchrun("Processes")
+        if self.ranks is None:
+            object.__setattr__(self, "ranks", max(2, available_cores()))
+        if self.workers < 1:
+            raise ValueError(f"{self.ranks} processes are not a world: it takes at least one")
+        if self.deadline <= 0:
+            raise ValueError(
+                f"deadline is {self.deadline} s, but waiting takes longer than nothing"
+            )
+        check_backend(self.backend)
+
+    @property
+    def workers(self) -> int:
+        assert self.ranks is not None
+        return self.ranks
+
+    def describe(self) -> str:
+        return "1 process" if self.workers == 1 else f"{self.workers} processes"
+
+    def run(
+        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
+        if self.workers == 1:
+            return run_here(program, report, "rank 0")
+        with meeting_file() as path:
+            return self._run(path, program, report)
+
+    def _run(
+        self, path: str, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
+        threads = threads_per_rank(self.workers)
+        seats = [
+            Seat(rank, self.workers, path, self.deadline, threads, self.backend)
+            for rank in range(self.workers)
+        ]
+        store = PrefixStore("roll call", store_at(path, self.deadline))
+        with started(seats, program) as members:
+            roll_call = RollCall(store, -1, self.workers, self.deadline)
+            supervisor = Supervisor(members, roll_call, report, self.deadline)
+            with on_interrupt(members[0].interrupt):
+                supervisor.watch()
+            value: Value = supervisor.value()
+            return value
+
+
+@dataclass
+class Member:
+    """A rank as its parent sees it."""
+
+    rank: int
+    pid: int
+    control: socket.socket
+    done: bool = False
+    error: DureError | None = None
+    death: str | None = None
+    result: list[Any] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.done or self.error is not None or self.death is not None
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):
+            self.control.send(b"interrupt")
+
+    def end(self) -> str:
+        """Makes sure that the process is gone; how it ended, in words."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)
+        status = server.wait(self.pid)
+        return (
+            f"was killed by {signal.Signals(-status).name}"
+            if status < 0
+            else f"exited with status {status}"
+        )
+
+
+@contextmanager
+def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list[Member]]:
+    """The ranks, running `program`; none of them is left when the block ends, however it ends."""
+    try:
+        descriptor = parcel.pack((Surroundings(), program))
+    except Exception as error:
+        raise DureError(
+            f"the task cannot travel to its ranks: {type(error).__name__}: {error}"
+        ) from error
+    members: list[Member] = []
+    try:
+        for seat in seats:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    pid = server.fork(theirs.fileno(), descriptor)
+                except BaseException:
+                    ours.close()
+                    raise
+            members.append(Member(seat.rank, pid, ours))
+            ours.send(pickle.dumps(seat))
+            ours.setblocking(False)  # recv_fds of Python 3.11 does not pass on MSG_DONTWAIT
+        yield members
+    finally:
+        os.close(descriptor)
+        for member in members:
+            with contextlib.suppress(OSError):
+                member.control.send(b"end")  # a rank that is done leaves now, on its own
+            member.control.close()
+        for member in members:
+            if member.death is None:
+                if not member.done:
+                    with contextlib.suppress(OSError):
+                        os.kill(member.pid, signal.SIGKILL)
+                server.wait(member.pid)
+
+
+class Supervisor:
+    """Watches the ranks of one job until all of them have ended."""
+
+    def __init__(
+        self,
+        members: list[Member],
+        roll_call: RollCall,
+        report: Callable[[dict[str, Any]], None],
+        deadline: float,
+    ) -> None:
+        self.members, self.roll_call, self.report, self.deadline = (
+            members,
+            roll_call,
+            report,
+            deadline,
+        )
+        self.failed_at: float | None = None
+        self.last_step = "the start"
+
+    def watch(self) -> None:
+        """Returns when every rank is done, has failed, or was ended."""
+        with selectors.DefaultSelector() as selector:
+            watched: list[int] = []
+            for member in self.members:
+                selector.register(member.control, selectors.EVENT_READ, (member, "message"))
+                if hasattr(os, "pidfd_open"):
+                    watched.append(os.pidfd_open(member.pid))
+                    selector.register(watched[-1], selectors.EVENT_READ, (member, "death"))
+            try:
+                while not all(member.ended for member in self.members):
+                    for key, _ in selector.select(timeout=0.2):
+                        member, what = key.data
+                        if what == "message" and not self._take(member):
+                            selector.unregister(key.fileobj)
+                            self._died(member)
+                        elif what == "death":
+                            selector.unregister(key.fileobj)
+                            while self._take(member):
+                                pass
+                            self._died(member)
+                    if self._only_the_lost_are_left():
+                        return
+            finally:
+                for descriptor in watched:
+                    os.close(descriptor)
+
+    def _only_the_lost_are_left(self) -> bool:
+        """Whether waiting longer is useless: the others have named those that still run, or had
+        time enough."""
+        if self.failed_at is None:
+            return False
+        named = {rank for member in self.members for rank in getattr(member.error, "ranks", ())}
+        running = {member.rank for member in self.members if not member.ended}
+        return running <= named or time.monotonic() - self.failed_at > self.deadline
+
+    def _take(self, member: Member) -> bool:
+        """Takes one message of a rank; False at the end of its stream."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(member.control, 1 << 18, 1)
+        except (
+            ConnectionResetError,
+            BlockingIOError,
+        ):  # the latter: a child of a dead rank still holds the socket
+            return False
+        if not message:
+            return False
+        kind, content = pickle.loads(message)
+        if kind == "event":
+            self.last_step = f"{content['unit']} {content['step'] + 1}"
+            self.report(content)
+        elif kind == "result":
+            member.result.append(parcel.unpack(descriptors[0]))
+            os.close(descriptors[0])
+        elif kind == "error":
+            member.error = content
+            self._note_failure()
+        else:
+            member.done = True
+        return True
+
+    def _died(self, member: Member) -> None:
+        if member.ended:
+            return
+        member.death = member.end()
+        self.roll_call.died(member.rank, member.death)
+        self._note_failure()
+
+    def _note_failure(self) -> None:
+        self.failed_at = self.failed_at or time.monotonic()
+
+    def value(self) -> Any:
+        """What rank 0 returned; raises the error that says best what went wrong."""
+        errors = [member.error for member in self.members if member.error is not None]
+        own = [error for error in errors if not isinstance(error, PeerLostError)]
+        if own:
+            raise own[0]
+        dead = [member for member in self.members if member.death is not None]
+        lost = [error for error in errors if isinstance(error, PeerLostError)]
+        if dead:
+            operation, step = (
+                (lost[0].operation, lost[0].step) if lost else ("the run", self.last_step)
+            )
+            reason = "; ".join(dict.fromkeys(str(member.death) for member in dead))
+            raise PeerLostError(tuple(member.rank for member in dead), operation, step, reason)
+        if lost:
+            raise lost[0]
+        return self.members[0].result[0]

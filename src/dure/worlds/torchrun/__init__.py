@@ -1,0 +1,1 @@
+"""The ranks that torchrun has started, on many machines."""

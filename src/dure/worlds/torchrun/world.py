@@ -1,0 +1,209 @@
+"""The ranks that torchrun has started, on one machine or many:
+`torchrun --nnodes … -m dure train …`.
+
+Every rank runs the same command; rank 0 writes the run folder and shows progress. There is no
+supervisor of ours: when a rank is lost the others find out by themselves
+(`dure.collectives.roll_call`), and torchrun ends the job or starts it again with the ranks that are
+left. A job that may be started again is elastic: its run goes on from the folder's newest
+checkpoint (`dure.train`), whoever is rank 0 now.
+
+torchrun tells ranks by SIGTERM to make way, when another machine joins or this one leaves.
+Whichever rank is told, all end after the same step and rank 0 writes a checkpoint, so nothing is
+lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from dure.collectives.group import Group
+from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
+from dure.contracts.strategy import Kind, Place
+from dure.errors import DureError
+from dure.machine.cores import threads_per_rank
+from dure.machine.threads import threads
+from dure.record.meter import Meter
+from dure.record.trace import Trace
+from dure.worlds.backend import Backend, check_backend, register_backend
+from dure.worlds.here import leads_here, under_torchrun
+from dure.worlds.interrupts import on_interrupt
+from dure.worlds.torchrun.session import session
+
+Value = TypeVar("Value")
+
+ASK_SECONDS = 0.2
+"""How often rank 0 looks whether another rank was asked to end."""
+
+TERM_SECONDS = 5.0
+"""How long a rank that ended because another one was asked to waits to be asked itself. torchrun's
+agents look once a second for machines that join; a rank that ends before its agent has looked would
+count as failed."""
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """The ranks of a torchrun job.
+
+    deadline: seconds that a rank waits for a silent peer.
+    backend: what carries the bytes: "gloo" through sockets, "dure" through the memory that ranks of
+        one machine share.
+    elastic: whether a run whose folder exists goes on from its newest checkpoint, if it is the same
+        run. None is where torchrun may start the ranks again: `torchrun --max-restarts` above 0.
+    """
+
+    deadline: float = 60.0
+    backend: Backend = "dure"
+    elastic: bool | None = None
+
+    name: ClassVar[str] = "torchrun"
+    kind: ClassVar[Kind] = "ranks"
+
+    def __post_init__(self) -> None:
+        if not under_torchrun():
+            raise ValueError(
+                "this process was not started by torchrun: use `torchrun --nproc-per-node 2 -m "
+                "dure train …`"
+            )
+        check_backend(self.backend)
+        if self.elastic is None:
+            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+            object.__setattr__(self, "elastic", restarts > 0)
+
+    @property
+    def leads(self) -> bool:
+        return leads_here()
+
+    @property
+    def workers(self) -> int:
+        return int(os.environ["WORLD_SIZE"])
+
+    def describe(self) -> str:
+        return f"torchrun, {self.workers} rank{'s' if self.workers > 1 else ''}"
+
+    def run(
+        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
+        with threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
+            return self._run(program, report)
+
+    def _run(
+        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
+        limit = timedelta(seconds=self.deadline)
+        store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+        store.set_timeout(limit)
+        store = session(PrefixStore("dure", store), rank, size, self.deadline)
+        register_backend(self.backend)
+        dist.init_process_group(
+            self.backend,
+            store=PrefixStore(self.backend, store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=transfer_seconds(self.deadline)),
+        )
+        roll_call = RollCall(PrefixStore("roll call", store), rank, size, self.deadline)
+        trace = Trace()
+        end = EndWish(store)
+        group = Group(dist.group.WORLD, Meter(f"rank {rank}", trace), roll_call.diagnose)
+        place = Place(group, trace, report, end.heard, clock_offset=clock_offset(group))
+        with on_interrupt(end.ask, (signal.SIGINT, signal.SIGTERM)):
+            try:
+                value = program(place)
+            except BaseException as error:
+                roll_call.answer(Answer(failed=str(error)))
+                if isinstance(error, DureError):  # of another run there may be one more group
+                    dist.destroy_process_group()
+                raise
+            dist.barrier()
+            if self.elastic:
+                end.let_torchrun_see()
+        dist.destroy_process_group()
+        return value
+
+
+class EndWish:
+    """The wish that the run end after its step. Any rank may be asked; rank 0 hears of it and tells
+    all."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.asked = False
+        self._heard = False
+        self._looked = time.monotonic()
+
+    def ask(self) -> None:
+        """This rank was asked, by Ctrl-C or by torchrun."""
+        self.asked = True
+        with contextlib.suppress(RuntimeError):  # the store may be gone together with its holder
+            self.store.set("end", "")
+
+    def heard(self) -> bool:
+        """On rank 0: whether any rank was asked."""
+        if not self.asked and not self._heard and time.monotonic() - self._looked > ASK_SECONDS:
+            self._looked = time.monotonic()
+            self._heard = self._somebody_was()
+        return self.asked or self._heard
+
+    def _somebody_was(self) -> bool:
+        try:
+            return self.store.check(["end"])
+        except RuntimeError:
+            return False
+
+    def let_torchrun_see(self) -> None:
+        """After the run: if another rank was asked to end, waits for a moment to be asked as
+        well."""
+        until = time.monotonic() + (TERM_SECONDS if self._heard or self._somebody_was() else 0)
+        while not self.asked and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def clock_offset(group: Group, pings: int = 5) -> float:
+    """Seconds to add to this machine's `time.perf_counter` to get rank 0's.
+
+    Zero where both run on one machine, which shares the clock. Otherwise half the round trip of the
+    fastest of a few pings is taken for the way (Cristian 1989).
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    mine = (
+        float(int(boot.read_text().replace("-", "")[:12], 16))
+        if boot.exists()
+        else float(group.rank)
+    )
+    machines = [value for (value,) in group.all_gather_values([mine])]
+    offset = 0.0
+    for rank in range(1, group.size):
+        if machines[rank] == machines[0]:
+            continue
+        if group.rank == 0:
+            for _ in range(pings):
+                message = torch.zeros(1, dtype=torch.float64)
+                dist.recv(message, rank)
+                dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), rank)
+        elif group.rank == rank:
+            offset = min(_ping() for _ in range(pings))[1]
+    return offset
+
+
+def _ping() -> tuple[float, float]:
+    """(round trip, offset) of one exchange with rank 0."""
+    answer = torch.zeros(1, dtype=torch.float64)
+    started = time.perf_counter()
+    dist.send(answer, 0)
+    dist.recv(answer, 0)
+    ended = time.perf_counter()
+    return ended - started, float(answer) - (started + ended) / 2

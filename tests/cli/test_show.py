@@ -1,0 +1,198 @@
+"""What the terminal shows."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dure.cli.show import Display, facts, fraction_done, human_bytes, human_seconds, table
+from dure.contracts.stop import Stop
+
+
+def event(step: int = 12, unit: str = "step", **changes):
+    metrics = {"test_loss": 0.5, "test_accuracy": 0.953}
+    base = {
+        "unit": unit,
+        "step": step,
+        "epoch": 1.5,
+        "samples": 48_200,
+        "seconds": 2.0,
+        "loss": 0.31,
+        "metrics": metrics,
+        "evaluated": step,
+    }
+    return {**base, **changes}
+
+
+def summary(label: str, **changes):
+    base = {
+        "label": label, "world": "2 processes", "test_accuracy": 0.9, "test_loss": 0.5, "epochs": 5.0,
+        "best": {"test_loss": 0.4, "test_accuracy": 0.95}, "seconds": 3.1, "bytes_sent_per_worker": 1_234_567.0,
+        "peak_memory": 301_504_128, "to_target": {},
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def printed(*summaries) -> str:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard")
+    console.print(table(summaries))
+    return console.file.getvalue()
+
+
+def cells(*summaries) -> list[list[str]]:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed(*summaries))
+    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+
+
+def test_facts_are_one_line():
+    assert facts(event()) == "step 12 · loss 0.31 · test_accuracy 0.953 · 24,100 samples/s"
+    assert facts(event(0, seconds=0.0, loss=None, metrics={})) == "step 0"
+
+
+@pytest.mark.parametrize(
+    ("stop", "unit", "expected"),
+    [
+        (Stop(steps=24), "step", 0.5),
+        (Stop(rounds=24), "step", None),
+        (Stop(rounds=24), "round", 0.5),
+        (Stop(epochs=3, seconds=2.5), "step", 0.8),
+        (Stop(steps=6), "step", 1.0),
+        (Stop(target={"test_loss": 0.1}), "step", None),
+    ],
+)
+def test_the_nearest_limit_says_how_much_is_done(stop, unit, expected):
+    assert fraction_done(stop, event(unit=unit)) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1_234_567, "1.23 MB"), (999_999, "1 MB"),
+        (301_504_128, "302 MB"), (5e12, "5 TB"), (1.25e16, "12,500 TB"),
+    ],
+)  # fmt: skip
+def test_bytes_are_told_with_three_digits(count, text):
+    assert human_bytes(count) == text
+
+
+@given(st.just(0.0) | st.floats(0.01, 1e18))
+def test_bytes_are_never_told_in_powers_of_ten(count):
+    assert "e" not in human_bytes(count)
+
+
+def test_seconds_become_minutes():
+    assert [human_seconds(s) for s in (0.0, 3.14159, 99.99, 100, 3600)] == [
+        "0.00 s",
+        "3.14 s",
+        "99.99 s",
+        "1.7 min",
+        "60.0 min",
+    ]
+
+
+def test_a_row_tells_metrics_time_bytes_and_memory():
+    heading, row = cells(summary("ring ×2"))
+    assert heading == [
+        "system",
+        "in",
+        "test accuracy",
+        "test loss",
+        "epochs",
+        "time",
+        "sent a worker",
+        "peak memory",
+    ]
+    assert row == ["ring ×2", "2 processes", "0.9000", "0.5000", "5", "3.10 s", "1.23 MB", "302 MB"]
+
+
+def test_a_target_gets_a_column_and_what_is_missing_a_dash():
+    reached = summary("a", to_target={"test_accuracy": {"target": 0.95, "reached": 311.52}})
+    missed = summary(
+        "b", test_accuracy=None, to_target={"test_accuracy": {"target": 0.95, "reached": None}}
+    )
+    heading, first, second = cells(reached, missed)
+    assert heading[-1] == "until test accuracy 0.95"
+    assert (first[-1], second[-1], second[2]) == ("311.5", "–", "–")
+
+
+def test_the_best_of_several_is_bold():
+    text = printed(
+        summary("a", test_accuracy=0.9, test_loss=0.3),
+        summary("b", test_accuracy=0.8, test_loss=0.2),
+    )
+    assert set(re.findall(r"\x1b\[1m(.*?)\x1b\[0m", text)) == {"0.9000", "0.2000"}
+
+
+def test_a_label_may_have_brackets():
+    assert cells(summary("[run] [/of mine]"))[1][0] == "[run] [/of mine]"
+
+
+def test_without_a_terminal_progress_is_a_plain_line(capsys):
+    with Display(Stop(steps=24)) as display:
+        display("training", event())
+        display("training", event(13))
+        display("training", event(24))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f" 50% training: {facts(event())}",
+        f"100% training: {facts(event(24))}",
+    ]
+
+
+def test_a_quiet_display_says_nothing(capsys):
+    with Display(Stop(steps=24), quiet=True) as display:
+        display("training", event(24))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_each_run_has_a_line_of_its_own():
+    display = Display(Stop(epochs=3))
+    display.console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    display.live.live.console = display.console
+    with display:
+        display("[one]", event())
+        display("two", event())
+    text = display.console.file.getvalue()
+    assert "[one]" in text
+    assert "50%" in text
+    assert "test_accuracy 0.953" in text
+
+
+PERSONAL = {
+    f"{who}_{what}": 0.6724
+    for who in ("client", "personal")
+    for what in ("accuracy", "accuracy_p10", "loss")
+}
+
+
+@given(
+    st.integers(70, 220),
+    st.sampled_from(["FedAvg", "FedAvg iid, devices stragglers:0.2, drop out 0.3"]),
+)
+def test_a_table_never_cuts_a_number_and_says_what_it_leaves_out(width, label):
+    runs = [
+        summary(label, best={"test_loss": 0.4, **PERSONAL}, **PERSONAL),
+        summary("pipeline gpipe, 4 micro-batches"),
+    ]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table(runs, console))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in console.file.getvalue()
+    words = console.file.getvalue().split()
+    assert "0.9000" in words
+    assert ("1.23" in words) == ("room" not in words or "sent" not in words[words.index("room") :])
+
+
+def test_the_conditions_of_clients_are_told_once():
+    world = "simulated clients, devices stragglers:0.2"
+    assert (
+        cells(summary("FedAvg iid, devices stragglers:0.2", world=world))[1][1]
+        == "simulated clients"
+    )

@@ -1,0 +1,50 @@
+"""The worlds that systems with settings name, as `dure compare` takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+import dure
+from dure.cli.worlds import entry
+from dure.fleet.devices import Stragglers
+from dure.run.train import prepare
+from small import small_task
+
+
+def test_settings_of_a_world_stand_beside_those_of_the_system() -> None:
+    strategy, world = entry(
+        "fed-avg,clients=20,devices=stragglers:0.2:5,drop_out=0.3,partition=label-shards:2", 3
+    )
+    assert strategy == dure.FedAvg(clients=20, partition="label-shards:2")
+    assert world == dure.Simulated(devices=Stragglers(0.2, 5.0), drop_out=0.3)
+    assert entry("fed-avg", 3)[1] == dure.Simulated()
+    assert entry("data-parallel,world=threads", 3)[1] == dure.Threads(3)
+    assert entry("data-parallel,batch_size=8", 3)[1] == dure.Processes(3)
+    assert entry("single-worker", 3)[1] == dure.Processes(1)
+
+
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [
+        ("data-parallel,attack=nan", "DataParallel has no field 'attack'"),
+        ("data-parallel,world=mars", "the world is threads or processes"),
+        ("fed-avg,attack=sign-flip", "an attack needs attackers"),
+        ("fed-avg,drop_out=often", "drop_out cannot be 'often'"),
+        ("fed-avg,devices=snails", "there is no device setting 'snails'"),
+        ("fed-avg,devices", "a setting is field=value"),
+    ],
+)
+def test_what_does_not_fit_is_said(system: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        entry(system, None)
+
+
+def test_labels_say_what_is_not_ideal() -> None:
+    def label(system: str) -> str:
+        return prepare(small_task(), *entry(system, 2), dure.Stop(epochs=1), 0)[0].label
+
+    assert label("fed-avg,clients=4") == "FedAvg iid K=4"
+    assert label("fed-avg,clients=4,devices=stragglers:0.2,drop_out=0.1") == (
+        "FedAvg iid K=4, devices stragglers:0.2, drop out 0.1"
+    )
+    assert label("data-parallel").endswith("×2")

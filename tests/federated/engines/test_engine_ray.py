@@ -1,0 +1,67 @@
+"""Clients on a Ray cluster of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import ray
+from clients_at_work import jobs_of, results, same, weights_of
+
+import dure
+from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.federated.engines.choose import engine_for
+from dure.federated.engines.loop import LoopEngine
+from small import network, same_bits, small_task
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One for all tests: it takes seconds to start. Engines use the one that runs, and leave it
+    running."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def test_the_bits_are_those_of_the_loop_in_the_order_of_the_jobs() -> None:
+    task = small_task()
+    jobs = jobs_of([9, 4, 1, 12, 7, 8], [3, 1, 2, 9, 4, 2], weights_of(task.model))
+    engine = engine_for(task, network(), task.train, 4, 3, jobs, 2, "loop-ray")
+    assert same(results(engine, jobs), results(LoopEngine(task, network(), task.train, 4, 3), jobs))
+    engine.close()
+    assert ray.is_initialized()
+
+
+def test_a_run_on_it_is_the_run_without_it() -> None:
+    def run(engine: str) -> dure.Run:
+        strategy = dure.FedProx(clients=6, fraction=0.5, batch_size=4)
+        return dure.train(
+            small_task(), strategy, dure.Simulated(engine=engine), stop=dure.Stop(rounds=3), seed=1
+        )
+
+    on_ray = run("loop-ray")
+    assert on_ray.summary["facts"][0]["engine"] == "loop-ray"
+    assert same_bits(on_ray, run("loop"))
+
+
+def wait_for_the_end(actor) -> None:
+    """Until then it may take another job."""
+    with suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote(), timeout=60)
+
+
+def test_a_client_s_own_error_and_a_lost_actor_name_the_client() -> None:
+    broken = small_task(loss=lambda outputs, targets: outputs.sum() * float("nan"))
+    jobs = jobs_of([9, 4, 1], [3, 1, 2], weights_of(broken.model))
+    engine = engine_for(broken, network(), broken.train, 4, 3, jobs, 2, "loop-ray")
+    with pytest.raises(LossNotFiniteError, match="client 0"):
+        results(engine, jobs)
+    for actor in engine.actors:
+        ray.kill(actor)
+        wait_for_the_end(actor)
+    with pytest.raises(WorkerFailedError, match=r"client 0 .*its actor was lost"):
+        results(engine, jobs)
+    engine.close()

@@ -1,0 +1,108 @@
+"""What is a chain of layers, and how it is divided."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dure
+from dure.data.examples import Examples
+from dure.parallel.local.chain import (
+    check_chain,
+    counted_costs,
+    divided_layers,
+    layers_of,
+    measured_costs,
+)
+from small import CLASSES, FEATURES, examples, network, small_task
+
+COSTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=8)
+
+
+@given(COSTS, st.integers(1, 8))
+def test_no_division_has_a_cheaper_dearest_stage(costs: list[float], stages: int) -> None:
+    stages = min(stages, len(costs))
+    ranges = divided_layers(costs, stages)
+    assert [layer for part in ranges for layer in part] == list(range(len(costs)))
+    assert len(ranges) == stages
+    assert all(len(part) for part in ranges)
+
+    def dearest(cuts: tuple[int, ...]) -> float:
+        edges = [0, *cuts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
+
+    best = min(dearest(cuts) for cuts in itertools.combinations(range(1, len(costs)), stages - 1))
+    assert max(sum(costs[layer] for layer in part) for part in ranges) == pytest.approx(best)
+
+
+def test_sequentials_within_each_other_are_one_chain() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Tanh(), nn.Sequential(nn.ReLU())), nn.Linear(1, 1))
+    assert [type(layer).__name__ for layer in layers_of(model)] == ["Tanh", "ReLU", "Linear"]
+
+
+@pytest.mark.parametrize(
+    "task", [dure.load_task("digits", model=model) for model in ("mlp", "cnn")]
+)
+def test_models_that_call_their_children_in_order_are_chains(task: dure.Task) -> None:
+    check_chain(task, 2)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Linear(FEATURES, FEATURES).double(),
+            nn.Linear(FEATURES, CLASSES).double(),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.second(inputs + self.first(inputs))
+        return scores
+
+
+class HiddenDropout(Residual):
+    """Calls its children in order, but for what it does between them in training."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.second(F.dropout(self.first(inputs), 0.5, self.training))
+        return scores
+
+
+def shared() -> nn.Module:
+    layer = nn.Linear(FEATURES, FEATURES).double()
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(FEATURES, CLASSES).double())
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (Residual, "the model is no chain of its layers"),
+        (HiddenDropout, "the model is no chain of its layers"),
+        (lambda: nn.Linear(FEATURES, CLASSES).double(), "the model is no chain of its layers"),
+        (
+            lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES).double()),
+            "2 threads cannot divide 1 layers",
+        ),
+        (shared, "layers 0 and 2 share a parameter"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(
+    model: Callable[[], nn.Module], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        check_chain(small_task(model=model), 2)
+
+
+def test_costs_are_counted_for_an_example_and_measuring_leaves_no_gradient() -> None:
+    model, data = network(), Examples(examples().inputs, examples().targets)
+    costs = counted_costs(layers_of(model), data)
+    assert costs == [2 * 6 * 12 + 120, 120, 2 * 12 * 8 + 80, 80, 2 * 8 * 3 + 30]
+    writing = nn.Sequential(nn.Linear(FEATURES, 5).double(), nn.ReLU(inplace=True))
+    assert all(cost > 0 for cost in measured_costs(layers_of(writing), data, 7))
+    assert all(parameter.grad is None for parameter in writing.parameters())

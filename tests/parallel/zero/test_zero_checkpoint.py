@@ -1,0 +1,184 @@
+"""Checkpoints of divided models: on any number of ranks, in one process, and between all of
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import Batch, batches, network, on_ranks, part
+from torch import nn
+from torch.nn import functional as F
+
+from dure.contracts.strategy import Place
+from dure.errors import RunFolderError
+from dure.parallel.zero import ZeroRedundancy, read_whole
+
+JOINT = batches(6, 12)
+
+
+class Net(nn.Module):
+    """A frozen layer, a shared one, a single number, one that is never used, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+        self.body[2].requires_grad_(False)  # type: ignore[index]
+        self.norm = nn.BatchNorm1d(3).double()
+        self.shared = nn.Linear(3, 3, bias=False).double()
+        self.again = self.shared
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.never = nn.Linear(2, 2).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm.eval()(
+            self.body(inputs)
+        )  # statistics stay, so that parts of a batch are as the whole
+        result: torch.Tensor = self.scale * self.again(torch.tanh(self.shared(hidden)))
+        return result
+
+
+def make() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": trained[:3], "lr": 0.02}, {"params": trained[3:], "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def train(model: nn.Module, optimizer: Any, joint: list[Batch], place: Place | None = None) -> None:
+    for batch in joint:
+        inputs, targets = batch if place is None else part(batch, place)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def divided(place: Place, stage: int, **options: Any) -> tuple[Net, Any, ZeroRedundancy]:
+    model = make()
+    optimizer = optimizer_of(model)
+    zero = ZeroRedundancy(model, optimizer, stage, place.group, units=60, **options)  # type: ignore[arg-type]
+    return model, optimizer, zero
+
+
+def vector(state: Any) -> torch.Tensor:
+    return torch.cat([value.double().reshape(-1) for value in state.values()])
+
+
+def goes_on_from(folder: Path, stage: int, place: Place) -> torch.Tensor:
+    model, optimizer, zero = divided(place, stage)
+    zero.load(folder)
+    train(model, optimizer, JOINT[3:], place)
+    return vector(zero.state_dict(everywhere=True))
+
+
+def test_what_some_ranks_write_other_numbers_of_ranks_and_one_process_go_on_with(
+    tmp_path: Path,
+) -> None:
+    def writes(place: Place) -> None:
+        model, optimizer, zero = divided(place, 3)
+        train(model, optimizer, JOINT[:3], place)
+        zero.save(tmp_path)
+
+    on_ranks(3, writes)
+    reference = make()
+    train(reference, optimizer := optimizer_of(reference), JOINT)
+    expected = vector(reference.state_dict())
+    for ranks, stage in ((2, 1), (4, 3), (1, 2)):
+        found = on_ranks(ranks, partial(goes_on_from, tmp_path, stage))
+        assert max(float((each - expected).abs().max()) for each in found) < 1e-12
+
+    alone = make()
+    optimizer = optimizer_of(alone)
+    weights, state = read_whole(tmp_path)
+    alone.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    train(alone, optimizer, JOINT[3:])
+    assert float((vector(alone.state_dict()) - expected).abs().max()) < 1e-12
+
+
+def test_whole_states_go_from_one_process_to_ranks_and_back() -> None:
+    start = make()
+    optimizer = optimizer_of(start)
+    train(start, optimizer, JOINT[:2])
+
+    def program(stage: int, place: Place) -> Any:
+        model, divided_optimizer, zero = divided(place, stage)
+        zero.load_state_dict(start.state_dict())
+        zero.load_optimizer_state_dict(optimizer.state_dict())
+        train(model, divided_optimizer, JOINT[2:4], place)
+        return zero.state_dict(), zero.optimizer_state_dict()
+
+    reference = make()
+    train(reference, optimizer_of(reference), JOINT)
+    for stage in (2, 3):
+        (weights, state), (nothing, _) = on_ranks(2, partial(program, stage))
+        assert nothing == {}
+        assert list(weights) == list(start.state_dict())
+        alone = make()
+        alone.load_state_dict(weights)
+        back = optimizer_of(alone)
+        back.load_state_dict(state)
+        train(alone, back, JOINT[4:])
+        assert (
+            float((vector(alone.state_dict()) - vector(reference.state_dict())).abs().max()) < 1e-12
+        )
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RunFolderError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    def program(place: Place) -> list[Any]:
+        model, _, zero = divided(place, 3)
+        zero.save(tmp_path / "mine")
+        before = vector(zero.state_dict(everywhere=True))
+        other = network()
+        ZeroRedundancy(other, torch.optim.Adam, 2, place.group).save(tmp_path / "other")
+        state = model.state_dict(keep_vars=True)
+        wrong = {name: torch.zeros(2, 2) for name in state}
+        said = [
+            refused(lambda: zero.load(tmp_path / "none")),
+            refused(lambda: zero.load(tmp_path / "other")),
+            refused(lambda: zero.load_state_dict({"a": torch.zeros(1)})),
+            refused(lambda: zero.load_state_dict(wrong)),
+            refused(
+                lambda: zero.load_optimizer_state_dict(
+                    torch.optim.Adam(other.parameters()).state_dict()
+                )
+            ),
+        ]
+        return [*said, bool(torch.equal(before, vector(zero.state_dict(everywhere=True))))]
+
+    for none, other, names, shapes, groups, same in on_ranks(2, program):
+        assert none.startswith("RunFolderError: ")
+        assert "holds no whole checkpoint of ZeRO" in none
+        assert other.startswith("ValueError: ")
+        assert "is of another model" in other
+        assert "missing ['again.weight'" in names
+        assert "unknown ['a']" in names
+        assert "has the shape (2, 2) here" in shapes
+        assert "this state is of groups of [6] parameters" in groups
+        assert same
+
+
+def test_a_checkpoint_without_all_of_its_parts_is_refused(tmp_path: Path) -> None:
+    def program(place: Place) -> None:
+        divided(place, 2)[2].save(tmp_path)
+
+    on_ranks(2, program)
+    (tmp_path / "00001-of-00002.safetensors").unlink()
+    with pytest.raises(RunFolderError, match="holds no whole checkpoint of ZeRO"):
+        read_whole(tmp_path)

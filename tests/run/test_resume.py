@@ -1,0 +1,175 @@
+"""A killed run, resumed, ends with the bits of the unbroken one: by real SIGKILLs, on every
+system."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import dure
+from dure.cli.main import main
+from dure.errors import LossNotFiniteError
+from dure.record.run import RunFolder
+
+TASK_FILE = '''
+import os
+import time
+from functools import partial
+import torch
+from torch import nn
+from torch.nn import functional as F
+import dure
+
+class Net(nn.Module):
+    """Slow enough to be killed in the middle; dropout and batch norm, whose state must come back."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, inputs):
+        if self.training:
+            time.sleep(float(os.environ.get("PAUSE", 0)))
+        return self.body(inputs)
+
+def task(examples: int = 96) -> dure.Task:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(examples, 5, generator=generator), torch.randint(0, 3, (examples,), generator=generator)
+    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    return dure.Task(model=Net, loss=F.cross_entropy, train=data, test=data, optimizer=optimizer)
+'''
+
+SYSTEMS = {
+    "single-worker": ["single-worker", "--batch-size", "16", "--steps", "120"],
+    "threads": [
+        "data-parallel",
+        "--world",
+        "threads",
+        "--workers",
+        "2",
+        "--batch-size",
+        "16",
+        "--steps",
+        "120",
+    ],
+    "admm": ["admm", "--workers", "2", "--batch-size", "16", "--rounds", "40"],
+    "fed-avg": [
+        "fed-avg",
+        "--clients",
+        "6",
+        "--fraction",
+        "0.5",
+        "--batch-size",
+        "8",
+        "--rounds",
+        "40",
+    ],
+}
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks_of_mine.py"
+    path.write_text(TASK_FILE)
+    return path
+
+
+def command(task_file: Path, system: str, out: Path) -> list[str]:
+    every = ["--checkpoint-every", "7", "--evaluate-every", "10"]
+    return ["train", f"{task_file}:task", *SYSTEMS[system], "--out", str(out), *every]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_killed_run_goes_on_to_the_same_bits(
+    system: str, task_file: Path, tmp_path: Path
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(command(task_file, system, whole)) == 0
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dure", *command(task_file, system, broken)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PAUSE": "0.03"},
+    )
+    until = time.monotonic() + 60
+    while not list(broken.glob("checkpoint/[0-9]*")) and time.monotonic() < until:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (broken / "summary.json").exists(), "the run was killed in the middle"
+
+    assert main(["train", "--resume", str(broken)]) == 0
+    mine, expected = load_file(broken / "model.safetensors"), load_file(whole / "model.safetensors")
+    assert all(mine[name].equal(expected[name]) for name in expected)
+    assert mine.keys() == expected.keys()
+
+    first, second = RunFolder(whole).history(), RunFolder(broken).history()
+    assert [(s.step, s.samples, s.loss) for s in first.steps] == [
+        (s.step, s.samples, s.loss) for s in second.steps
+    ]
+    assert [(e.step, e.metrics) for e in first.evaluations] == [
+        (e.step, e.metrics) for e in second.evaluations
+    ]
+    assert [e.bytes_sent for e in first.evaluations] == [e.bytes_sent for e in second.evaluations]
+
+
+def test_a_task_made_in_python_has_to_be_given_again(tmp_path: Path) -> None:
+    from small import same_bits, small_task
+
+    short, long = dure.Stop(steps=6), dure.Stop(steps=15)
+    dure.train(small_task(), dure.SingleWorker(8), stop=short, out=tmp_path / "run")
+    with pytest.raises(dure.errors.RunFolderError, match="made in Python"):
+        dure.resume(tmp_path / "run")
+    resumed = dure.resume(tmp_path / "run", task=small_task(), stop=long)
+    assert same_bits(resumed, dure.train(small_task(), dure.SingleWorker(8), stop=long))
+
+
+@pytest.mark.parametrize("system", ["fed-avg", "fed-buff"])
+def test_after_a_loss_in_mid_round_that_is_not_finite_a_federation_goes_on_with_the_same_bits(
+    system: str, tmp_path: Path
+) -> None:
+    from small import same_bits, small_task
+
+    left = 0
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal left
+        left -= torch.is_grad_enabled()
+        return F.cross_entropy(outputs, targets) * (1.0 if left >= 0 else float("nan"))
+
+    task = small_task(loss=loss)
+    strategy = {
+        "fed-avg": dure.FedAvg(clients=4),
+        "fed-buff": dure.FedBuff(clients=4, fraction=1.0, buffer=3),
+    }[system]
+    world, stop = dure.Simulated(devices="lognormal:1", engine="loop"), dure.Stop(rounds=12)
+    left = 1_000
+    whole = dure.train(task, strategy, world, stop)
+    newest = 0
+    for steps in (14, 7, 7, 0):  # in the middle of a later round each time, and then at once
+        left = steps
+        with pytest.raises(LossNotFiniteError):
+            dure.train(task, strategy, world, stop, out=tmp_path) if not newest else dure.resume(
+                tmp_path, task=task
+            )
+        (kept,) = (int(path.name) for path in (tmp_path / "checkpoint").iterdir())
+        assert kept > newest or (kept == newest and not steps)
+        newest = kept
+    left = 1_000
+    again = dure.resume(tmp_path, task=task)
+    assert same_bits(whole, again)
+    assert whole.summary["facts"] == again.summary["facts"]
+    assert [(s.samples, s.loss, s.numbers) for s in whole.history.steps] == [
+        (s.samples, s.loss, s.numbers) for s in again.history.steps
+    ]

@@ -1,0 +1,88 @@
+"""Many tensors as one."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dure.tensors.flat import FlatParameters, by_dtype, views_of
+
+SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=5)
+
+
+@given(SHAPES)
+def test_views_are_consecutive_pieces_of_the_buffer(shapes):
+    like = [torch.empty(shape) for shape in shapes]
+    buffer = torch.arange(float(sum(tensor.numel() for tensor in like)))
+    views = views_of(buffer, like)
+    assert [view.shape for view in views] == [tensor.shape for tensor in like]
+    assert torch.equal(torch.cat([view.reshape(-1) for view in views] or [torch.empty(0)]), buffer)
+    buffer.add_(1)
+    assert all(
+        view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for view in views
+    )
+
+
+@given(st.lists(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])))
+def test_groups_by_dtype_keep_the_order(dtypes):
+    tensors = [torch.empty(1, dtype=dtype) for dtype in dtypes]
+    groups = by_dtype(tensors)
+    assert list(groups) == list(dict.fromkeys(dtypes))
+    for dtype, group in groups.items():
+        assert [id(t) for t in group] == [id(t) for t in tensors if t.dtype == dtype]
+
+
+class Mixed(nn.Module):
+    """Two dtypes, a tied weight, a scalar, an empty parameter and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.wide = nn.Parameter(torch.randn(2, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs)) * self.scale + self.frozen.sum()
+
+
+def test_a_model_computes_the_same_on_its_flat_parameters():
+    model, inputs = Mixed(), torch.randn(4, 3)
+    before, names = (
+        model(inputs),
+        {name: value.clone() for name, value in model.state_dict().items()},
+    )
+    flat = FlatParameters(model)
+    assert torch.equal(model(inputs), before)
+    assert all(torch.equal(value, names[name]) for name, value in model.state_dict().items())
+    assert [(b.dtype, b.numel()) for b in flat.buffers] == [
+        (torch.float64, 2),
+        (torch.float32, 1 + 2 + 9 + 3 + 3),
+    ]
+    assert model.first.weight is model.second.weight
+
+
+def test_loading_a_buffer_sets_the_model_and_an_update_shows_in_the_buffer():
+    model = Mixed()
+    flat = FlatParameters(model)
+    copy = flat.copy()
+    flat.load([torch.full_like(buffer, 0.5) for buffer in flat.buffers])
+    assert all(bool((p == 0.5).all()) for p in model.parameters())
+    flat.load(copy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(flat.buffers[1], copy[1])
+    assert torch.equal(flat.buffers[1][3:12].view(3, 3), model.first.weight)
+    assert torch.equal(flat.buffers[0], copy[0])
+
+
+def test_a_copy_is_nobody_s_view():
+    flat = FlatParameters(nn.Linear(2, 2))
+    copy = flat.copy()
+    flat.buffers[0].zero_()
+    assert bool(copy[0].any())
