@@ -28,7 +28,8 @@ import dure
 from dure.contracts.strategy import Strategy, World
 from dure.record.run import Run
 
-WORKERS, BATCH = 4, 16
+WORKERS = 4
+BATCH = 16
 SHARDS = dure.LabelShards(2)
 
 

@@ -104,7 +104,8 @@ def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[s
             show(f"{name} lr {rate:g} diverges: {error}")
             continue
         run = trials[rate]
-        accuracy, seconds = run.summary["test_accuracy"], run.summary["seconds"]
+        accuracy = run.summary["test_accuracy"]
+        seconds = run.summary["seconds"]
         show(
             f"{name} lr {rate:g}: training loss {last_loss(run):.4f}, accuracy {accuracy:.4f}, "
             f"{seconds:.0f} s"
@@ -131,7 +132,8 @@ def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[s
 
 def at_bytes(row: dict[str, Any], nbytes: float) -> float | None:
     """The accuracy when a worker has sent so many bytes; None before the first evaluation."""
-    sent, accuracy = row["curve"]["bytes"], row["curve"]["test_accuracy"]
+    sent = row["curve"]["bytes"]
+    accuracy = row["curve"]["test_accuracy"]
     place = bisect.bisect_right(sent, nbytes * (1 + 1e-9))
     return accuracy[place - 1] if place > 1 else None
 

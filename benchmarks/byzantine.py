@@ -33,7 +33,8 @@ from pages import fill, table
 import dure
 from dure.errors import LossNotFiniteError
 
-CLIENTS, LIARS = 20, 4
+CLIENTS = 20
+LIARS = 4
 RULES = {
     "mean": "mean",
     "byzantine": "geometric-median-of-means:10",
@@ -90,7 +91,8 @@ def accuracies(
     """Test accuracy after each of these numbers of rounds; None where the model did not stay
     finite."""
     liars: dict[str, Any] = {"attack": attack, "attackers": LIARS} if attack != "none" else {}
-    last, every = rounds[-1], math.gcd(*rounds)
+    last = rounds[-1]
+    every = math.gcd(*rounds)
     try:
         run = dure.train(
             task,
@@ -139,7 +141,9 @@ def cells(
 
 
 def stood(found: Found, rule: str, attack: str) -> bool:
-    value, clean, best = found[rule][attack], found[rule]["none"], found["mean"]["none"]
+    value = found[rule][attack]
+    clean = found[rule]["none"]
+    best = found["mean"]["none"]
     return (
         value is not None
         and clean is not None

@@ -39,7 +39,8 @@ from dure.record.meter import Counters
 from dure.record.run import RunFolder
 from dure.run.registry import parse_strategy, strategy_class
 
-BATCH, STEPS = 64, 8
+BATCH = 64
+STEPS = 8
 """Examples of a joint step, and steps of an epoch."""
 
 PERIOD = 4
@@ -337,7 +338,8 @@ def label_of(case: Case, ranks: int) -> str:
 def counted(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON:
     """Bytes and messages of every participant in an epoch, and the formula's."""
     done, workers = run(case, task, ranks, epochs)
-    inputs, outputs = task.train.inputs[0].numel(), 10
+    inputs = task.train.inputs[0].numel()
+    outputs = 10
     epochs = round(done.summary["epochs"])
     facts = Facts(done.summary["parameters"], ranks, inputs, WIDTHS[task.name], outputs, epochs)
     expected = case.sent(facts) if case.sent is not None else None
@@ -542,7 +544,8 @@ def describe(result: JSON, page: Path) -> None:
 
     def one(row: JSON) -> list[str]:
         sent = [value / steps / 1e6 for value in row["bytes_sent_per_epoch"]]
-        ratio, most = row["bytes_over_formula"], max(sent)
+        ratio = row["bytes_over_formula"]
+        most = max(sent)
         first = row["participants"][0] in ("master", "server")
         workers = sent[1:] if first else sent
         return [

@@ -123,7 +123,8 @@ def codecs(width: int, repeats: int) -> list[JSON]:
             decode = seconds(partial(codec.add, payload, into, 1), repeats)
             row |= {"bytes": codec.nbytes, "encode_gb_s": 4e-9 * len(vector) / encode}
             row |= {"decode_gb_s": 4e-9 * len(vector) / decode}
-        compressor, tensors = compression.compressor(like, 0), views_of(vector.clone(), like)
+        compressor = compression.compressor(like, 0)
+        tensors = views_of(vector.clone(), like)
         row["call_gb_s"] = (
             4e-9 * len(vector) / seconds(partial(compressor.all_reduce, tensors, Group()), repeats)
         )
@@ -235,7 +236,8 @@ def sums(width: int, rounds: int, place: Place) -> list[JSON]:
                 arrived += flat
         sent = torch_bytes(name, mine, size)
         if group is not None:
-            counters, compression = group.meter.counters, parse(name.partition(": ")[2])
+            counters = group.meter.counters
+            compression = parse(name.partition(": ")[2])
             sent = compression.bytes_sent(mine, size, place.group.rank, "native")
             assert counters.bytes_sent == CALLS * sent, name
         average = float((arrived / CALLS - exact).norm() / exact.norm())
@@ -264,10 +266,12 @@ def training(epochs: int, place: Place) -> list[JSON]:
     """A small MLP trained through every compression: the gradient of the joint batch, from the
     ranks' parts."""
     torch.set_num_threads(1)
-    task, rows = task_of(200), []
+    task = task_of(200)
+    rows = []
     assert task.test is not None
     for text in TEXTS:
-        model, group = seeded_model(task, 0).train(), Group(dist.group.WORLD)
+        model = seeded_model(task, 0).train()
+        group = Group(dist.group.WORLD)
         parameters = list(model.parameters())
         optimizer = task.optimizer(parameters)
         compressor = parse(text).compressor(parameters, 0)
@@ -283,7 +287,8 @@ def training(epochs: int, place: Place) -> list[JSON]:
                 )
                 optimizer.step()
         with torch.no_grad():
-            scores, targets = model.eval()(task.test.inputs), task.test.targets
+            scores = model.eval()(task.test.inputs)
+            targets = task.test.targets
             trained = float(task.loss(model(task.train.inputs), task.train.targets))
         row: JSON = {
             "compression": text,

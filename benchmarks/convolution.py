@@ -164,7 +164,8 @@ def parts(layer: Layer, device: torch.device) -> dict[str, Callable[[], object]]
     """What im2col is made of: copies and products, of the forward and of the backward pass."""
     images, kernels = (torch.randn(shape, device=device) for shape in layer.shapes)
     over = {"kernel": layer.k, **layer.settings}
-    columns, matrix = im2col(images, **over), kernels.flatten(1)  # type: ignore[arg-type]
+    columns = im2col(images, **over)  # type: ignore[arg-type]
+    matrix = kernels.flatten(1)
     gradient = matrix @ columns
 
     def copies_backward() -> None:
@@ -233,7 +234,8 @@ def check_that_all_agree(layer: Layer, device: torch.device) -> None:
 def measure(layer: Layer, device: torch.device, rounds: int) -> JSON:
     """Median seconds of every contender and part, in rounds that take turns."""
     check_that_all_agree(layer, device)
-    found, made_of = contenders(layer, device), parts(layer, device)
+    found = contenders(layer, device)
+    made_of = parts(layer, device)
     samples: dict[str, list[float]] = {}
     for number in range(-1, rounds):  # the first round chooses kernels and allocates
         for name, run in list(found.items())[:: 1 if number % 2 else -1]:
@@ -279,7 +281,8 @@ KINDS = ("convolution", "fully connected", "the rest")
 def shares(name: str, batch: int, steps: int) -> JSON:
     """Parameters, operations of a step, and its time by kinds of layers."""
     model = MODELS[name]()
-    parameters, flops = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0)
+    parameters = dict.fromkeys(KINDS, 0)
+    flops = dict.fromkeys(KINDS, 0.0)
 
     def count(layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
         kind = kind_of(layer)
@@ -296,7 +299,8 @@ def shares(name: str, batch: int, steps: int) -> JSON:
         for layer in model.modules()
         if not list(layer.children())
     ]
-    images, labels = torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
+    images = torch.randn(batch, 1, 28, 28)
+    labels = torch.randint(0, 10, (batch,))
     F.cross_entropy(model(images), labels).backward()
     for hook in hooks:
         hook.remove()
@@ -481,7 +485,8 @@ def connected(device: JSON) -> Panel:
 
 
 def share(result: JSON) -> Panel:
-    names, series = [], {kind: [] for kind in KINDS}  # type: ignore[var-annotated]
+    names: list[str] = []
+    series: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for row in result["shares"]:
         for what in WHAT:
             names.append(f"{row['model']}: {WHAT[what]}")

@@ -249,7 +249,8 @@ def contest(
 
 def locally(models: Any, rounds: int, steps: int, place: Place) -> JSON:
     torch.set_num_threads(1)
-    gloo, shared = dist.new_group(backend="gloo"), dist.new_group(backend="dure")
+    gloo = dist.new_group(backend="gloo")
+    shared = dist.new_group(backend="dure")
     return {
         name: contest(on_one_machine, model, rounds, steps, gloo, shared)
         for name, model in models.items()
@@ -261,7 +262,8 @@ def apart(
 ) -> JSON:
     """As `locally`, each rank on a host of its own."""
     torch.set_num_threads(1)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     told: list[Any] = [None]
     patience = timedelta(seconds=60)
     if rank == 0:

@@ -36,7 +36,10 @@ from dure.data.shakespeare import read_shakespeare
 from dure.record.run import Run
 from dure.tasks.models import Transformer
 
-CONTEXT, LAYERS, WIDTH, HEADS = 64, 2, 64, 4
+CONTEXT = 64
+LAYERS = 2
+WIDTH = 64
+HEADS = 4
 H = 50
 
 

@@ -251,7 +251,8 @@ class PeakMemory(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak, self.ended = 0, threading.Event()
+        self.peak = 0
+        self.ended = threading.Event()
 
     def run(self) -> None:
         while not self.ended.wait(0.1):
@@ -548,7 +549,8 @@ def main() -> None:
     )
     asked = parser.parse_args()
     if asked.quick:
-        asked.rounds, asked.repeats = asked.rounds or 4, 1
+        asked.rounds = asked.rounds or 4
+        asked.repeats = 1
     result = json.loads(asked.result.read_text()) if asked.result else results(asked)
     report(result)
     if asked.page is not None:

@@ -24,9 +24,13 @@ DARK = ["#4fa8e0", "#ff8a4c", "#2fc79b", "#e58bbe", "#e6b93c", "#9bd8f7", "#a79b
 NEUTRAL = 7
 """The colour of what the others are compared with."""
 
-WIDTH, HEIGHT = 520, 340
-_TOP, _BOTTOM, _RIGHT = 30, 48, 18
-_ROW, _CHARACTER = 17, 6.4
+WIDTH = 520
+HEIGHT = 340
+_TOP = 30
+_BOTTOM = 48
+_RIGHT = 18
+_ROW = 17
+_CHARACTER = 6.4
 """Height of a line of the legend, and width of a character of it, in pixels."""
 
 
@@ -122,13 +126,16 @@ def _limits(axis: Axis, values: Sequence[float], pad: float) -> tuple[float, flo
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)] or [
         1.0
     ]
-    low, high = min(shown), max(shown)
+    low = min(shown)
+    high = max(shown)
     if axis.log:
         room = (high / low) ** pad if high > low else 2.0
-        low, high = low / room, high * room
+        low /= room
+        high *= room
     else:
         room = (high - low) * pad if high > low else abs(high) or 1.0
-        low, high = (low if low == 0 else low - room), high + room
+        low = low if low == 0 else low - room
+        high += room
     return (low if axis.low is None else axis.low), (high if axis.high is None else axis.high)
 
 
@@ -147,11 +154,14 @@ def _legend(
     names: Sequence[tuple[str, int, bool]], left: float, top: float, width: float, box: bool
 ) -> list[str]:
     """Rows of (name, colour, dashed); their number is `_rows` of the names."""
-    parts, x, y = [], left, top
+    parts = []
+    x = left
+    y = top
     for name, colour, dashed in names:
         needed = 30 + _CHARACTER * len(name)
         if x > left and x + needed > left + width:
-            x, y = left, y + _ROW
+            x = left
+            y += _ROW
         if box:
             parts.append(
                 f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="16" height="10" class="f{colour}"/>'
@@ -164,11 +174,13 @@ def _legend(
 
 
 def _rows(names: Sequence[str], width: float) -> int:
-    rows, x = 1, 0.0
+    rows = 1
+    x = 0.0
     for name in names:
         needed = 30 + _CHARACTER * len(name)
         if x and x + needed > width:
-            rows, x = rows + 1, 0.0
+            rows += 1
+            x = 0.0
         x += needed + 12
     return rows if names else 0
 
@@ -279,7 +291,8 @@ def bars(
     parts.append(_text((left + width - _RIGHT) / 2, height - 12, x.title, "middle", "soft"))
     base = low if x.log else max(low, 0.0)
     for i, row in enumerate(rows):
-        y, start = top + 4 + slot * i, base
+        y = top + 4 + slot * i
+        start = base
         parts.append(_text(left - 8, y + (slot - 9) / 2 + 4, row, "end", "key"))
         for position, amounts in enumerate(series.values()):
             amount = amounts[i]
@@ -296,7 +309,8 @@ def bars(
 
 
 def _bar(x1: float, x2: float, y: float, thick: float, colour: int) -> str:
-    left, length = min(x1, x2), abs(x2 - x1)
+    left = min(x1, x2)
+    length = abs(x2 - x1)
     return f'<rect x="{left:.1f}" y="{y:.1f}" width="{length:.1f}" height="{thick - 1}" class="f{colour}"/>'
 
 

@@ -49,7 +49,8 @@ MNIST_EXAMPLES = 5_000
 EXPONENTS = range(-9, 4)
 """Of 2: the grid of learning rates."""
 
-EPOCHS, STEPS = 1_000, 20_000
+EPOCHS = 1_000
+STEPS = 20_000
 """A rate that has not reached the target by the sooner of them has not reached it."""
 
 CHOOSING = (-1, -2, -3)
@@ -303,13 +304,15 @@ def noise(setting: Setting, model: nn.Module) -> dict[str, Any]:
     """|G|^2 and tr(Sigma) of the gradients of single examples, and the measured variance of
     batches."""
     weights = {name: value.detach() for name, value in model.named_parameters()}
-    inputs, targets = setting.task.train.inputs, setting.task.train.targets
+    inputs = setting.task.train.inputs
+    targets = setting.task.train.targets
 
     def loss(values: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
         return setting.task.loss(functional_call(model, values, (one[None],)), target[None])
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))
-    squares, total = 0.0, {name: torch.zeros_like(value) for name, value in weights.items()}
+    squares = 0.0
+    total = {name: torch.zeros_like(value) for name, value in weights.items()}
     for part in torch.split(torch.arange(setting.n), 100):
         found = each(weights, inputs[part], targets[part])
         squares += sum(float(value.double().square().sum()) for value in found.values())
@@ -382,7 +385,9 @@ def draw(result: dict[str, Any], out: Path) -> None:
         }
         accuracies = []
         for row in one["rows"]:
-            name, steps, each = name_of(row), row["curve"]["step"], per_epoch[row["batch"]]
+            name = name_of(row)
+            steps = row["curve"]["step"]
+            each = per_epoch[row["batch"]]
             loss = best_so_far(row["curve"]["loss"], falling=True)
             against[epochs].append(Curve(name, [step / each for step in steps], loss))
             against[seconds].append(Curve(name, row["curve"]["seconds"], loss))
@@ -407,7 +412,8 @@ def draw(result: dict[str, Any], out: Path) -> None:
 
 
 def draw_costs(one: dict[str, Any], out: Path) -> None:
-    rows, fitted = one["rows"], one["fit"]
+    rows = one["rows"]
+    fitted = one["fit"]
     sizes = [row["batch"] for row in rows]
     curve = [fitted["least_steps"] * (1 + fitted["critical_batch"] / size) for size in sizes]
     batch = Axis("batch size", log=True, short=True)

@@ -55,7 +55,8 @@ from dure.randomness.seeds import shuffled
 
 CORES = available_cores()
 
-BEGIN, END = "<!-- figures of benchmarks/local_training.py -->", "<!-- end of figures -->"
+BEGIN = "<!-- figures of benchmarks/local_training.py -->"
+END = "<!-- end of figures -->"
 
 NO_PEER = (
     "torch.nn.DataParallel divides batches over GPUs only; here it would call the module as it is"
@@ -135,7 +136,8 @@ def cases(data: Path | None, scale: float) -> list[Case]:
 
 def part(task: dure.Task, examples: int) -> dure.Task:
     """The first training examples, and the first 2,000 to test on."""
-    train, test = task.train, task.test
+    train = task.train
+    test = task.test
     return dataclasses.replace(
         task,
         train=dure.Examples(train.inputs[:examples], train.targets[:examples]),
@@ -161,7 +163,8 @@ def train_epoch(
 ) -> None:
     for batch in batches:
         optimizer.zero_grad()
-        inputs, targets = task.train.inputs[batch].to(device), task.train.targets[batch].to(device)
+        inputs = task.train.inputs[batch].to(device)
+        targets = task.train.targets[batch].to(device)
         task.loss(model(inputs), targets).backward()
         optimizer.step()
 
@@ -176,7 +179,8 @@ def plain(
     torch.set_num_threads(threads)
     model = wrap(seeded_model(case.task, 0).to(device).train())
     optimizer = case.task.optimizer(model.parameters())
-    seconds, evaluations = 0.0, []
+    seconds = 0.0
+    evaluations = []
     for epoch in range(case.epochs):
         batches = list(shuffled(case.examples, 0, epoch).split(case.batch))
         started = time.perf_counter()
@@ -204,14 +208,16 @@ def hogwild_by_hand(case: Case) -> Trained:
     epoch."""
     context = torch.multiprocessing.get_context("spawn")
     model = seeded_model(case.task, 0).train().share_memory()
-    start, end = context.Barrier(CORES + 1), context.Barrier(CORES + 1)
+    start = context.Barrier(CORES + 1)
+    end = context.Barrier(CORES + 1)
     members = [
         context.Process(target=hog, args=(n, model, case, start, end), daemon=True)
         for n in range(CORES)
     ]
     for member in members:
         member.start()
-    seconds, evaluations = 0.0, []
+    seconds = 0.0
+    evaluations = []
     for _ in range(case.epochs):
         start.wait(300)
         started = time.perf_counter()
@@ -251,11 +257,9 @@ def by_dure(
 
 
 def ways() -> dict[str, Callable[[Case], Trained]]:
-    here, threads, processes = (
-        partial(dure.Processes, 1),
-        partial(dure.Threads, CORES),
-        partial(dure.Processes, CORES),
-    )
+    here = partial(dure.Processes, 1)
+    threads = partial(dure.Threads, CORES)
+    processes = partial(dure.Processes, CORES)
     found: dict[str, Callable[[Case], Trained]] = {
         "plain loop, 1 thread": partial(plain, 1),
         f"plain loop, {CORES} threads": partial(plain, CORES),
@@ -394,7 +398,8 @@ def write_page(result: dict[str, Any], page: Path) -> None:
     if result["torch_nn_data_parallel"] == NO_PEER:
         parts.append("torch.nn.DataParallel has no row: it divides batches over GPUs only.")
     text = page.read_text()
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    before = text[: text.index(BEGIN) + len(BEGIN)]
+    after = text[text.index(END) :]
     page.write_text("\n\n".join([before, *parts, after]))
 
 

@@ -27,7 +27,8 @@ def fill(page: Path, blocks: Mapping[str, str]) -> None:
     """Writes each block between its marks. Raises ValueError if the page has no such marks."""
     text = page.read_text()
     for name, content in blocks.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        start = f"<!-- {name} -->\n"
+        end = f"<!-- /{name} -->"
         before, opened, rest = text.partition(start)
         _, closed, after = rest.partition(end)
         if not opened or not closed:

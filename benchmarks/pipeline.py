@@ -53,7 +53,10 @@ from dure.parallel.pipeline.simulate import Times, simulate
 from dure.tasks.models import Transformer
 
 JSON = dict[str, Any]
-CHARACTERS, CONTEXT, LAYERS, HEADS = 65, 64, 8, 4
+CHARACTERS = 65
+CONTEXT = 64
+LAYERS = 8
+HEADS = 4
 RANKS = 2
 TOLERANCE = 1e-4
 """How far gradients may be from those of one process, in float32."""
@@ -81,7 +84,8 @@ def seeded(width: int) -> Transformer:
 class Head(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.norm, self.output = model.norm, model.output
+        self.norm = model.norm
+        self.output = model.output
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output(self.norm(hidden)).transpose(1, 2)
@@ -90,7 +94,8 @@ class Head(nn.Module):
 class Foot(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.embedding, self.position = model.embedding, model.position
+        self.embedding = model.embedding
+        self.position = model.position
 
     def forward(self, indices: Tensor) -> Tensor:
         return self.embedding(indices) + self.position(torch.arange(indices.shape[1]))
@@ -103,11 +108,9 @@ class Alone:
     """One process; the other ranks wait, or do the same."""
 
     def __init__(self, width: int, batch: int, microbatches: int, on_all: bool = False) -> None:
-        self.model, self.microbatches, self.waits = (
-            seeded(width),
-            microbatches,
-            not on_all and dist.get_rank() > 0,
-        )
+        self.model = seeded(width)
+        self.microbatches = microbatches
+        self.waits = not on_all and dist.get_rank() > 0
         self.inputs, self.targets = examples(batch)
 
     def step(self) -> None:
@@ -137,7 +140,8 @@ class Torchs:
         per_rank: int,
         v_shaped: bool = False,
     ) -> None:
-        rank, stages = dist.get_rank(), RANKS * per_rank
+        rank = dist.get_rank()
+        stages = RANKS * per_rank
         self.model = seeded(width)
         blocks = list(self.model.blocks)
         size = len(blocks) // stages
@@ -151,7 +155,8 @@ class Torchs:
             for i in mine
         ]
         self.pieces = [pieces[i] for i in mine]
-        self.first, self.last = 0 in mine, stages - 1 in mine
+        self.first = 0 in mine
+        self.last = stages - 1 in mine
         stage: Any = made[0] if per_rank == 1 else made
         self.schedule = kind(stage, microbatches, loss_fn=F.cross_entropy)
         self.inputs, self.targets = examples(batch)
@@ -409,7 +414,8 @@ def tables(result: JSON) -> dict[str, str]:
     for name in (name for name in names if name.startswith("dure ")):
         row = [name.removeprefix("dure ")]
         for _, cell in cells:
-            found, versus = cell["rows"][name], cell["torch_over_dure"].get(row[0])
+            found = cell["rows"][name]
+            versus = cell["torch_over_dure"].get(row[0])
             ratios = [
                 f"{found[what]:.2f}" for what in ("over_predicted", "over_ideal", "over_possible")
             ]

@@ -86,7 +86,8 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
     per_rank = 2 if schedule == "interleaved" else 1
     stages = ranks * per_rank
     made = make(schedule, ranks, microbatches, per_rank)
-    forward, backward = asked.forward / 1e3, asked.backward / 1e3
+    forward = asked.forward / 1e3
+    backward = asked.backward / 1e3
     data = torch.utils.data.TensorDataset(
         torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH)
     )

@@ -30,7 +30,8 @@ from pages import fill, table
 from rounds import quartiles, turns
 
 JSON = dict[str, Any]
-ASKED, ROUNDS = 100, 40
+ASKED = 100
+ROUNDS = 40
 
 
 def one(clients: int, started: float) -> JSON:
@@ -40,10 +41,8 @@ def one(clients: int, started: float) -> JSON:
     import dure
 
     draws = torch.Generator().manual_seed(0)
-    inputs, targets = (
-        torch.randn(clients, 8, generator=draws),
-        torch.randint(0, 2, (clients,), generator=draws),
-    )
+    inputs = torch.randn(clients, 8, generator=draws)
+    targets = torch.randint(0, 2, (clients,), generator=draws)
     task = dure.Task(
         lambda: torch.nn.Linear(8, 2),
         torch.nn.functional.cross_entropy,

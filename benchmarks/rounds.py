@@ -43,7 +43,9 @@ def seconds_per_step(
 def seconds_of_a_message(group: Any, elements: int, times: int = 40) -> float:
     """One way between ranks 0 and 1 that wait for it, the median half of a ping-pong. All ranks of
     the group call."""
-    tensor, peer, samples = torch.zeros(elements), 1 - group.rank, [0.0]
+    tensor = torch.zeros(elements)
+    peer = 1 - group.rank
+    samples = [0.0]
     for _ in range(times if group.rank < 2 else 0):
         started = time.perf_counter()
         for sends in (group.rank == 0, group.rank == 1):

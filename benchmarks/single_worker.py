@@ -30,7 +30,8 @@ BATCH = 64
 
 def by_hand(task: dure.Task, epochs: int) -> tuple[float, nn.Module]:
     """Seconds of the hand-written loop, and the trained model."""
-    inputs, targets = task.train.inputs, task.train.targets
+    inputs = task.train.inputs
+    targets = task.train.targets
     model = seeded_model(task, 0).train()
     optimizer = task.optimizer(model.parameters())
     started = time.perf_counter()

@@ -62,7 +62,8 @@ SETTINGS = {
 class Pair(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         added: Tensor = self.contract(F.gelu(self.expand(hidden)))

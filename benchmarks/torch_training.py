@@ -199,7 +199,9 @@ def row(
 def own(ranks: int, rounds: int, steps: int, size: str, all_reduce: Any) -> JSON:
     """dure's DataParallel, a world of one backend after one of the other; seconds of training,
     starts left out."""
-    task, samples, losses = digits(WIDTHS[size]), {backend: [] for backend in BACKENDS}, {}
+    task = digits(WIDTHS[size])
+    samples = {backend: [] for backend in BACKENDS}
+    losses = {}
     strategy = dure.DataParallel(BATCH, all_reduce)
     for number in range(rounds):
         for backend in BACKENDS[:: 1 if number % 2 else -1]:

@@ -141,7 +141,8 @@ class Plain:
         self.divide(make(), optimizer, group)
 
     def divide(self, model: nn.Module, optimizer: Any, group: Any) -> None:
-        self.model, self.optimizer = model, optimizer(model.parameters())
+        self.model = model
+        self.optimizer = optimizer(model.parameters())
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
@@ -257,7 +258,8 @@ class Contender(NamedTuple):
     alone: bool = False
 
 
-ONE, APART = "one thread", "no exchange"
+ONE = "one thread"
+APART = "no exchange"
 CONTENDERS = {
     ONE: Contender(Plain, alone=True),
     APART: Contender(Plain),

@@ -29,7 +29,10 @@ from torch import nn
 import dure
 from dure.data.examples import Examples
 
-EXAMPLES, BATCH, PASSES, RATE = 600, 50, 20, 0.1
+EXAMPLES = 600
+BATCH = 50
+PASSES = 20
+RATE = 0.1
 THETAS = [round(-0.2 + 0.05 * step, 2) for step in range(29)]
 
 
