@@ -1,25 +1,26 @@
-"""Compression measured: what encoding and decoding cost, what travels, how far off a sum is, what
-training loses.
+"""Compression measured: the cost of encoding and decoding, bytes, errors of sums, and of training.
 
-Three tables, all contenders of one side by side in one run, one thread a rank:
+There are three tables. All contenders of a table are measured in one run, with one thread a rank:
 
-    codecs      encode and decode the gradient of an MLP on the built-in digits; GB/s are its float32 numbers over the
-                thread's CPU time
-    sums        that gradient, of another batch on each rank, all-reduced by every compression and by torch's own hooks
-                (fp16_compress, bf16_compress, PowerSGD of rank 2) on the same groups: gloo, and
-                backend dure
-    training    a small MLP on the digits, each batch divided over the ranks: loss, accuracy and bytes at the end
+    codecs      encode and decode the gradient of an MLP on the built-in digits; GB/s are its
+                float32 numbers over the thread's CPU time
+    sums        that gradient, of another batch on each rank, all-reduced by every compression and
+                by torch's own hooks (fp16_compress, bf16_compress, PowerSGD of rank 2) on the same
+                groups: gloo, and backend dure
+    training    a small MLP on the digits, each batch divided over the ranks: loss, accuracy and
+                bytes at the end
 
-Rounds are interleaved: in each round every contender has one call behind a barrier, whose time is
-that of the slowest rank; the median over the rounds counts. Our bytes are those of the meter, which
-are checked against the formula; torch's, which cannot be seen, are 2(N-1)/N of its messages: half
-of the numbers' bytes, and the factors that ours of rank 2 sends too. `off` is ‖sum - exact‖ /
-‖exact‖ of the first call that compresses, and `off_on_average` that of the mean of 20 calls from
-there on with the same gradients, where error feedback and random rounding show.
+Rounds are interleaved: in each round every contender has one call after a barrier. Its time is that
+of the slowest rank, and the median over the rounds counts. dure's bytes are those of the meter,
+which are checked against the formula. torch's bytes cannot be seen: they are 2(N-1)/N of its
+messages, which are half of the numbers' bytes, or the factors that dure's PowerSGD of rank 2 sends
+too. `off` is ‖sum - exact‖ / ‖exact‖ of the first call that compresses. `off_on_average` is that of
+the mean of 20 calls from there on with the same gradients, which shows what error feedback and
+random rounding do.
 
     python benchmarks/compression.py > benchmarks/results/compression.json
 
-Progress and tables go to standard error, the result as JSON to standard output; --tables RESULT
+Progress and tables go to standard error, the result as JSON to standard output. --tables RESULT
 prints the tables of an earlier result, which docs/compression.md has.
 """
 
@@ -307,7 +308,10 @@ def line(row: JSON) -> str:
     if "contender" in row:
         about = f"{row['seconds'] * 1e3:8.2f} ms {row['bytes']:>12,} B  off {row['off']:.1e}"
         return f"{row['contender']:<28} {about}, on average {row['off_on_average']:.1e}"
-    about = f"loss {row['train_loss']:.4f}, of the test {row['test_loss']:.4f}, accuracy {row['test_accuracy']:.4f}"
+    about = (
+        f"loss {row['train_loss']:.4f}, of the test {row['test_loss']:.4f}, "
+        f"accuracy {row['test_accuracy']:.4f}"
+    )
     return f"{row['compression']:<14} {about}  {row['bytes']:>12,} B"
 
 

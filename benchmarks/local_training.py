@@ -1,29 +1,31 @@
-"""One machine, one model: every way to keep its cores busy, side by side in one run.
+"""One machine, one model: every way to keep its cores busy, in one run.
 
 The same model from the same weights on the same batches, trained for the same number of examples by
 
-    a plain loop on one thread and on all            torch and nothing else
-    SingleWorker on one thread and on all, fed       dure's lone worker; loaders read its batches ahead
-    a mini-batch per core                            DataParallel in Threads: scatter, replicas, a master
-    layers per core                                  LayersPerCore: a pipeline of threads
-    Hogwild in threads, in processes                 updates without locks
-    Hogwild by hand                                  torch.multiprocessing, as in torch's own example
-    DistributedDataParallel                          DataParallel in Processes: an all-reduce
-    one GPU, fed by loaders, by plain torch          where there is one
+    a plain loop on one thread and on all        only torch
+    SingleWorker on one thread and on all, fed   dure's single worker; loaders read its batches
+                                                 ahead
+    a mini-batch per core                        DataParallel in Threads: scatter, replicas, a
+                                                 master
+    layers per core                              LayersPerCore: a pipeline of threads
+    Hogwild in threads, in processes             updates without locks
+    Hogwild by hand                              torch.multiprocessing, as in torch's own example
+    DistributedDataParallel                      DataParallel in Processes: an all-reduce
+    one GPU, fed by loaders, by plain torch      if there is one
 
 All but Hogwild compute the same gradients up to the rounding of sums. torch.nn.DataParallel, the
-peer of a mini-batch per core, divides batches over GPUs only: on CPUs it calls the module as it is,
-so it has a row where there are two GPUs and none elsewhere.
+peer of a mini-batch per core, divides batches over GPUs only. On CPUs it calls the module as it is,
+so it has a row only if there are two GPUs.
 
-Every repetition trains each way once, in another order; medians and quartiles over the repetitions.
-Seconds are those of training: starts of processes and evaluations are left out for all.
-ms_per_batch is milliseconds for the examples of one batch, seconds_to_target those until the first
-evaluation (one an epoch) at which the accuracy is reached, null if it was not in any repetition.
-The load of a way is what each of its workers did in a step, from its last repetition.
+Every repetition trains each way once, in another order; figures are medians and quartiles over the
+repetitions. Seconds are those of training, without starts of processes and evaluations.
+ms_per_batch is milliseconds for the examples of one batch. seconds_to_target is seconds until the
+first evaluation (one an epoch) at which the accuracy is reached, null if it was not reached in any
+repetition. The load of a way is what each of its workers did in a step, from its last repetition.
 
-    python benchmarks/local_training.py [--data MNIST_FOLDER] >
-    benchmarks/results/local_training.json python benchmarks/local_training.py --page
-    benchmarks/results/local_training.json
+    python benchmarks/local_training.py [--data MNIST_FOLDER] \\
+        > benchmarks/results/local_training.json
+    python benchmarks/local_training.py --page benchmarks/results/local_training.json
 
 Progress and a table go to standard error, the result as JSON to standard output. The second line
 writes the figures of a result into docs/local-training.md.
@@ -242,18 +244,18 @@ def by_dure(
         (one.seconds, one.metrics["test_accuracy"] or 0.0) for one in run.history.evaluations[1:]
     ]
     steps = case.epochs * -(-case.examples // case.batch)
-    load = [
-        {
-            "name": worker["name"],
-            **{
-                f"{kind}_ms": worker[f"{kind}_seconds"] / steps * 1e3
-                for kind in ("compute", "communication", "idle")
-            },
-            **{f"{way}_bytes": worker[f"bytes_{way}"] / steps for way in ("sent", "received")},
-        }
-        for worker in run.summary["per_worker"]
-    ]
+    load = [load_of(worker, steps) for worker in run.summary["per_worker"]]
     return Trained(run.summary["seconds"], evaluations, load)
+
+
+def load_of(worker: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What a worker did in one step."""
+    row = {"name": worker["name"]}
+    for kind in ("compute", "communication", "idle"):
+        row[f"{kind}_ms"] = worker[f"{kind}_seconds"] / steps * 1e3
+    for way in ("sent", "received"):
+        row[f"{way}_bytes"] = worker[f"bytes_{way}"] / steps
+    return row
 
 
 def ways() -> dict[str, Callable[[Case], Trained]]:
@@ -340,7 +342,8 @@ def line(row: dict[str, Any]) -> str:
     faster = row["times_faster_than_one_thread"]["median"]
     spread = f"({low:.2f} to {high:.2f})"
     time_of_a_batch = f"{row['ms_per_batch']['median']:8.2f} ms {spread:<20}"
-    return f"  {row['way']:<36} {time_of_a_batch} {faster:5.2f}x  to the target {until}  {row['accuracy']:.3f}"
+    about = f"  {row['way']:<36} {time_of_a_batch} {faster:5.2f}x"
+    return f"{about}  to the target {until}  {row['accuracy']:.3f}"
 
 
 def table(case: dict[str, Any]) -> str:

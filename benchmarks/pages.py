@@ -8,7 +8,7 @@
 
     <!-- /steps -->
 
-`fill(page, {"steps": table(...)})` replaces what stands between the marks.
+`fill(page, {"steps": table(...)})` replaces what is between the marks.
 """
 
 from __future__ import annotations

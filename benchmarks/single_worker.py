@@ -1,10 +1,10 @@
-"""SingleWorker against a hand-written PyTorch loop of the same steps, side by side in one run.
+"""SingleWorker against a hand-written PyTorch loop of the same steps, in one run.
 
-Both train the same model on the same batches from the same weights; on one thread they end with the
+Both train the same model on the same batches from the same weights. On one thread they end with the
 same bits. The loop is the shortest that does so: a permutation an epoch, indexing, forward,
 backward, step, on as many threads as torch takes. SingleWorker also records every step, and chooses
-its threads. Interleaved repetitions, medians; seconds of training alone, evaluation left out on
-both sides.
+its threads. Repetitions are interleaved, and figures are medians. Seconds are those of training
+only, without evaluation on both sides.
 
     python benchmarks/single_worker.py > result.json
 """
