@@ -1,16 +1,16 @@
 """ADMM, FedProx's local loss and FedAvg where every worker has other labels, at equal rounds.
 
-MNIST 2NN, four workers with two label shards each (the data are sorted by label and cut into
-eight). A round is one pass of every worker over its own data in batches of 16, and one exchange of
-weights. Every system trains with every rate of --rates, ADMM and FedProx with every rho of --rhos;
-shown is what has the best mean test accuracy over all rounds, so that all are chosen by the same
-measure. All trials are in the result.
+The task is MNIST with the 2NN. Four workers have two label shards each: the data are sorted by
+label and cut into eight. A round is one pass of every worker over its own data in batches of 16,
+and one exchange of weights. Every system trains with every rate of --rates, ADMM and FedProx with
+every rho of --rhos. The setting with the best mean test accuracy over all rounds is shown, so that
+all systems are chosen by the same measure. All trials are in the result.
 
     python benchmarks/admm.py --data DIR [--figure docs/images/admm.svg] > result.json
 
 Progress goes to standard error, the result as JSON to standard output. Run folders are kept under
---out: called again with the same --out it takes the runs that are there, and goes on with one that
-was interrupted.
+--out: called again with the same --out the benchmark takes the runs that are there, and continues
+one that was interrupted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ import dure
 from dure.contracts.strategy import Strategy, World
 from dure.record.run import Run
 
-WORKERS, BATCH = 4, 16
+WORKERS = 4
+BATCH = 16
+NUMBERS = ("primal_residual", "dual_residual", "rho")
 SHARDS = dure.LabelShards(2)
 
 
@@ -97,10 +99,14 @@ def measured(
         "trials": {f"{name} lr {rate:g}": curve(run) for (name, rate), run in runs.items()},
         "test_accuracy": curve(run),
         "bytes_sent_per_worker": run.summary["bytes_sent_per_worker"],
-        "residuals": {
-            number: run.history.series(number)[1] for number in ("primal_residual", "dual_residual", "rho")
-        },
-    }  # fmt: skip
+        "residuals": {number: run.history.series(number)[1] for number in NUMBERS},
+    }
+
+
+def residual_of(row: dict[str, Any], word: str, colour: int) -> Curve:
+    values = row["residuals"][f"{word}_residual"]
+    rounds = range(1, len(values) + 1)
+    return Curve(f"{row['system']}: {word}", rounds, values, dashed=word == "dual", colour=colour)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -112,12 +118,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         )
         for row in rows
     ]
-    residuals = [
-        Curve(f"{row['system']}: {word}", range(1, len(row["residuals"][number]) + 1), row["residuals"][number],
-              dashed=word == "dual", colour=colour)
-        for colour, row in enumerate(rows) if row["residuals"]["rho"]
-        for word, number in (("primal", "primal_residual"), ("dual", "dual_residual"))
-    ]  # fmt: skip
+    residuals = []
+    for colour, row in enumerate(rows):
+        if row["residuals"]["rho"]:
+            residuals.append(residual_of(row, "primal", colour))
+            residuals.append(residual_of(row, "dual", colour))
     panels = [
         lines("Test accuracy", accuracies, Axis("rounds"), Axis("", low=0.4)),
         lines("Residuals", residuals, Axis("rounds"), Axis("", log=True)),
@@ -144,7 +149,10 @@ def main() -> None:
     rows = [measured(asked, system, trials) for system, trials in trials_of(asked).items()]
     if asked.figure is not None:
         draw(rows, asked.figure)
-    setting = f"MNIST 2NN, {WORKERS} workers, {SHARDS}, batch {BATCH} a worker, {asked.rounds} rounds of one pass"
+    setting = (
+        f"MNIST 2NN, {WORKERS} workers, {SHARDS}, batch {BATCH} a worker, "
+        f"{asked.rounds} rounds of one pass"
+    )
     json.dump(
         {"benchmark": "admm", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout
     )

@@ -1,11 +1,10 @@
-"""All-reduce beside its peers on this machine: gloo, Open MPI, dure's shared memory, and every
-algorithm over gloo.
+"""All-reduce on this machine: gloo, Open MPI, dure's shared memory, and every algorithm over gloo.
 
-    python benchmarks/all_reduce.py [options of dure bench all-reduce] >
-    benchmarks/results/all_reduce.json
+    python benchmarks/all_reduce.py [options of dure bench all-reduce] \\
+        > benchmarks/results/all_reduce.json
 
 The result goes to standard output as JSON (its fields: dure.bench.result), progress and tables to
-standard error. The cost model is fitted as well. Run it on a machine that has nothing else to do;
+standard error. The cost model is fitted as well. Run it on a machine that has nothing else to do.
 docs/benchmarks.md says how it measures.
 """
 

@@ -1,20 +1,19 @@
-"""Asynchronous federations: what staleness does to FedAsync's mixing, and who arrives first where
-some are slow.
+"""Asynchronous federations: what staleness does to FedAsync, and how systems bear stragglers.
 
-1. Staleness (Xie, Koyejo, Gupta 2019): one update after another from a model 0 to S versions old,
-   drawn uniformly; MNIST, 2NN, 100 clients with IID and with Dirichlet(0.3) labels, one local
-   epoch, batches of 50. Constant mixing, alpha 0.9, against polynomial (a = 0.5) and hinge (a = 10,
-   b = 4), at S = 0, 4, 16. Each has the same clients, batches and staleness. What is reported is
-   the test accuracy at the end (mean over the second half's evaluations), and how it swings there,
-   and before: the standard deviation of the differences between evaluations. Medians over the
-   seeds.
-2. Stragglers: a tenth of the devices computes 10 times as slowly. Virtual seconds, and bytes, to a
-   target accuracy: FedAvg that waits for all of a round, FedAvg that asks 1.3 times as many as it
-   needs, FedAsync, FedBuff; with as many clients at work. Learning rates are the task's for all.
+1. Staleness (Xie, Koyejo, Gupta 2019). Updates come one after another, each from a model that is 0
+   to S versions old, drawn uniformly. The task is MNIST with the 2NN and 100 clients, with IID and
+   with Dirichlet(0.3) labels, one local epoch, batches of 50. Constant mixing with alpha 0.9 is
+   compared with polynomial (a = 0.5) and hinge (a = 10, b = 4), at S = 0, 4, 16. Each has the same
+   clients, batches and staleness. Reported are the test accuracy at the end (mean over the second
+   half's evaluations), and its swings there and before: the standard deviation of the differences
+   between evaluations. Figures are medians over the seeds.
+2. Stragglers. A tenth of the devices computes 10 times as slowly. Reported are virtual seconds and
+   bytes to a target accuracy, for FedAvg that waits for all of a round, FedAvg that asks 1.3 times
+   as many as it needs, FedAsync and FedBuff, with as many clients at work. All have the learning
+   rate of the task.
 
-    python benchmarks/asynchronous.py --data DIR --out docs/images --page docs/study-asynchronous.md
-    \\
-        > benchmarks/results/asynchronous.json
+    python benchmarks/asynchronous.py --data DIR --out docs/images \\
+        --page docs/study-asynchronous.md > benchmarks/results/asynchronous.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -158,14 +157,15 @@ def main() -> None:
     asked = parser.parse_args()
     updates, seeds = (60, 1) if asked.quick else (asked.updates, asked.seeds)
     task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=0.1)
-    stales = [stale(task, *cell, updates, seed) for cell in CELLS for seed in range(seeds)]
-    races = [
-        race(task, name, one, seed, 60)
-        for seed in range(seeds)
-        for name, one in contestants().items()
-    ]
+    stales = []
+    for cell in CELLS:
+        stales += [stale(task, *cell, updates, seed) for seed in range(seeds)]
+    races = []
+    for seed in range(seeds):
+        races += [race(task, name, one, seed, 60) for name, one in contestants().items()]
     result = {
-        "compared": "FedAsync's mixings under staleness; synchronous and asynchronous systems with stragglers",
+        "compared": "FedAsync's mixings under staleness; synchronous and asynchronous systems with "
+        "stragglers",
         "alpha": ALPHA,
         "updates": updates,
         "target": TARGET,
@@ -183,6 +183,11 @@ def main() -> None:
         )
 
 
+def middle(rows: list[dict[str, Any]], of: str) -> float:
+    """The median over the seeds."""
+    return statistics.median(row[of] for row in rows)
+
+
 def staleness_table(rows: list[dict[str, Any]]) -> str:
     cells = []
     for data, staleness, mixing in CELLS:
@@ -191,10 +196,7 @@ def staleness_table(rows: list[dict[str, Any]]) -> str:
             for row in rows
             if (row["data"], row["staleness"], row["mixing"]) == (data, staleness, mixing)
         ]
-        numbers = [
-            100 * statistics.median(row[of] for row in own)
-            for of in ("accuracy", "early_swing", "swing", "worst")
-        ]
+        numbers = [100 * middle(own, of) for of in ("accuracy", "early_swing", "swing", "worst")]
         mixed = mixing if staleness else "any"
         cells.append(
             [
@@ -214,18 +216,14 @@ def stragglers_table(rows: list[dict[str, Any]]) -> str:
     cells = []
     for name in contestants():
         own = [row for row in rows if row["system"] == name]
-        middle = {
-            key: statistics.median(row[key] for row in own)
-            for key in ("virtual_seconds", "updates", "bytes")
-        }
         reached = sum(row["reached"] for row in own)
         cells.append(
             [
                 name,
                 f"{reached} of {len(own)}",
-                f"{middle['virtual_seconds']:.0f}",
-                f"{middle['updates']:.0f}",
-                f"{middle['bytes'] / 1e6:.0f}",
+                f"{middle(own, 'virtual_seconds'):.0f}",
+                f"{middle(own, 'updates'):.0f}",
+                f"{middle(own, 'bytes') / 1e6:.0f}",
             ]
         )
     return table(["system", "reached", "virtual seconds", "updates", "MB sent"], cells)

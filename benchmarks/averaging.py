@@ -1,18 +1,18 @@
 """Systems that average weights against data parallel, at equal samples and at equal bytes.
 
-One task (Fashion-MNIST, the FedAvg paper's 2NN of 199,210 parameters), one seed, four ranks, joint
-batches of 64, the same epochs for all. Every system trains with every rate of --rates for all
-epochs, from the same first weights; the rate with the least training loss over the last epoch is
-the one that is shown, for every system alike. The curve of a system is its test accuracy at every
-half epoch, against epochs and against the bytes that a worker has sent. "At equal bytes" is the
-accuracy when a worker has sent what it sends in a whole run of a system that sends less.
+There is one task (Fashion-MNIST, the FedAvg paper's 2NN of 199,210 parameters), one seed, four
+ranks, joint batches of 64, and the same epochs for all. Every system trains with every rate of
+--rates for all epochs, from the same first weights. The rate with the least training loss over the
+last epoch is shown, for every system in the same way. The curve of a system is its test accuracy
+at every half epoch, against epochs and against the bytes that a worker has sent. "At equal bytes"
+is the accuracy when a worker has sent as much as a system that sends less does in a whole run.
 
-    python benchmarks/averaging.py --data DIR [--figures docs/images] [--page
-    docs/study-averaging.md] > result.json
+    python benchmarks/averaging.py --data DIR [--figures docs/images] \\
+        [--page docs/study-averaging.md] > result.json
 
 Progress goes to standard error, the result as JSON to standard output. Run folders are kept under
---out: called again with the same --out it takes the runs that are there, and goes on with one that
-was interrupted.
+--out: called again with the same --out the benchmark takes the runs that are there, and continues
+one that was interrupted.
 """
 
 from __future__ import annotations
@@ -94,6 +94,19 @@ def last_loss(run: Run) -> float:
     return sum(step.loss for step in recent) / len(recent)
 
 
+KEYS = (
+    "test_accuracy",
+    "test_loss",
+    "seconds",
+    "bytes_sent_per_worker",
+    "epochs",
+    "compute_seconds",
+    "communication_seconds",
+    "idle_seconds",
+)
+"""What of a run's summary is reported."""
+
+
 def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[str, Any]:
     """One row: the chosen rate's run, and what the others came to."""
     trials: dict[float, Run] = {}
@@ -104,15 +117,14 @@ def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[s
             show(f"{name} lr {rate:g} diverges: {error}")
             continue
         run = trials[rate]
-        accuracy, seconds = run.summary["test_accuracy"], run.summary["seconds"]
+        accuracy = run.summary["test_accuracy"]
+        seconds = run.summary["seconds"]
         show(
             f"{name} lr {rate:g}: training loss {last_loss(run):.4f}, accuracy {accuracy:.4f}, "
             f"{seconds:.0f} s"
         )
     rate = min(trials, key=lambda rate: last_loss(trials[rate]))
     run = trials[rate]
-    keys = ("test_accuracy", "test_loss", "seconds", "bytes_sent_per_worker", "epochs", "compute_seconds",
-            "communication_seconds", "idle_seconds")  # fmt: skip
     return {
         "system": name,
         "rate": rate,
@@ -123,7 +135,7 @@ def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[s
             }
             for tried, run in trials.items()
         },
-        **{key: run.summary[key] for key in keys},
+        **{key: run.summary[key] for key in KEYS},
         "train_loss": last_loss(run),
         "curve": curve(run, asked.workers),
     }
@@ -131,7 +143,8 @@ def measured(asked: argparse.Namespace, name: str, strategy: Strategy) -> dict[s
 
 def at_bytes(row: dict[str, Any], nbytes: float) -> float | None:
     """The accuracy when a worker has sent so many bytes; None before the first evaluation."""
-    sent, accuracy = row["curve"]["bytes"], row["curve"]["test_accuracy"]
+    sent = row["curve"]["bytes"]
+    accuracy = row["curve"]["test_accuracy"]
     place = bisect.bisect_right(sent, nbytes * (1 + 1e-9))
     return accuracy[place - 1] if place > 1 else None
 
@@ -139,24 +152,31 @@ def at_bytes(row: dict[str, Any], nbytes: float) -> float | None:
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     def curves(against: str) -> list[Curve]:
         return [
-            Curve(row["system"], row["curve"][against], row["curve"]["test_accuracy"],
-                  dashed=number > 7, colour=NEUTRAL if number == 0 else (number - 1) % 7)
+            Curve(
+                row["system"],
+                row["curve"][against],
+                row["curve"]["test_accuracy"],
+                dashed=number > 7,
+                colour=NEUTRAL if number == 0 else (number - 1) % 7,
+            )
             for number, row in enumerate(rows)
-        ]  # fmt: skip
+        ]
 
     accuracy = Axis("test accuracy", low=0.7)
+    sent = Axis("bytes sent by a worker", log=True, short=True)
     names = [row["system"] for row in rows]
+    ends = {"": [row["test_accuracy"] for row in rows]}
+    totals = {"": [row["bytes_sent_per_worker"] for row in rows]}
     save(
         folder / "averaging.svg",
         "Averaging weights against averaging gradients: Fashion-MNIST, 2NN, four ranks",
         [
             lines("At equal samples", curves("epochs"), Axis("epochs"), accuracy),
-            lines("At equal bytes", curves("bytes"), Axis("bytes sent by a worker", log=True, short=True), accuracy),
-            bars("Test accuracy at the end", names, {"": [row["test_accuracy"] for row in rows]}, Axis("", low=0.8)),
-            bars("Bytes sent by a worker", names, {"": [row["bytes_sent_per_worker"] for row in rows]},
-                 Axis("bytes", log=True, short=True)),
+            lines("At equal bytes", curves("bytes"), sent, accuracy),
+            bars("Test accuracy at the end", names, ends, Axis("", low=0.8)),
+            bars("Bytes sent by a worker", names, totals, Axis("bytes", log=True, short=True)),
         ],
-    )  # fmt: skip
+    )
 
 
 def describe(rows: list[dict[str, Any]], page: Path) -> None:

@@ -1,19 +1,21 @@
-"""Rules against liars: MNIST, the 2NN of 199,210 parameters, 20 clients of whom 4 lie, every attack
-against every rule.
+"""Rules of aggregation against attackers: every attack against every rule.
 
-Each cell is the test accuracy after so many rounds, examples divided IID, the same seed in every
-cell, so that all rules see the same clients, batches and liars. The server does not know who lies;
-each rule is told that there may be 4. Two ways of working:
+The task is MNIST with the 2NN of 199,210 parameters, and 20 clients, 4 of which lie. Each cell is
+the test accuracy after a number of rounds. Examples are divided IID, with the same seed in every
+cell, so that all rules see the same clients, batches and attackers. The server does not know which
+clients lie; each rule is told that there may be 4. There are two ways of working:
 
-    local        10 local steps with batches of 50 (lr 0.1), and the rule on the changes of the weights: FedAvg
-    gradients    one gradient of 500 examples (lr 0.3), and the rule on those: Byzantine gradient descent
+    local        10 local steps with batches of 50 (lr 0.1), and the rule on the changes of the
+                 weights: FedAvg
+    gradients    one gradient of 500 examples (lr 0.3), and the rule on the gradients: Byzantine
+                 gradient descent
 
 `byzantine` is the geometric median of 10 random groups' means (Chen, Su, Xu 2017), which 4 < 10/2
-liars do not break wherever they fall. A cell is "stood" where it is within 2 points of the same
-rule's own run without liars *and* of the mean's.
+attackers do not break wherever they are. A cell is "stood" if it is within 2 points of the same
+rule's own run without attackers *and* of the mean's.
 
-    python benchmarks/byzantine.py --data DIR --page docs/study-byzantine.md >
-    benchmarks/results/byzantine.json
+    python benchmarks/byzantine.py --data DIR --page docs/study-byzantine.md \\
+        > benchmarks/results/byzantine.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -25,6 +27,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,8 @@ from pages import fill, table
 import dure
 from dure.errors import LossNotFiniteError
 
-CLIENTS, LIARS = 20, 4
+CLIENTS = 20
+LIARS = 4
 RULES = {
     "mean": "mean",
     "byzantine": "geometric-median-of-means:10",
@@ -90,7 +94,8 @@ def accuracies(
     """Test accuracy after each of these numbers of rounds; None where the model did not stay
     finite."""
     liars: dict[str, Any] = {"attack": attack, "attackers": LIARS} if attack != "none" else {}
-    last, every = rounds[-1], math.gcd(*rounds)
+    last = rounds[-1]
+    every = math.gcd(*rounds)
     try:
         run = dure.train(
             task,
@@ -116,7 +121,9 @@ def cells(
     """What a way of working came to, by number of rounds."""
     make, rate, _, _ = WAYS[way]
     task = dure.load_task("mnist", data=str(data), model="2nn", lr=rate)
-    found: dict[int, Found] = {number: {rule: {} for rule in rules} for number in rounds}
+    found: dict[int, Found] = {}
+    for number in rounds:
+        found[number] = {rule: {} for rule in rules}
     for name in rules:
         for told, attack in attacks.items():
             started = time.perf_counter()
@@ -127,19 +134,22 @@ def cells(
                 "diverged" if value is None else f"{value:.4f}" for value in measured.values()
             )
             show(f"{way}: {name} under {told}: {said}, {time.perf_counter() - started:.0f} s")
-    return {
-        str(number): {
-            "accuracy": cell,
-            "stood": {
-                rule: [attack for attack in attacks if stood(cell, rule, attack)] for rule in rules
-            },
-        }
-        for number, cell in found.items()
-    }
+    result = {}
+    for number, cell in found.items():
+        withstood = {rule: withstood_by(rule, cell, attacks) for rule in rules}
+        result[str(number)] = {"accuracy": cell, "stood": withstood}
+    return result
+
+
+def withstood_by(rule: str, found: Found, attacks: Iterable[str]) -> list[str]:
+    """The attacks that the rule withstands."""
+    return [attack for attack in attacks if stood(found, rule, attack)]
 
 
 def stood(found: Found, rule: str, attack: str) -> bool:
-    value, clean, best = found[rule][attack], found[rule]["none"], found["mean"]["none"]
+    value = found[rule][attack]
+    clean = found[rule]["none"]
+    best = found["mean"]["none"]
     return (
         value is not None
         and clean is not None
@@ -149,7 +159,7 @@ def stood(found: Found, rule: str, attack: str) -> bool:
 
 
 def shown(found: Found) -> str:
-    """The table: accuracy in percent, in bold where the attack is stood."""
+    """The table: accuracy in percent, in bold where the rule withstands the attack."""
     rules = list(found)
     rows = []
     for attack in found[rules[0]]:
@@ -194,11 +204,10 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     if asked.page is not None:
-        tables = {
-            f"{way} {number}": shown(cell["accuracy"])
-            for way in ways
-            for number, cell in ways[way].items()
-        }
+        tables = {}
+        for way, cells_of in ways.items():
+            for number, cell in cells_of.items():
+                tables[f"{way} {number}"] = shown(cell["accuracy"])
         fill(asked.page, tables)
 
 

@@ -1,11 +1,11 @@
-"""What travels in each system: bytes and messages of every participant, how much of it is hidden,
-who waits.
+"""What travels in each system: bytes and messages of every participant, what is hidden, who waits.
 
 Every parallelism of dure's catalogue, and FedAvg, trains the same model on the same number of
-samples, an MLP of 10 million parameters (784-2800-2800-10) or with --task digits one of 55,210.
-Bytes and messages are counted with --count-ranks workers and set beside the formula of the system's
-leading term, without tails and padding. Time is measured with --ranks workers, in rounds in which
-each system runs once, beginning with another one each time; shares are medians over the rounds.
+samples: an MLP of 10 million parameters (784-2800-2800-10) or, with --task digits, one of 55,210.
+Bytes and messages are counted with --count-ranks workers and compared with the formula of the
+system's leading term, without tails and padding. Time is measured with --ranks workers, in rounds
+in which each system runs once, beginning with another one each time; shares are medians over the
+rounds.
 
     python benchmarks/communication.py --out docs/images --page docs/study-communication.md \\
         > benchmarks/results/communication.json
@@ -39,7 +39,8 @@ from dure.record.meter import Counters
 from dure.record.run import RunFolder
 from dure.run.registry import parse_strategy, strategy_class
 
-BATCH, STEPS = 64, 8
+BATCH = 64
+STEPS = 8
 """Examples of a joint step, and steps of an epoch."""
 
 PERIOD = 4
@@ -267,7 +268,7 @@ def mlp() -> nn.Module:
     """10,068,810 parameters, as a chain of layers."""
     return nn.Sequential(
         nn.Linear(784, 2800), nn.ReLU(), nn.Linear(2800, 2800), nn.ReLU(), nn.Linear(2800, 10)
-    )  # fmt: skip
+    )
 
 
 def small() -> nn.Module:
@@ -337,7 +338,8 @@ def label_of(case: Case, ranks: int) -> str:
 def counted(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON:
     """Bytes and messages of every participant in an epoch, and the formula's."""
     done, workers = run(case, task, ranks, epochs)
-    inputs, outputs = task.train.inputs[0].numel(), 10
+    inputs = task.train.inputs[0].numel()
+    outputs = 10
     epochs = round(done.summary["epochs"])
     facts = Facts(done.summary["parameters"], ranks, inputs, WIDTHS[task.name], outputs, epochs)
     expected = case.sent(facts) if case.sent is not None else None
@@ -368,19 +370,21 @@ def counted(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON:
     return row
 
 
+KINDS = ("compute", "communication", "idle", "hidden")
+"""Kinds of a participant's seconds."""
+
+
 def timed(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON | None:
     """Seconds of an epoch and where they went, for every participant; None where clients only
     simulate."""
     if "clients" in dwellings(strategy_class(case.system)):
         return None
     done, workers = run(case, task, ranks, epochs)
-    return {
-        "seconds": done.summary["seconds"] / done.summary["epochs"],
-        **{
-            kind: [getattr(one, f"{kind}_seconds") / done.summary["epochs"] for one in workers]
-            for kind in ("compute", "communication", "idle", "hidden")
-        },
-    }
+    epochs_done = done.summary["epochs"]
+    row: JSON = {"seconds": done.summary["seconds"] / epochs_done}
+    for kind in KINDS:
+        row[kind] = [getattr(one, f"{kind}_seconds") / epochs_done for one in workers]
+    return row
 
 
 def summed_up(rounds: list[JSON]) -> JSON:
@@ -396,6 +400,10 @@ def summed_up(rounds: list[JSON]) -> JSON:
             )
         )
 
+    def by_participant(kind: str) -> list[float]:
+        every_round = [one[kind] for one in rounds]
+        return [statistics.median(values) for values in zip(*every_round, strict=True)]
+
     def hidden(one: JSON) -> float:
         total = sum(one["hidden"]) + sum(one["communication"])
         return sum(one["hidden"]) / total if total else 0.0
@@ -409,13 +417,7 @@ def summed_up(rounds: list[JSON]) -> JSON:
         "compute_of_busiest_over_mean": median(
             lambda one: max(one["compute"]) * len(one["compute"]) / (sum(one["compute"]) or 1.0)
         ),
-        **{
-            f"{kind}_seconds": [
-                statistics.median(values)
-                for values in zip(*(one[kind] for one in rounds), strict=True)
-            ]
-            for kind in ("compute", "communication", "idle", "hidden")
-        },
+        **{f"{kind}_seconds": by_participant(kind) for kind in KINDS},
     }
 
 
@@ -499,8 +501,9 @@ def draw(result: JSON, out: Path) -> None:
     )
     timed_rows = [row for row in result["rows"] if row["time"] is not None]
     labels = [row["time"]["label"] for row in timed_rows]
-    kinds = ("compute", "communication", "idle")
-    shares = {kind: [row["time"][f"{kind}_share"] * 100 for row in timed_rows] for kind in kinds}
+    shares = {}
+    for kind in ("compute", "communication", "idle"):
+        shares[kind] = [row["time"][f"{kind}_share"] * 100 for row in timed_rows]
     hidden = {"": [row["time"]["hidden_of_communication"] * 100 for row in timed_rows]}
     step = {"": [row["time"]["seconds_per_epoch"] / steps * 1e3 for row in timed_rows]}
     uneven = {"": [row["time"]["compute_of_busiest_over_mean"] for row in timed_rows]}
@@ -542,7 +545,8 @@ def describe(result: JSON, page: Path) -> None:
 
     def one(row: JSON) -> list[str]:
         sent = [value / steps / 1e6 for value in row["bytes_sent_per_epoch"]]
-        ratio, most = row["bytes_over_formula"], max(sent)
+        ratio = row["bytes_over_formula"]
+        most = max(sent)
         first = row["participants"][0] in ("master", "server")
         workers = sent[1:] if first else sent
         return [

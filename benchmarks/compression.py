@@ -1,25 +1,26 @@
-"""Compression measured: what encoding and decoding cost, what travels, how far off a sum is, what
-training loses.
+"""Compression measured: the cost of encoding and decoding, bytes, errors of sums, and of training.
 
-Three tables, all contenders of one side by side in one run, one thread a rank:
+There are three tables. All contenders of a table are measured in one run, with one thread a rank:
 
-    codecs      encode and decode the gradient of an MLP on the built-in digits; GB/s are its float32 numbers over the
-                thread's CPU time
-    sums        that gradient, of another batch on each rank, all-reduced by every compression and by torch's own hooks
-                (fp16_compress, bf16_compress, PowerSGD of rank 2) on the same groups: gloo, and
-                backend dure
-    training    a small MLP on the digits, each batch divided over the ranks: loss, accuracy and bytes at the end
+    codecs      encode and decode the gradient of an MLP on the built-in digits; GB/s are its
+                float32 numbers over the thread's CPU time
+    sums        that gradient, of another batch on each rank, all-reduced by every compression and
+                by torch's own hooks (fp16_compress, bf16_compress, PowerSGD of rank 2) on the same
+                groups: gloo, and backend dure
+    training    a small MLP on the digits, each batch divided over the ranks: loss, accuracy and
+                bytes at the end
 
-Rounds are interleaved: in each round every contender has one call behind a barrier, whose time is
-that of the slowest rank; the median over the rounds counts. Our bytes are those of the meter, which
-are checked against the formula; torch's, which cannot be seen, are 2(N-1)/N of its messages: half
-of the numbers' bytes, and the factors that ours of rank 2 sends too. `off` is ‖sum - exact‖ /
-‖exact‖ of the first call that compresses, and `off_on_average` that of the mean of 20 calls from
-there on with the same gradients, where error feedback and random rounding show.
+Rounds are interleaved: in each round every contender has one call after a barrier. Its time is that
+of the slowest rank, and the median over the rounds counts. dure's bytes are those of the meter,
+which are checked against the formula. torch's bytes cannot be seen: they are 2(N-1)/N of its
+messages, which are half of the numbers' bytes, or the factors that dure's PowerSGD of rank 2 sends
+too. `off` is ‖sum - exact‖ / ‖exact‖ of the first call that compresses. `off_on_average` is that of
+the mean of 20 calls from there on with the same gradients, which shows what error feedback and
+random rounding do.
 
     python benchmarks/compression.py > benchmarks/results/compression.json
 
-Progress and tables go to standard error, the result as JSON to standard output; --tables RESULT
+Progress and tables go to standard error, the result as JSON to standard output. --tables RESULT
 prints the tables of an earlier result, which docs/compression.md has.
 """
 
@@ -123,7 +124,8 @@ def codecs(width: int, repeats: int) -> list[JSON]:
             decode = seconds(partial(codec.add, payload, into, 1), repeats)
             row |= {"bytes": codec.nbytes, "encode_gb_s": 4e-9 * len(vector) / encode}
             row |= {"decode_gb_s": 4e-9 * len(vector) / decode}
-        compressor, tensors = compression.compressor(like, 0), views_of(vector.clone(), like)
+        compressor = compression.compressor(like, 0)
+        tensors = views_of(vector.clone(), like)
         row["call_gb_s"] = (
             4e-9 * len(vector) / seconds(partial(compressor.all_reduce, tensors, Group()), repeats)
         )
@@ -235,7 +237,8 @@ def sums(width: int, rounds: int, place: Place) -> list[JSON]:
                 arrived += flat
         sent = torch_bytes(name, mine, size)
         if group is not None:
-            counters, compression = group.meter.counters, parse(name.partition(": ")[2])
+            counters = group.meter.counters
+            compression = parse(name.partition(": ")[2])
             sent = compression.bytes_sent(mine, size, place.group.rank, "native")
             assert counters.bytes_sent == CALLS * sent, name
         average = float((arrived / CALLS - exact).norm() / exact.norm())
@@ -264,10 +267,12 @@ def training(epochs: int, place: Place) -> list[JSON]:
     """A small MLP trained through every compression: the gradient of the joint batch, from the
     ranks' parts."""
     torch.set_num_threads(1)
-    task, rows = task_of(200), []
+    task = task_of(200)
+    rows = []
     assert task.test is not None
     for text in TEXTS:
-        model, group = seeded_model(task, 0).train(), Group(dist.group.WORLD)
+        model = seeded_model(task, 0).train()
+        group = Group(dist.group.WORLD)
         parameters = list(model.parameters())
         optimizer = task.optimizer(parameters)
         compressor = parse(text).compressor(parameters, 0)
@@ -283,7 +288,8 @@ def training(epochs: int, place: Place) -> list[JSON]:
                 )
                 optimizer.step()
         with torch.no_grad():
-            scores, targets = model.eval()(task.test.inputs), task.test.targets
+            scores = model.eval()(task.test.inputs)
+            targets = task.test.targets
             trained = float(task.loss(model(task.train.inputs), task.train.targets))
         row: JSON = {
             "compression": text,
@@ -302,7 +308,10 @@ def line(row: JSON) -> str:
     if "contender" in row:
         about = f"{row['seconds'] * 1e3:8.2f} ms {row['bytes']:>12,} B  off {row['off']:.1e}"
         return f"{row['contender']:<28} {about}, on average {row['off_on_average']:.1e}"
-    about = f"loss {row['train_loss']:.4f}, of the test {row['test_loss']:.4f}, accuracy {row['test_accuracy']:.4f}"
+    about = (
+        f"loss {row['train_loss']:.4f}, of the test {row['test_loss']:.4f}, "
+        f"accuracy {row['test_accuracy']:.4f}"
+    )
     return f"{row['compression']:<14} {about}  {row['bytes']:>12,} B"
 
 

@@ -1,27 +1,28 @@
-"""Convolution as a matrix product against torch's native one, forward and backward, and fully
-connected layers.
+"""Convolution as a matrix product against torch's native one, and fully connected layers.
 
-Side by side in one run, on 1 and 2 threads, and on a GPU where there is one:
+Forward and backward passes are measured in one run, on 1 and 2 threads, and on a GPU if there is
+one:
 
     native      torch's conv2d: oneDNN on a CPU, cuDNN on a GPU
-    fused       torch's conv2d with oneDNN and NNPACK switched off: im2col in C++, and a matrix product for each image
-    im2col      dure.parallel.local.convolution.conv2d_im2col: the same in a few operations
-                of torch, a part of the batch at a time
+    fused       torch's conv2d with oneDNN and NNPACK switched off: im2col in C++, and a matrix
+                product for each image
+    im2col      dure.parallel.local.convolution.conv2d_im2col: the same in a few operations of
+                torch, a part of the batch at a time
     whole       the same for the whole batch at once
-    copies      im2col alone (forward), im2col and col2im alone (backward)
-    products    the matrix products alone, on columns that are there already
+    copies      only im2col (forward), only im2col and col2im (backward)
+    products    only the matrix products, on columns that are there already
 
-Five sweeps around one layer (a batch of 16, 32 to 32 channels, 28x28 pixels, 3x3 kernels, stride 1,
-padded to the same size): kernels, channels, batches, image sizes, strides; then the layers of the
-FedAvg CNN and of ResNet-8, and fully connected layers as a product, as native and as im2col
-convolutions whose kernel covers the image. Every contender's results are compared with native's in
-float64 before it is timed. Rounds are interleaved; medians. On one thread seconds are those of CPU
-time. GFLOP/s count 2·Co·C·k²·oh·ow·B operations forward and twice as many backward. `peak` is the
-best matrix product of the same run.
+There are five sweeps around one layer (a batch of 16, 32 to 32 channels, 28x28 pixels, 3x3 kernels,
+stride 1, padded to the same size): kernels, channels, batches, image sizes, strides. Then follow
+the layers of the FedAvg CNN and of ResNet-8, and fully connected layers as a product, and as native
+and as im2col convolutions whose kernel covers the image. Every contender's results are compared
+with native's in float64 before it is timed. Rounds are interleaved, and figures are medians. On one
+thread seconds are those of CPU time. GFLOP/s count 2·Co·C·k²·oh·ow·B operations forward and twice
+as many backward. `peak` is the best matrix product of the same run.
 
-Then the steps of two models on 28x28 pixels (forward, backward, SGD): which share of parameters, of
-operations and of measured time is convolution, fully connected, or the rest. Times are the
-operators' own, by torch's profiler.
+At the end come the steps of two models on 28x28 pixels (forward, backward, SGD): the shares of
+convolution, fully connected layers and the rest in parameters, in operations and in measured time.
+Times are the operators' own, by torch's profiler.
 
     python benchmarks/convolution.py --out docs/images > benchmarks/results/convolution.json
 
@@ -164,7 +165,8 @@ def parts(layer: Layer, device: torch.device) -> dict[str, Callable[[], object]]
     """What im2col is made of: copies and products, of the forward and of the backward pass."""
     images, kernels = (torch.randn(shape, device=device) for shape in layer.shapes)
     over = {"kernel": layer.k, **layer.settings}
-    columns, matrix = im2col(images, **over), kernels.flatten(1)  # type: ignore[arg-type]
+    columns = im2col(images, **over)  # type: ignore[arg-type]
+    matrix = kernels.flatten(1)
     gradient = matrix @ columns
 
     def copies_backward() -> None:
@@ -233,7 +235,8 @@ def check_that_all_agree(layer: Layer, device: torch.device) -> None:
 def measure(layer: Layer, device: torch.device, rounds: int) -> JSON:
     """Median seconds of every contender and part, in rounds that take turns."""
     check_that_all_agree(layer, device)
-    found, made_of = contenders(layer, device), parts(layer, device)
+    found = contenders(layer, device)
+    made_of = parts(layer, device)
     samples: dict[str, list[float]] = {}
     for number in range(-1, rounds):  # the first round chooses kernels and allocates
         for name, run in list(found.items())[:: 1 if number % 2 else -1]:
@@ -279,7 +282,8 @@ KINDS = ("convolution", "fully connected", "the rest")
 def shares(name: str, batch: int, steps: int) -> JSON:
     """Parameters, operations of a step, and its time by kinds of layers."""
     model = MODELS[name]()
-    parameters, flops = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0)
+    parameters = dict.fromkeys(KINDS, 0)
+    flops = dict.fromkeys(KINDS, 0.0)
 
     def count(layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
         kind = kind_of(layer)
@@ -296,7 +300,8 @@ def shares(name: str, batch: int, steps: int) -> JSON:
         for layer in model.modules()
         if not list(layer.children())
     ]
-    images, labels = torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
+    images = torch.randn(batch, 1, 28, 28)
+    labels = torch.randint(0, 10, (batch,))
     F.cross_entropy(model(images), labels).backward()
     for hook in hooks:
         hook.remove()
@@ -385,7 +390,8 @@ def line(row: JSON) -> str:
         both = [gflops(row, name, phase) for phase in PHASES]
         if None not in both:
             pairs.append(f"{name} {both[0]:.1f}/{both[1]:.1f}")
-    return f"{row['sweep']:<10}{row['name']:<12}{row['flops'] / 1e6:9.1f} M  x{row['blow_up']:<5.1f} {'  '.join(pairs)}"
+    about = f"{row['sweep']:<10}{row['name']:<12}{row['flops'] / 1e6:9.1f} M"
+    return f"{about}  x{row['blow_up']:<5.1f} {'  '.join(pairs)}"
 
 
 NAMES = {
@@ -407,17 +413,12 @@ SWEEPS = {
 def speeds(device: JSON, sweep: str, phase: str) -> Panel:
     rows = [row for row in device["layers"] if row["sweep"] == sweep]
     x = [float(row["name"]) for row in rows]
-    curves = [
-        Curve(
-            NAMES[name],
-            x,
-            [gflops(row, name, phase) for row in rows],
-            dashed=name == "products",
-            marks=True,
-        )
-        for name in NAMES
-        if gflops(rows[0], name, phase) is not None
-    ]
+    curves = []
+    for name in NAMES:
+        reached = [gflops(row, name, phase) for row in rows]
+        if reached[0] is not None:
+            dashed = name == "products"
+            curves.append(Curve(NAMES[name], x, reached, dashed=dashed, marks=True))
     curves.append(
         Curve(
             "a square product",
@@ -435,10 +436,9 @@ def ratios(device: JSON, sweeps: Sequence[str]) -> Panel:
     """How many times longer im2col takes than native, forward and backward."""
     rows = [row for row in device["layers"] if row["sweep"] in sweeps]
     seconds = [row["seconds"] for row in rows]
-    series = {
-        phase: [each[f"im2col {phase}"] / each[f"native {phase}"] for each in seconds]
-        for phase in PHASES
-    }
+    series = {}
+    for phase in PHASES:
+        series[phase] = [each[f"im2col {phase}"] / each[f"native {phase}"] for each in seconds]
     names = [
         f"stride {row['name']}, 5x5" if row["sweep"] == "strides" else row["name"] for row in rows
     ]
@@ -456,17 +456,18 @@ def memory(device: JSON) -> Panel:
     )
 
 
+def both_passes(row: JSON, name: str) -> float:
+    """GFLOP/s of the forward and the backward pass together."""
+    return row["flops"] * 3e-9 / sum(row["seconds"][f"{name} {phase}"] for phase in PHASES)
+
+
 def connected(device: JSON) -> Panel:
     rows = [row for row in device["layers"] if row["sweep"] == "connected"]
     x = [float(row["name"]) for row in rows]
     titles = {"product": "as a product", "native": "as a native convolution", "im2col": "as im2col"}
     curves = []
     for name, title in titles.items():
-        both = [
-            row["flops"] * 3e-9 / sum(row["seconds"][f"{name} {phase}"] for phase in PHASES)
-            for row in rows
-        ]
-        curves.append(Curve(title, x, both, marks=True))
+        curves.append(Curve(title, x, [both_passes(row, name) for row in rows], marks=True))
     curves.append(
         Curve(
             "a square product",
@@ -481,7 +482,8 @@ def connected(device: JSON) -> Panel:
 
 
 def share(result: JSON) -> Panel:
-    names, series = [], {kind: [] for kind in KINDS}  # type: ignore[var-annotated]
+    names: list[str] = []
+    series: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for row in result["shares"]:
         for what in WHAT:
             names.append(f"{row['model']}: {WHAT[what]}")
@@ -502,10 +504,11 @@ def draw(result: JSON, out: Path) -> None:
     layers and shares."""
     for device in result["devices"]:
         name = device["device"].lower().replace(" ", "-")
-        present = [
-            sweep for sweep in SWEEPS if any(row["sweep"] == sweep for row in device["layers"])
-        ]
-        panels = [speeds(device, sweep, phase) for sweep in present for phase in PHASES]
+        measured = {row["sweep"] for row in device["layers"]}
+        panels = []
+        for sweep in SWEEPS:
+            if sweep in measured:
+                panels += [speeds(device, sweep, phase) for phase in PHASES]
         if panels:
             save(out / f"convolution-{name}.svg", f"Convolution on {device['device']}", panels)
         save(

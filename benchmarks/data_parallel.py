@@ -1,32 +1,33 @@
-"""What data parallelism costs and gains: dure's DistributedDataParallel beside torch's, one
-process, and no exchange.
+"""What data parallelism costs and gains: dure, torch, one process, and no exchange.
 
-Two ranks of one thread each train the same model on the same batches; one process trains on the
-joint batch with one thread and with two. In every round each contender has some steps behind a
-barrier, and another one begins; the time is that of the slowest rank. Medians over the rounds;
-ratios are medians of the rounds' ratios.
+Two ranks of one thread each train the same model on the same batches with dure's and with torch's
+DistributedDataParallel. One process trains on the joint batch with one thread and with two. In
+every round each contender has some steps after a barrier, and another contender begins. The time is
+that of the slowest rank. Times are medians over the rounds; ratios are medians of the rounds'
+ratios.
 
     one thread, two threads     one process, the joint batch
     torch, gloo                 torch's DistributedDataParallel over gloo, its default buckets
     torch, dure                 the same over dure's shared memory
-    dure                        dure's DistributedDataParallel over dure's shared memory, as it is
+    dure                        dure's DistributedDataParallel over dure's shared memory
     dure, unhidden              the same, with all-reduces when backward is done
     no exchange                 the ranks train apart: nothing can be faster
 
-With --link the two ranks live on two hosts, network namespaces joined by a cable of that rate (it
-takes root and iproute2). The share that is hidden is (unhidden - contender) / (unhidden - no
-exchange): what of the cost of an unhidden exchange is saved. Beside it stands what dure's own meter
-says.
+With --link the two ranks live on two hosts: network namespaces that are joined by a cable of that
+rate (this needs root and iproute2). The share that is hidden is (unhidden - contender) / (unhidden
+- no exchange): the share of the cost of an unhidden exchange that is saved. The table also has what
+dure's own meter says.
 
     torch, 25 MB; torch, 1 MB   over gloo; bucket_cap_mb, the default and a better one
-    dure                        over dure's backend, buckets chosen by measurement
-    dure, ring                  the ring of dure.collectives in place of the backend's own all-reduce
-    dure, ZeRO 2                gradients are scattered behind backward, parameters gathered behind the next forward
+    dure                        over dure's backend, buckets of 1 MB
+    dure, ring                  the ring of dure.collectives in place of the backend's all-reduce
+    dure, ZeRO 2                gradients are scattered during backward, parameters are gathered
+                                during the next forward
 
     python benchmarks/data_parallel.py > benchmarks/results/data_parallel.json
     python benchmarks/data_parallel.py --link 1gbit > benchmarks/results/data_parallel_link.json
-    python benchmarks/data_parallel.py --link 1gbit --batch 32 >
-    benchmarks/results/data_parallel_link_32.json
+    python benchmarks/data_parallel.py --link 1gbit --batch 32 \\
+        > benchmarks/results/data_parallel_link_32.json
 
 Progress and a table go to standard error, the result as JSON to standard output.
 docs/data-parallel.md has the figures.
@@ -249,7 +250,8 @@ def contest(
 
 def locally(models: Any, rounds: int, steps: int, place: Place) -> JSON:
     torch.set_num_threads(1)
-    gloo, shared = dist.new_group(backend="gloo"), dist.new_group(backend="dure")
+    gloo = dist.new_group(backend="gloo")
+    shared = dist.new_group(backend="dure")
     return {
         name: contest(on_one_machine, model, rounds, steps, gloo, shared)
         for name, model in models.items()
@@ -261,7 +263,8 @@ def apart(
 ) -> JSON:
     """As `locally`, each rank on a host of its own."""
     torch.set_num_threads(1)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     told: list[Any] = [None]
     patience = timedelta(seconds=60)
     if rank == 0:

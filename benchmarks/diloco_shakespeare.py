@@ -1,19 +1,19 @@
 """DiLoCo against data parallel on character Shakespeare: the same samples, a fiftieth of the bytes.
 
 A transformer of two layers (width 64, context 64, about 113,000 parameters) predicts the next
-character; four workers, AdamW inside. DiLoCo makes rounds of H = 50 steps and takes the paper's
-outer optimizer (Nesterov, 0.7 and 0.9). Both try every rate of --rates for the inner optimizer,
-from the same first weights and with the same samples in the same order; each is shown at the rate
-with the least test loss at the end, so that none has an advantage by the choice. Data parallel of a
-group walks the path of one worker to rounding, so its rates are tried by one worker, and the chosen
-one is run by the group for its bytes and its loss.
+character. There are four workers, with AdamW inside. DiLoCo makes rounds of H = 50 steps and takes
+the paper's outer optimizer (Nesterov, 0.7 and 0.9). Both systems try every rate of --rates for the
+inner optimizer, from the same first weights and with the same samples in the same order. Each is
+shown at the rate with the least test loss at the end, so that the choice gives neither an
+advantage. Data parallel of a group walks the path of one worker up to rounding. So one worker tries
+its rates, and the group runs the chosen one for its bytes and its loss.
 
-    python benchmarks/diloco_shakespeare.py --data FILE [--figure docs/images/diloco.svg] >
-    result.json
+    python benchmarks/diloco_shakespeare.py --data FILE [--figure docs/images/diloco.svg] \\
+        > result.json
 
 FILE is a plain text. Progress goes to standard error, the result as JSON to standard output. Run
-folders are kept under --out: called again with the same --out it takes the runs that are there, and
-goes on with one that was interrupted.
+folders are kept under --out: called again with the same --out the benchmark takes the runs that are
+there, and continues one that was interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from dure.data.shakespeare import read_shakespeare
 from dure.record.run import Run
 from dure.tasks.models import Transformer
 
-CONTEXT, LAYERS, WIDTH, HEADS = 64, 2, 64, 4
+CONTEXT = 64
+LAYERS = 2
+WIDTH = 64
+HEADS = 4
 H = 50
 
 
@@ -184,7 +187,10 @@ def main() -> None:
     worse = apart["test_loss"] / together["test_loss"] - 1
     fewer = together["bytes_sent_per_worker"] / apart["bytes_sent_per_worker"]
     show(f"DiLoCo's loss is {worse:+.2%} of data parallel's, at 1/{fewer:.2f} of the bytes")
-    setting = f"transformer {LAYERS}x{WIDTH}, {asked.workers} workers, batch {asked.batch}, {asked.steps} steps, H={H}"
+    setting = (
+        f"transformer {LAYERS}x{WIDTH}, {asked.workers} workers, batch {asked.batch}, "
+        f"{asked.steps} steps, H={H}"
+    )
     result = {
         "benchmark": "diloco_shakespeare",
         "setting": setting,

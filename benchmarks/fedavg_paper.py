@@ -1,28 +1,31 @@
-"""FedAvg as its paper ran it: rounds until a test accuracy, beside those of its tables 1 and 2.
+"""FedAvg as in its paper: rounds until a test accuracy, and those of the paper's tables 1 and 2.
 
-    2nn                 MNIST, 784-200-200-10, until 97 %, one local epoch, C from one client to all (table 1)
-    cnn                 MNIST, the CNN of 1,663,370 parameters, until 99 %: E = 5 (table 1), and C = 0.1 (table 2)
-    shakespeare         the next character, an LSTM, until 54 %, C = 0.1 (table 2); non-IID: a role is a client
-    lstm64              the same with 64 units a layer instead of 256, until 45 %: not the paper's, but 600 rounds of
-                        FedSGD take one core an hour
+    2nn                 MNIST, 784-200-200-10, until 97 %, one local epoch, C from one client to all
+                        (table 1)
+    cnn                 MNIST, the CNN of 1,663,370 parameters, until 99 %: E = 5 (table 1), and
+                        C = 0.1 (table 2)
+    shakespeare         the next character, an LSTM, until 54 %, C = 0.1 (table 2); non-IID: a role
+                        is a client
+    lstm64              the same with 64 units a layer instead of 256, until 45 %: not the paper's,
+                        but 600 rounds of FedSGD take one core an hour
 
-MNIST has 100 clients of 600 images; IID, or two label shards a client. FedSGD is E = 1 with all of
-a client's data in one batch, B = none. A row is named model/partition/C/E/B, and --rows takes
+MNIST has 100 clients of 600 images, IID or two label shards a client. FedSGD is E = 1 with all of a
+client's data in one batch, B = none. A row is named model/partition/C/E/B, and --rows takes
 patterns of names:
 
     python benchmarks/fedavg_paper.py --data DIR --list
-    python benchmarks/fedavg_paper.py --data DIR --rows "2nn/*" --result
-    benchmarks/results/fedavg_paper.json
+    python benchmarks/fedavg_paper.py --data DIR --rows "2nn/*" \\
+        --result benchmarks/results/fedavg_paper.json
 
 DIR holds the folders mnist and shakespeare. As in the paper each row has its own learning rate,
-from a multiplicative grid of 10^(1/3): every rate of --rates trains for a tenth of the paper's
-rounds (at least 4), the one with the best test accuracy goes on, until it is there or for
---patience times the paper's rounds, or --seconds. Rounds are counted on the monotone curve with
-linear interpolation.
+from a multiplicative grid of 10^(1/3). Every rate of --rates trains for a tenth of the paper's
+rounds (at least 4). The one with the best test accuracy continues until it reaches the target, or
+for --patience times the paper's rounds, or for --seconds. Rounds are counted on the monotone curve
+with linear interpolation.
 
-Runs are kept under --out, and go on there where they were interrupted. Progress goes to standard
-error. The rows are written as JSON to --result, where those that it has already and are not run
-again stay, or else to standard output; --page FILE fills the table of a page with all of them.
+Runs are kept under --out and continue there if they were interrupted. Progress goes to standard
+error. The rows are written as JSON to --result, or else to standard output. Rows that --result has
+already and that are not run again stay. --page FILE fills the table of a page with all of them.
 
 Source: H. B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
 Data", AISTATS 2017.
@@ -33,7 +36,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +69,10 @@ class Row(NamedTuple):
             f"{self.model}/{self.partition}/{self.fraction:g}/{self.epochs}/{self.batch or 'none'}"
         )
 
+    def is_named(self, patterns: Iterable[str]) -> bool:
+        """Whether one of the patterns is its name."""
+        return any(fnmatch(self.name, pattern) for pattern in patterns)
+
     @property
     def target(self) -> float:
         return {"2nn": 0.97, "cnn": 0.99, "shakespeare": 0.54, "lstm64": 0.45}[self.model]
@@ -76,21 +83,21 @@ PARTITIONS = {"iid": "iid", "shards": "label-shards:2", "roles": "natural-key"}
 
 def table_1(model: str, epochs: int, cells: dict[float, tuple[int | None, ...]]) -> list[Row]:
     columns = [("iid", None), ("iid", 10), ("shards", None), ("shards", 10)]
-    return [
-        Row(model, partition, fraction, epochs, batch, rounds)
-        for fraction, row in cells.items()
-        for (partition, batch), rounds in zip(columns, row, strict=True)
-    ]
+    rows = []
+    for fraction, cell in cells.items():
+        for (partition, batch), rounds in zip(columns, cell, strict=True):
+            rows.append(Row(model, partition, fraction, epochs, batch, rounds))
+    return rows
 
 
 def table_2(
     model: str, partitions: tuple[str, str], cells: dict[tuple[int, int | None], tuple[int, int]]
 ) -> list[Row]:
-    return [
-        Row(model, partition, 0.1, epochs, batch, rounds)
-        for (epochs, batch), row in cells.items()
-        for partition, rounds in zip(partitions, row, strict=True)
-    ]
+    rows = []
+    for (epochs, batch), cell in cells.items():
+        for partition, rounds in zip(partitions, cell, strict=True):
+            rows.append(Row(model, partition, 0.1, epochs, batch, rounds))
+    return rows
 
 
 ROWS = [
@@ -299,7 +306,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     asked = parsed()
-    rows = [row for row in ROWS if any(fnmatch(row.name, pattern) for pattern in asked.rows)]
+    rows = [row for row in ROWS if row.is_named(asked.rows)]
     if not rows:
         sys.exit(
             f"no row is named like {' or '.join(asked.rows)}; --list prints the names, as "

@@ -1,38 +1,37 @@
-"""How fast FedAvg is simulated on one machine: dure beside other frameworks and beside loops
-written by hand.
+"""How fast FedAvg is simulated on one machine: dure, other frameworks, and loops written by hand.
 
-Every contender is a program of its own in benchmarks/federated_peers, run by its own interpreter
-and started anew for each measurement. All train the same federation from the same file: the same
-clients with the same examples, the same initial weights, the same clients in every round, one local
-epoch of SGD with rate 0.1 and batches of 10. Only the order of a client's examples within its epoch
-is each one's own.
+Every contender is a program of its own in benchmarks/federated_peers. Its own interpreter runs it,
+and it is started again for each measurement. All train the same federation from the same file: the
+same clients with the same examples, the same initial weights, the same clients in every round, one
+local epoch of SGD with rate 0.1 and batches of 10. Only the order of a client's examples within its
+epoch may differ.
 
     rounds a second       after the first round, until the last is done
     until round 1 is done seconds from the start of the process: imports, data and whatever is
-    compiled or started
-    peak memory           proportional set size (PSS), summed over the contender's process and all its descendants: what
-                          they share is counted once. It is looked at ten times a second in the
-                          first run, which is not timed, because looking takes time
-    accuracy              on the test data after the last round. "agrees" says that it differs from the median of all
-                          contenders by three standard errors and two points at most, the latter for
-                          the order of examples: all have done the same work
+                          compiled or started
+    peak memory           proportional set size (PSS), summed over the contender's process and all
+                          its descendants: what they share is counted once. It is read ten times a
+                          second in the first run, which is not timed, because reading takes time
+    accuracy              on the test data after the last round. "agrees" says that it differs from
+                          the median of all contenders by at most three standard errors and two
+                          points, the latter for the order of examples: all have done the same work
 
     dure                  dure.train in its simulated world
     lean, lean x2         a loop by hand: one model, flat weights; in one process and in two
-    naive                 the loop that everybody writes: a deep copy, a DataLoader and an optimizer for each client
+    naive                 the usual loop: a deep copy, a DataLoader and an optimizer for each client
     Flower                its simulation engine: Ray, one actor a core
     pfl, pfl x2           pfl-research's simulated backend on torch; in one process and in two
     FedJAX                its compiled trainer on JAX
     fluke, FedLab         their servers and trainers on torch, in one process
 
     python benchmarks/federated_peers/install.py PEERS
-    python benchmarks/federated_simulation.py --data MNIST --peers PEERS >
-    benchmarks/results/federated_simulation.json
+    python benchmarks/federated_simulation.py --data MNIST --peers PEERS \\
+        > benchmarks/results/federated_simulation.json
 
 A contender that is not installed is reported as skipped, with the reason. Without --data (a folder
-of MNIST's four files) there is no CNN. Medians and quartiles of repetitions in which all contenders
-take turns. Progress and tables go to standard error, the result as JSON to standard output; --page
-FILE fills the tables of a page.
+of MNIST's four files) there is no CNN. Figures are medians and quartiles of repetitions in which
+all contenders take turns. Progress and tables go to standard error, the result as JSON to standard
+output. --page FILE fills the tables of a page.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ import numpy as np
 import torch
 from federated_peers.federation import BATCH, LR
 from pages import fill, table
-from rounds import quartiles, turns
+from rounds import quartiles_of, turns
 from torch import Tensor, nn
 
 import dure
@@ -200,7 +199,8 @@ CONTENDERS = {
 }
 
 NOT_INSTALLABLE = {
-    "FLUTE": "it is no package (microsoft/msrflute has no setup.py), and its requirements name torch 1.13.1"
+    "FLUTE": "it is no package (microsoft/msrflute has no setup.py), and its requirements name "
+    "torch 1.13.1"
 }
 
 
@@ -251,7 +251,8 @@ class PeakMemory(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak, self.ended = 0, threading.Event()
+        self.peak = 0
+        self.ended = threading.Event()
 
     def run(self) -> None:
         while not self.ended.wait(0.1):
@@ -385,7 +386,7 @@ def summary(samples: list[JSON]) -> JSON:
     """samples: the first has the memory, the others the times."""
     memory, *timed = samples
     numbers = ("rounds_per_second", "seconds_to_first_round", "accuracy")
-    times = {name: quartiles([one[name] for one in timed]) for name in numbers}
+    times = {name: quartiles_of(timed, name) for name in numbers}
     return {**times, **memory, "versions": timed[0]["versions"]}
 
 
@@ -481,7 +482,8 @@ def results(asked: argparse.Namespace) -> JSON:
         "lr": LR,
     }
     about |= {
-        "memory": "sum of PSS over a process and its descendants, every 0.1 s, in a run that is not timed"
+        "memory": "sum of PSS over a process and its descendants, every 0.1 s, in a run that is "
+        "not timed"
     }
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -548,7 +550,8 @@ def main() -> None:
     )
     asked = parser.parse_args()
     if asked.quick:
-        asked.rounds, asked.repeats = asked.rounds or 4, 1
+        asked.rounds = asked.rounds or 4
+        asked.repeats = 1
     result = json.loads(asked.result.read_text()) if asked.result else results(asked)
     report(result)
     if asked.page is not None:

@@ -1,21 +1,22 @@
-"""Figures of the benchmarks as plain SVG: curves and bars, linear and logarithmic axes, light and
-dark.
+"""Figures of the benchmarks as plain SVG: curves and bars, on linear and logarithmic axes.
 
-    save(path, "Title", lines("Loss against bytes", [Curve("ring", x, y)], Axis("bytes", log=True),
-    Axis("loss"))) save(path, "Title", [lines(...), bars(...)], columns=2)
+    curves = [Curve("ring", x, y)]
+    panel = lines("Loss against bytes", curves, Axis("bytes", log=True), Axis("loss"))
+    save(path, "Title", panel)
+    save(path, "Title", [panel, bars(...)], columns=2)
 
-A figure is one panel or several side by side. Colours are the report's and follow the reader's
-light or dark scheme; every curve also has a mark or dashes of its own where asked, so that it can
-be told without colours.
+A figure is one panel, or several next to each other. Colours are the report's and follow the
+reader's light or dark scheme. On request every curve also has a mark or dashes of its own, so that
+it can be recognised without colours.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -24,9 +25,13 @@ DARK = ["#4fa8e0", "#ff8a4c", "#2fc79b", "#e58bbe", "#e6b93c", "#9bd8f7", "#a79b
 NEUTRAL = 7
 """The colour of what the others are compared with."""
 
-WIDTH, HEIGHT = 520, 340
-_TOP, _BOTTOM, _RIGHT = 30, 48, 18
-_ROW, _CHARACTER = 17, 6.4
+WIDTH = 520
+HEIGHT = 340
+_TOP = 30
+_BOTTOM = 48
+_RIGHT = 18
+_ROW = 17
+_CHARACTER = 6.4
 """Height of a line of the legend, and width of a character of it, in pixels."""
 
 
@@ -76,8 +81,10 @@ class Scale:
     log: bool
 
     def __call__(self, value: float) -> float:
-        low, high, value = (map(math.log10, (self.low, self.high, value)) if self.log
-                            else (self.low, self.high, value))  # fmt: skip
+        low = self.low
+        high = self.high
+        if self.log:
+            low, high, value = map(math.log10, (low, high, value))
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def shows(self, value: float | None) -> bool:
@@ -95,9 +102,10 @@ def _decades(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(exponents) // 7)
     marks = (1, 2, 5) if len(exponents) <= 3 else (1,)
-    ticks = [
-        mark * 10.0**exponent for exponent in exponents if exponent % every == 0 for mark in marks
-    ]
+    ticks = []
+    for exponent in exponents:
+        if exponent % every == 0:
+            ticks += [mark * 10.0**exponent for mark in marks]
     return [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
 
 
@@ -117,18 +125,23 @@ def number(value: float, short: bool = False) -> str:
     return f"{round(value, 6):,.10g}"
 
 
-def _limits(axis: Axis, values: Sequence[float], pad: float) -> tuple[float, float]:
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _limits(axis: Axis, values: Iterable[float], pad: float) -> tuple[float, float]:
     """The axis's ends: what it says, otherwise the data with a little room."""
-    shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)] or [
-        1.0
-    ]
-    low, high = min(shown), max(shown)
+    shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
+    low = min(shown, default=1.0)
+    high = max(shown, default=1.0)
     if axis.log:
         room = (high / low) ** pad if high > low else 2.0
-        low, high = low / room, high * room
+        low /= room
+        high *= room
     else:
         room = (high - low) * pad if high > low else abs(high) or 1.0
-        low, high = (low if low == 0 else low - room), high + room
+        low = low if low == 0 else low - room
+        high += room
     return (low if axis.low is None else axis.low), (high if axis.high is None else axis.high)
 
 
@@ -136,7 +149,8 @@ def _text(
     x: float, y: float, text: str, anchor: str = "start", kind: str = "", turn: bool = False
 ) -> str:
     turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turn else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"{turned}>{escape(text)}</text>'
+    at = f'x="{x:.1f}" y="{y:.1f}"'
+    return f'<text {at} text-anchor="{anchor}" class="{kind}"{turned}>{escape(text)}</text>'
 
 
 def _stroke(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
@@ -147,11 +161,14 @@ def _legend(
     names: Sequence[tuple[str, int, bool]], left: float, top: float, width: float, box: bool
 ) -> list[str]:
     """Rows of (name, colour, dashed); their number is `_rows` of the names."""
-    parts, x, y = [], left, top
+    parts = []
+    x = left
+    y = top
     for name, colour, dashed in names:
         needed = 30 + _CHARACTER * len(name)
         if x > left and x + needed > left + width:
-            x, y = left, y + _ROW
+            x = left
+            y += _ROW
         if box:
             parts.append(
                 f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="16" height="10" class="f{colour}"/>'
@@ -164,11 +181,13 @@ def _legend(
 
 
 def _rows(names: Sequence[str], width: float) -> int:
-    rows, x = 1, 0.0
+    rows = 1
+    x = 0.0
     for name in names:
         needed = 30 + _CHARACTER * len(name)
         if x and x + needed > width:
-            rows, x = rows + 1, 0.0
+            rows += 1
+            x = 0.0
         x += needed + 12
     return rows if names else 0
 
@@ -187,13 +206,10 @@ def lines(
     left = 64.0
     top = _TOP + _ROW * _rows([name for name, _, _ in named], width - left - _RIGHT) + 6
     height += top - _TOP
-    across = Scale(*_limits(x, [v for c in curves for v in c.x], 0.0), left, width - _RIGHT, x.log)
-    up = Scale(
-        *_limits(y, [v for c in curves for v in c.y if v is not None], 0.05),
-        height - _BOTTOM,
-        top,
-        y.log,
-    )
+    xs = chain.from_iterable(curve.x for curve in curves)
+    ys = chain.from_iterable(curve.y for curve in curves)
+    across = Scale(*_limits(x, xs, 0.0), left, width - _RIGHT, x.log)
+    up = Scale(*_limits(y, _present(ys), 0.05), height - _BOTTOM, top, y.log)
     parts = [
         _text(left, 18, title, kind="title"),
         *_legend(named, left, _TOP + 10, width - left - _RIGHT, False),
@@ -210,8 +226,9 @@ def lines(
     parts.append(_text(15, (top + height - _BOTTOM) / 2, y.title, "middle", "soft", turn=True))
     clip = f"c{zlib.crc32(repr((title, curves)).encode())}"
     parts.append(
-        f'<clipPath id="{clip}"><rect x="{left - 4}" y="{top - 4}" width="{width - _RIGHT - left + 8}" '
-        f'height="{height - _BOTTOM - top + 8}"/></clipPath><g clip-path="url(#{clip})">'
+        f'<clipPath id="{clip}"><rect x="{left - 4}" y="{top - 4}" '
+        f'width="{width - _RIGHT - left + 8}" height="{height - _BOTTOM - top + 8}"/></clipPath>'
+        f'<g clip-path="url(#{clip})">'
     )
     for curve, colour in coloured:
         parts.extend(_drawn(curve, colour, across, up))
@@ -230,15 +247,17 @@ def _drawn(curve: Curve, colour: int, across: Scale, up: Scale) -> list[str]:
         else:
             pieces[-1].append(f"{across(x):.1f},{up(y):.1f}")
     kind = f"s{colour}{' dash' if curve.dashed else ''}"
-    parts = [
-        f'<polyline points="{" ".join(piece)}" class="{kind}"/>'
-        for piece in pieces
-        if len(piece) > 1
-    ]
-    dots = [
-        point.split(",") for piece in pieces for point in piece if curve.marks or len(piece) == 1
-    ]
-    return parts + [f'<circle cx="{x}" cy="{y}" r="3.2" class="f{colour}"/>' for x, y in dots]
+    parts = []
+    dots: list[str] = []
+    for piece in pieces:
+        if len(piece) > 1:
+            parts.append(f'<polyline points="{" ".join(piece)}" class="{kind}"/>')
+        if curve.marks or len(piece) == 1:
+            dots += piece
+    for point in dots:
+        cx, cy = point.split(",")
+        parts.append(f'<circle cx="{cx}" cy="{cy}" r="3.2" class="f{colour}"/>')
+    return parts
 
 
 def bars(
@@ -249,11 +268,10 @@ def bars(
     stacked: bool = False,
     width: float = WIDTH,
 ) -> Panel:
-    """Horizontal bars: for each of `rows` one of each series, beside one another or `stacked`; None
-    has no bar.
+    """Horizontal bars: for each of `rows` one of each series, side by side or `stacked`.
 
-    The values stand behind the bars (of a stack their sum). One series alone needs no legend and
-    may be named "".
+    None has no bar. The values stand at the ends of the bars (of a stack their sum). A single
+    series needs no legend and may be named "".
     """
     left = 26 + 6.9 * max(map(len, rows))
     named = [(name, position % len(LIGHT), False) for position, name in enumerate(series) if name]
@@ -261,12 +279,10 @@ def bars(
     thick = 15 if stacked or len(series) == 1 else 11
     slot = thick + 9 if stacked else thick * len(series) + 9
     height = top + slot * len(rows) + _BOTTOM
-    values = [value for row in series.values() for value in row if value is not None]
-    totals = (
-        [sum(row[i] or 0.0 for row in series.values()) for i in range(len(rows))]
-        if stacked
-        else values
-    )
+    if stacked:
+        totals = [sum(_present(amounts)) for amounts in zip(*series.values(), strict=True)]
+    else:
+        totals = _present(chain.from_iterable(series.values()))
     low, high = _limits(x, totals, 0.05)
     low = low if x.log or x.low is not None else min(0.0, *totals)
     across = Scale(low, high, left, width - _RIGHT - 46, x.log)
@@ -279,7 +295,8 @@ def bars(
     parts.append(_text((left + width - _RIGHT) / 2, height - 12, x.title, "middle", "soft"))
     base = low if x.log else max(low, 0.0)
     for i, row in enumerate(rows):
-        y, start = top + 4 + slot * i, base
+        y = top + 4 + slot * i
+        start = base
         parts.append(_text(left - 8, y + (slot - 9) / 2 + 4, row, "end", "key"))
         for position, amounts in enumerate(series.values()):
             amount = amounts[i]
@@ -296,8 +313,10 @@ def bars(
 
 
 def _bar(x1: float, x2: float, y: float, thick: float, colour: int) -> str:
-    left, length = min(x1, x2), abs(x2 - x1)
-    return f'<rect x="{left:.1f}" y="{y:.1f}" width="{length:.1f}" height="{thick - 1}" class="f{colour}"/>'
+    left = min(x1, x2)
+    length = abs(x2 - x1)
+    size = f'width="{length:.1f}" height="{thick - 1}"'
+    return f'<rect x="{left:.1f}" y="{y:.1f}" {size} class="f{colour}"/>'
 
 
 def _behind(x: float, y: float, value: float, axis: Axis) -> str:
@@ -307,13 +326,15 @@ def _behind(x: float, y: float, value: float, axis: Axis) -> str:
 def _style() -> str:
     def rules(page: str, ink: str, soft: str, grid: str, colours: Sequence[str]) -> str:
         series = "".join(f".s{i}{{stroke:{c}}}.f{i}{{fill:{c}}}" for i, c in enumerate(colours))
-        return f".page{{fill:{page}}}text{{fill:{ink}}}.soft,.value{{fill:{soft}}}.grid{{stroke:{grid}}}{series}"
+        texts = f"text{{fill:{ink}}}.soft,.value{{fill:{soft}}}"
+        return f".page{{fill:{page}}}{texts}.grid{{stroke:{grid}}}{series}"
 
     shapes = (
         "text{font:12px "
         "system-ui,sans-serif}.title{font-weight:600;font-size:13px}.head{font-weight:600;"
         "font-size:15px}.soft{font-size:11px}.value{font-size:10px}.grid{stroke-width:1}"
-        "polyline,line[class^=s]{fill:none;stroke-width:1.8;stroke-linejoin:round}.dash{stroke-dasharray:5 4}"
+        "polyline,line[class^=s]{fill:none;stroke-width:1.8;stroke-linejoin:round}"
+        ".dash{stroke-dasharray:5 4}"
     )
     light = rules("#fdfdfc", "#1b1e22", "#5a626b", "#e4e5e3", LIGHT)
     dark = rules("#15171a", "#e8eaec", "#a2abb4", "#2e3338", DARK)
@@ -321,13 +342,14 @@ def _style() -> str:
 
 
 def save(path: Path | str, title: str, panels: Panel | Sequence[Panel], columns: int = 2) -> None:
-    """Writes the figure: `panels` in rows of `columns`, `title` above them and as what a screen
+    """Writes the figure: `panels` in rows of `columns`. `title` is above them and is what a screen
     reader says."""
     panels = [panels] if isinstance(panels, Panel) else list(panels)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    width = max(sum(panel.width for panel in row) for row in rows)
+    width = 0.0
     tops = [34.0]
     for row in rows:
+        width = max(width, sum(panel.width for panel in row))
         tops.append(tops[-1] + max(panel.height for panel in row) + 8)
     parts = [_text(16, 22, title, kind="head")]
     for row, (top, _) in zip(rows, pairwise(tops), strict=True):
@@ -339,6 +361,7 @@ def save(path: Path | str, title: str, panels: Panel | Sequence[Panel], columns:
     content = "\n".join(parts)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">\n{_style()}\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">\n'
+        f"{_style()}\n"
         f'<rect width="100%" height="100%" class="page"/>\n{content}\n</svg>\n'
     )

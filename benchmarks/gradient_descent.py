@@ -1,23 +1,23 @@
 """Gradient descent against SGD: what a batch size costs in steps, epochs, operations and seconds.
 
-For every batch size the learning rate is the best of one grid, the powers of 2: from the best rate
-of the batch size before, rates are tried upwards and downwards until one is worse. Better is fewer
-steps to the target, a mean loss over the training data, on the worst of three seeds. With its rate,
-each batch size then runs on --seeds other seeds, batch sizes in turn; what is reported are medians.
-Plain SGD, without momentum.
+For every batch size the learning rate is the best of one grid, the powers of 2. From the best rate
+of the batch size before, rates are tried upwards and downwards until one is worse. A rate is better
+if it takes fewer steps to the target, a mean loss over the training data, on the worst of three
+seeds. With its rate each batch size then runs on --seeds other seeds, batch sizes in turn; reported
+are medians. The optimizer is plain SGD without momentum.
 
-Besides: the variance of batch gradients at three points of the way against sigma^2/B * (n-B)/(n-1),
-which holds for batches drawn without replacement, and the noise scale tr(Sigma)/|G|^2, the batch
-size beyond which steps stop getting fewer in proportion (McCandlish et al. 2018); beside it the
-critical batch size of a fit of S(B) = S_min * (1 + B_c/B).
+The benchmark also measures the variance of batch gradients at three points of the way, and compares
+it with sigma^2/B * (n-B)/(n-1), which is valid for batches drawn without replacement. From it
+follows the noise scale tr(Sigma)/|G|^2, the batch size beyond which steps stop getting fewer in
+proportion (McCandlish et al. 2018). It is compared with the critical batch size of a fit of
+S(B) = S_min * (1 + B_c/B).
 
-    python benchmarks/gradient_descent.py --data DIR --out docs/images --page
-    docs/study-gradient-descent.md \\
-        > benchmarks/results/gradient_descent.json
+    python benchmarks/gradient_descent.py --data DIR --out docs/images \\
+        --page docs/study-gradient-descent.md > benchmarks/results/gradient_descent.json
 
-Two tasks: digits (64-200-200-10, 1,437 examples), and the first 5,000 examples of MNIST
-(784-200-200-10) if --data names the folder of its files. Curves are the best so far, as steps to a
-target are counted.
+There are two tasks: digits (64-200-200-10, 1,437 examples), and the first 5,000 examples of MNIST
+(784-200-200-10) if --data names the folder of its files. Curves have the best value so far, in the
+same way as steps to a target are counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ MNIST_EXAMPLES = 5_000
 EXPONENTS = range(-9, 4)
 """Of 2: the grid of learning rates."""
 
-EPOCHS, STEPS = 1_000, 20_000
+EPOCHS = 1_000
+STEPS = 20_000
 """A rate that has not reached the target by the sooner of them has not reached it."""
 
 CHOOSING = (-1, -2, -3)
@@ -303,13 +304,15 @@ def noise(setting: Setting, model: nn.Module) -> dict[str, Any]:
     """|G|^2 and tr(Sigma) of the gradients of single examples, and the measured variance of
     batches."""
     weights = {name: value.detach() for name, value in model.named_parameters()}
-    inputs, targets = setting.task.train.inputs, setting.task.train.targets
+    inputs = setting.task.train.inputs
+    targets = setting.task.train.targets
 
     def loss(values: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
         return setting.task.loss(functional_call(model, values, (one[None],)), target[None])
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))
-    squares, total = 0.0, {name: torch.zeros_like(value) for name, value in weights.items()}
+    squares = 0.0
+    total = {name: torch.zeros_like(value) for name, value in weights.items()}
     for part in torch.split(torch.arange(setting.n), 100):
         found = each(weights, inputs[part], targets[part])
         squares += sum(float(value.double().square().sum()) for value in found.values())
@@ -382,7 +385,9 @@ def draw(result: dict[str, Any], out: Path) -> None:
         }
         accuracies = []
         for row in one["rows"]:
-            name, steps, each = name_of(row), row["curve"]["step"], per_epoch[row["batch"]]
+            name = name_of(row)
+            steps = row["curve"]["step"]
+            each = per_epoch[row["batch"]]
             loss = best_so_far(row["curve"]["loss"], falling=True)
             against[epochs].append(Curve(name, [step / each for step in steps], loss))
             against[seconds].append(Curve(name, row["curve"]["seconds"], loss))
@@ -406,8 +411,14 @@ def draw(result: dict[str, Any], out: Path) -> None:
         draw_costs(one, out)
 
 
+def over_best(rows: list[dict[str, Any]], key: str) -> list[float]:
+    best = min(row[key] for row in rows)
+    return [row[key] / best for row in rows]
+
+
 def draw_costs(one: dict[str, Any], out: Path) -> None:
-    rows, fitted = one["rows"], one["fit"]
+    rows = one["rows"]
+    fitted = one["fit"]
     sizes = [row["batch"] for row in rows]
     curve = [fitted["least_steps"] * (1 + fitted["critical_batch"] / size) for size in sizes]
     batch = Axis("batch size", log=True, short=True)
@@ -432,16 +443,15 @@ def draw_costs(one: dict[str, Any], out: Path) -> None:
         batch,
         Axis("learning rate", log=True),
     )
-    noises = [
-        Curve(f"{when['epochs']} epochs", [r["batch"] for r in when["batches"]],
-              [r["variance"] for r in when["batches"]], marks=True)
-        for when in one["gradients"]
-    ]  # fmt: skip
-    expected = [
-        Curve("", [r["batch"] for r in when["batches"]], [r["expected"] for r in when["batches"]], dashed=True,
-              colour=position)
-        for position, when in enumerate(one["gradients"])
-    ]  # fmt: skip
+    noises = []
+    expected = []
+    for position, when in enumerate(one["gradients"]):
+        batches = when["batches"]
+        of = [r["batch"] for r in batches]
+        measured = [r["variance"] for r in batches]
+        by_rule = [r["expected"] for r in batches]
+        noises.append(Curve(f"{when['epochs']} epochs", of, measured, marks=True))
+        expected.append(Curve("", of, by_rule, dashed=True, colour=position))
     variance = lines(
         "Variance of a batch's gradient (dashed: expected)",
         noises + expected,
@@ -451,10 +461,7 @@ def draw_costs(one: dict[str, Any], out: Path) -> None:
     costs = bars(
         "Relative cost to the target (best = 1)",
         [name_of(row) for row in rows],
-        {
-            key: [row[key] / min(other[key] for other in rows) for row in rows]
-            for key in ("epochs", "operations", "seconds")
-        },
+        {key: over_best(rows, key) for key in ("epochs", "operations", "seconds")},
         Axis("times the best", log=True, low=0.9),
     )
     title = f"What a batch size costs on {one['task']}"

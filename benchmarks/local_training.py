@@ -1,29 +1,31 @@
-"""One machine, one model: every way to keep its cores busy, side by side in one run.
+"""One machine, one model: every way to keep its cores busy, in one run.
 
 The same model from the same weights on the same batches, trained for the same number of examples by
 
-    a plain loop on one thread and on all            torch and nothing else
-    SingleWorker on one thread and on all, fed       dure's lone worker; loaders read its batches ahead
-    a mini-batch per core                            DataParallel in Threads: scatter, replicas, a master
-    layers per core                                  LayersPerCore: a pipeline of threads
-    Hogwild in threads, in processes                 updates without locks
-    Hogwild by hand                                  torch.multiprocessing, as in torch's own example
-    DistributedDataParallel                          DataParallel in Processes: an all-reduce
-    one GPU, fed by loaders, by plain torch          where there is one
+    a plain loop on one thread and on all        only torch
+    SingleWorker on one thread and on all, fed   dure's single worker; loaders read its batches
+                                                 ahead
+    a mini-batch per core                        DataParallel in Threads: scatter, replicas, a
+                                                 master
+    layers per core                              LayersPerCore: a pipeline of threads
+    Hogwild in threads, in processes             updates without locks
+    Hogwild by hand                              torch.multiprocessing, as in torch's own example
+    DistributedDataParallel                      DataParallel in Processes: an all-reduce
+    one GPU, fed by loaders, by plain torch      if there is one
 
 All but Hogwild compute the same gradients up to the rounding of sums. torch.nn.DataParallel, the
-peer of a mini-batch per core, divides batches over GPUs only: on CPUs it calls the module as it is,
-so it has a row where there are two GPUs and none elsewhere.
+peer of a mini-batch per core, divides batches over GPUs only. On CPUs it calls the module as it is,
+so it has a row only if there are two GPUs.
 
-Every repetition trains each way once, in another order; medians and quartiles over the repetitions.
-Seconds are those of training: starts of processes and evaluations are left out for all.
-ms_per_batch is milliseconds for the examples of one batch, seconds_to_target those until the first
-evaluation (one an epoch) at which the accuracy is reached, null if it was not in any repetition.
-The load of a way is what each of its workers did in a step, from its last repetition.
+Every repetition trains each way once, in another order; figures are medians and quartiles over the
+repetitions. Seconds are those of training, without starts of processes and evaluations.
+ms_per_batch is milliseconds for the examples of one batch. seconds_to_target is seconds until the
+first evaluation (one an epoch) at which the accuracy is reached, null if it was not reached in any
+repetition. The load of a way is what each of its workers did in a step, from its last repetition.
 
-    python benchmarks/local_training.py [--data MNIST_FOLDER] >
-    benchmarks/results/local_training.json python benchmarks/local_training.py --page
-    benchmarks/results/local_training.json
+    python benchmarks/local_training.py [--data MNIST_FOLDER] \\
+        > benchmarks/results/local_training.json
+    python benchmarks/local_training.py --page benchmarks/results/local_training.json
 
 Progress and a table go to standard error, the result as JSON to standard output. The second line
 writes the figures of a result into docs/local-training.md.
@@ -55,7 +57,8 @@ from dure.randomness.seeds import shuffled
 
 CORES = available_cores()
 
-BEGIN, END = "<!-- figures of benchmarks/local_training.py -->", "<!-- end of figures -->"
+BEGIN = "<!-- figures of benchmarks/local_training.py -->"
+END = "<!-- end of figures -->"
 
 NO_PEER = (
     "torch.nn.DataParallel divides batches over GPUs only; here it would call the module as it is"
@@ -135,7 +138,8 @@ def cases(data: Path | None, scale: float) -> list[Case]:
 
 def part(task: dure.Task, examples: int) -> dure.Task:
     """The first training examples, and the first 2,000 to test on."""
-    train, test = task.train, task.test
+    train = task.train
+    test = task.test
     return dataclasses.replace(
         task,
         train=dure.Examples(train.inputs[:examples], train.targets[:examples]),
@@ -161,7 +165,8 @@ def train_epoch(
 ) -> None:
     for batch in batches:
         optimizer.zero_grad()
-        inputs, targets = task.train.inputs[batch].to(device), task.train.targets[batch].to(device)
+        inputs = task.train.inputs[batch].to(device)
+        targets = task.train.targets[batch].to(device)
         task.loss(model(inputs), targets).backward()
         optimizer.step()
 
@@ -176,7 +181,8 @@ def plain(
     torch.set_num_threads(threads)
     model = wrap(seeded_model(case.task, 0).to(device).train())
     optimizer = case.task.optimizer(model.parameters())
-    seconds, evaluations = 0.0, []
+    seconds = 0.0
+    evaluations = []
     for epoch in range(case.epochs):
         batches = list(shuffled(case.examples, 0, epoch).split(case.batch))
         started = time.perf_counter()
@@ -204,14 +210,16 @@ def hogwild_by_hand(case: Case) -> Trained:
     epoch."""
     context = torch.multiprocessing.get_context("spawn")
     model = seeded_model(case.task, 0).train().share_memory()
-    start, end = context.Barrier(CORES + 1), context.Barrier(CORES + 1)
+    start = context.Barrier(CORES + 1)
+    end = context.Barrier(CORES + 1)
     members = [
         context.Process(target=hog, args=(n, model, case, start, end), daemon=True)
         for n in range(CORES)
     ]
     for member in members:
         member.start()
-    seconds, evaluations = 0.0, []
+    seconds = 0.0
+    evaluations = []
     for _ in range(case.epochs):
         start.wait(300)
         started = time.perf_counter()
@@ -236,26 +244,24 @@ def by_dure(
         (one.seconds, one.metrics["test_accuracy"] or 0.0) for one in run.history.evaluations[1:]
     ]
     steps = case.epochs * -(-case.examples // case.batch)
-    load = [
-        {
-            "name": worker["name"],
-            **{
-                f"{kind}_ms": worker[f"{kind}_seconds"] / steps * 1e3
-                for kind in ("compute", "communication", "idle")
-            },
-            **{f"{way}_bytes": worker[f"bytes_{way}"] / steps for way in ("sent", "received")},
-        }
-        for worker in run.summary["per_worker"]
-    ]
+    load = [load_of(worker, steps) for worker in run.summary["per_worker"]]
     return Trained(run.summary["seconds"], evaluations, load)
 
 
+def load_of(worker: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What a worker did in one step."""
+    row = {"name": worker["name"]}
+    for kind in ("compute", "communication", "idle"):
+        row[f"{kind}_ms"] = worker[f"{kind}_seconds"] / steps * 1e3
+    for way in ("sent", "received"):
+        row[f"{way}_bytes"] = worker[f"bytes_{way}"] / steps
+    return row
+
+
 def ways() -> dict[str, Callable[[Case], Trained]]:
-    here, threads, processes = (
-        partial(dure.Processes, 1),
-        partial(dure.Threads, CORES),
-        partial(dure.Processes, CORES),
-    )
+    here = partial(dure.Processes, 1)
+    threads = partial(dure.Threads, CORES)
+    processes = partial(dure.Processes, CORES)
     found: dict[str, Callable[[Case], Trained]] = {
         "plain loop, 1 thread": partial(plain, 1),
         f"plain loop, {CORES} threads": partial(plain, CORES),
@@ -336,7 +342,8 @@ def line(row: dict[str, Any]) -> str:
     faster = row["times_faster_than_one_thread"]["median"]
     spread = f"({low:.2f} to {high:.2f})"
     time_of_a_batch = f"{row['ms_per_batch']['median']:8.2f} ms {spread:<20}"
-    return f"  {row['way']:<36} {time_of_a_batch} {faster:5.2f}x  to the target {until}  {row['accuracy']:.3f}"
+    about = f"  {row['way']:<36} {time_of_a_batch} {faster:5.2f}x"
+    return f"{about}  to the target {until}  {row['accuracy']:.3f}"
 
 
 def table(case: dict[str, Any]) -> str:
@@ -394,7 +401,8 @@ def write_page(result: dict[str, Any], page: Path) -> None:
     if result["torch_nn_data_parallel"] == NO_PEER:
         parts.append("torch.nn.DataParallel has no row: it divides batches over GPUs only.")
     text = page.read_text()
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    before = text[: text.index(BEGIN) + len(BEGIN)]
+    after = text[text.index(END) :]
     page.write_text("\n\n".join([before, *parts, after]))
 
 

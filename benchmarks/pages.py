@@ -8,7 +8,7 @@
 
     <!-- /steps -->
 
-`fill(page, {"steps": table(...)})` replaces what stands between the marks.
+`fill(page, {"steps": table(...)})` replaces what is between the marks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def fill(page: Path, blocks: Mapping[str, str]) -> None:
     """Writes each block between its marks. Raises ValueError if the page has no such marks."""
     text = page.read_text()
     for name, content in blocks.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        start = f"<!-- {name} -->\n"
+        end = f"<!-- /{name} -->"
         before, opened, rest = text.partition(start)
         _, closed, after = rest.partition(end)
         if not opened or not closed:

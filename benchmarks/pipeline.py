@@ -1,21 +1,23 @@
-"""Pipelines beside torch's: seconds of a step on two ranks, beside what the schedule allows.
+"""Pipelines of dure and of torch: seconds of a step on two ranks, and what the schedule allows.
 
-A transformer of eight layers computes the gradient of a batch; in every round each contender has
-some steps behind a barrier, and another one begins; the time is that of the slowest rank. Medians
-over the rounds; ratios are medians of the rounds' ratios. All find the same gradients, which is
-checked. What memory a step has freed is kept for the next one, for all contenders, as `dure.train`
-does it: page faults would come and go with who was before.
+A transformer of eight layers computes the gradient of a batch. In every round each contender has
+some steps after a barrier, and another contender begins. The time is that of the slowest rank.
+Times are medians over the rounds; ratios are medians of the rounds' ratios. It is checked that all
+find the same gradients. Memory that a step has freed is kept for the next one, for all contenders,
+as in `dure.train`: otherwise page faults would depend on which contender ran before.
 
     single                   one process of one thread, the batch at once
     micro-batched            the same, a micro-batch after the other
     side by side             the same in both processes at once, which exchange nothing
-    torch GPipe, 1F1B, …     torch.distributed.pipelining over gloo, the model cut by hand where dure cuts it
+    torch GPipe, 1F1B, …     torch.distributed.pipelining over gloo, the model cut by hand at the
+                             places at which dure cuts it
     dure gpipe, 1f1b, …      dure's, over shared memory
 
-    ideal                    micro-batched / ranks, and the bubble that the schedule cannot avoid where forward and the
-                             two parts of backward take equally long
-    possible                 side by side / ranks, and that bubble where they take as long as they took
-    predicted                the simulator's, from the times that dure's actions took in those steps, and a message's
+    ideal                    micro-batched / ranks, and the bubble that the schedule cannot avoid if
+                             forward and the two parts of backward take equally long
+    possible                 side by side / ranks, and the bubble for the times that they took
+    predicted                the simulator's, from the times that dure's actions and a message took
+                             in those steps
 
     python benchmarks/pipeline.py > benchmarks/results/pipeline.json
 
@@ -37,7 +39,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pages import fill, table
-from rounds import seconds_of_a_message, seconds_per_step, turns
+from rounds import (
+    largest_difference,
+    median_ratio,
+    seconds_of_a_message,
+    seconds_per_step,
+    turns,
+)
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -53,7 +61,10 @@ from dure.parallel.pipeline.simulate import Times, simulate
 from dure.tasks.models import Transformer
 
 JSON = dict[str, Any]
-CHARACTERS, CONTEXT, LAYERS, HEADS = 65, 64, 8, 4
+CHARACTERS = 65
+CONTEXT = 64
+LAYERS = 8
+HEADS = 4
 RANKS = 2
 TOLERANCE = 1e-4
 """How far gradients may be from those of one process, in float32."""
@@ -81,7 +92,8 @@ def seeded(width: int) -> Transformer:
 class Head(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.norm, self.output = model.norm, model.output
+        self.norm = model.norm
+        self.output = model.output
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output(self.norm(hidden)).transpose(1, 2)
@@ -90,7 +102,8 @@ class Head(nn.Module):
 class Foot(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.embedding, self.position = model.embedding, model.position
+        self.embedding = model.embedding
+        self.position = model.position
 
     def forward(self, indices: Tensor) -> Tensor:
         return self.embedding(indices) + self.position(torch.arange(indices.shape[1]))
@@ -103,11 +116,9 @@ class Alone:
     """One process; the other ranks wait, or do the same."""
 
     def __init__(self, width: int, batch: int, microbatches: int, on_all: bool = False) -> None:
-        self.model, self.microbatches, self.waits = (
-            seeded(width),
-            microbatches,
-            not on_all and dist.get_rank() > 0,
-        )
+        self.model = seeded(width)
+        self.microbatches = microbatches
+        self.waits = not on_all and dist.get_rank() > 0
         self.inputs, self.targets = examples(batch)
 
     def step(self) -> None:
@@ -137,7 +148,8 @@ class Torchs:
         per_rank: int,
         v_shaped: bool = False,
     ) -> None:
-        rank, stages = dist.get_rank(), RANKS * per_rank
+        rank = dist.get_rank()
+        stages = RANKS * per_rank
         self.model = seeded(width)
         blocks = list(self.model.blocks)
         size = len(blocks) // stages
@@ -151,7 +163,8 @@ class Torchs:
             for i in mine
         ]
         self.pieces = [pieces[i] for i in mine]
-        self.first, self.last = 0 in mine, stages - 1 in mine
+        self.first = 0 in mine
+        self.last = stages - 1 in mine
         stage: Any = made[0] if per_rank == 1 else made
         self.schedule = kind(stage, microbatches, loss_fn=F.cross_entropy)
         self.inputs, self.targets = examples(batch)
@@ -266,13 +279,15 @@ def mean(rows: list[Any], kind: str, stage: int | None = None) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
+def means(rows: list[Any], kind: str, stages: int) -> tuple[float, ...]:
+    """Of the seconds of actions of a kind, for each stage."""
+    return tuple(mean(rows, kind, stage) for stage in range(stages))
+
+
 def predicted(schedule: str, microbatches: int, rows: list[Any], send: float) -> JSON:
     """From the mean seconds of each stage's actions, and those of a message."""
     made = list_of(schedule, microbatches)
-    times = Times(
-        *(tuple(mean(rows, kind, stage) for stage in range(made.stages)) for kind in COMPUTING),
-        send=send,
-    )
+    times = Times(*(means(rows, kind, made.stages) for kind in COMPUTING), send=send)
     simulation = simulate(made, times)
     return {
         "seconds": simulation.makespan,
@@ -292,15 +307,14 @@ def contest(
         contender.step()
         rows: list[Any] = [None] * RANKS
         dist.all_gather_object(rows, contender.gradients())
-        found[name] = {key: value for row in rows for key, value in row.items()}
+        found[name] = {}
+        for row in rows:
+            found[name] |= row
         seconds_per_step(contender.step, 1, gloo)
         if isinstance(contender, Ours):
             contender.times()
     right = found["single"]
-    apart = {
-        name: max(float((grads[key] - right[key]).abs().max()) for key in right)
-        for name, grads in found.items()
-    }
+    apart = {name: largest_difference(right, grads) for name, grads in found.items()}
     wrong = {name: difference for name, difference in apart.items() if not difference < TOLERANCE}
     assert not wrong, f"these have other gradients than one process: {wrong}"
     send = seconds_of_a_message(place.group, -(-batch // microbatches) * CONTEXT * width)
@@ -355,10 +369,7 @@ def against(rows: JSON) -> JSON:
         "zero-bubble-v": "torch ZBV",
     }
     return {
-        ours: statistics.median(
-            a / b
-            for a, b in zip(rows[theirs]["samples"], rows[f"dure {ours}"]["samples"], strict=True)
-        )
+        ours: median_ratio(rows[theirs]["samples"], rows[f"dure {ours}"]["samples"])
         for ours, theirs in pairs.items()
     }
 
@@ -397,19 +408,20 @@ def describe(result: JSON) -> None:
 
 
 def tables(result: JSON) -> dict[str, str]:
-    """For the page: milliseconds of every contender, and how dure's are to what is possible."""
+    """For the page: milliseconds of every contender, and dure's over what is possible."""
     cells = list(result.items())
     names = list(cells[0][1]["rows"])
-    rows = [
-        [name, *(f"{cell['rows'][name]['median'] * 1e3:.0f}" for _, cell in cells)]
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        medians = [cell["rows"][name]["median"] for _, cell in cells]
+        rows.append([name, *(f"{median * 1e3:.0f}" for median in medians)])
     head = ["ms a step", *(f"{microbatches} micro-batches" for microbatches, _ in cells)]
     more = []
     for name in (name for name in names if name.startswith("dure ")):
         row = [name.removeprefix("dure ")]
         for _, cell in cells:
-            found, versus = cell["rows"][name], cell["torch_over_dure"].get(row[0])
+            found = cell["rows"][name]
+            versus = cell["torch_over_dure"].get(row[0])
             ratios = [
                 f"{found[what]:.2f}" for what in ("over_predicted", "over_ideal", "over_possible")
             ]

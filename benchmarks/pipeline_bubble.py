@@ -1,17 +1,19 @@
-"""Bubbles of real pipelines beside the simulator's, on more ranks than this machine has cores.
+"""Bubbles of real and of simulated pipelines, on more ranks than this machine has cores.
 
-A stage waits 120 ms forward and 240 ms backward for a micro-batch, unless told otherwise, as a
-processor waits while its accelerator computes: ranks do not take each other's cores, so that what
-is measured is the schedule, the messages and the runtime. All stages of all schedules take equally
-long. Times, the medians over the rounds:
+By default a stage waits 120 ms forward and 240 ms backward for a micro-batch, as a processor waits
+while its accelerator computes. So ranks do not take each other's cores, and what is measured is the
+schedule, the messages and the runtime. All stages of all schedules take equally long. Times are
+medians over the rounds:
 
-    measured     idle share of the ranks' time from the first action's start to the last one's end, on any rank
-    simulated    the simulator's, from the mean times of the same steps' actions, and what a message takes
-    exact        the simulator's, of actions of 1 and 2 and messages that take no time, which is the formula's where
-                 there is one: (p-1)/(m+p-1), with v stages a rank (p-1)/(v m + p-1)
+    measured     idle share of the ranks' time from the first action's start to the last one's end,
+                 on any rank
+    simulated    the simulator's, from the mean times of the same steps' actions, and of a message
+    exact        the simulator's, of actions of 1 and 2 and messages that take no time. It equals
+                 the formula if there is one: (p-1)/(m+p-1), with v stages a rank
+                 (p-1)/(v m + p-1)
 
-    python benchmarks/pipeline_bubble.py --page docs/pipeline.md >
-    benchmarks/results/pipeline_bubble.json
+    python benchmarks/pipeline_bubble.py --page docs/pipeline.md \\
+        > benchmarks/results/pipeline_bubble.json
 
 Progress and a table go to standard error, the result as JSON to standard output.
 """
@@ -23,6 +25,7 @@ import json
 import statistics
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +72,18 @@ def measured(
         ]
         everybodys: list[Any] = [None] * place.group.size
         dist.all_gather_object(everybodys, spans)
-        kept = [span for rank in everybodys for span in rank]
+        kept = list(chain.from_iterable(everybodys))
         busy = sum(end - start for _, _, start, end in kept)
-        makespan = max(span[3] for span in kept) - min(
-            span[2] for span in kept
-        )  # processes share the clock
+        # the processes share a clock
+        makespan = max(end for _, _, _, end in kept) - min(start for _, _, start, _ in kept)
         bubble = 1 - busy / (place.group.size * makespan)
         rows.append(
             {"seconds": seconds, "makespan": makespan, "measured": bubble, **simulated(kept)}
         )
-    return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+    medians = {}
+    for key in rows[0]:
+        medians[key] = statistics.median(row[key] for row in rows[1:])
+    return medians
 
 
 def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: Place) -> JSON:
@@ -86,7 +91,8 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
     per_rank = 2 if schedule == "interleaved" else 1
     stages = ranks * per_rank
     made = make(schedule, ranks, microbatches, per_rank)
-    forward, backward = asked.forward / 1e3, asked.backward / 1e3
+    forward = asked.forward / 1e3
+    backward = asked.backward / 1e3
     data = torch.utils.data.TensorDataset(
         torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH)
     )
@@ -107,9 +113,10 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
             found = [end - start for k, s, start, end in spans if (k, s) == (kind, stage)]
             return statistics.fmean(found) if found else 0.0
 
-        times = Times(
-            *(tuple(mean(kind, s) for s in range(made.stages)) for kind in COMPUTES), send=send
-        )
+        def means(kind: str) -> tuple[float, ...]:
+            return tuple(mean(kind, stage) for stage in range(made.stages))
+
+        times = Times(*map(means, COMPUTES), send=send)
         simulation = simulate(made, times)
         return {"simulated": simulation.bubble, "simulated_seconds": simulation.makespan}
 
@@ -146,15 +153,12 @@ def cells(rows: list[JSON]) -> str:
         "exact",
         "measured over simulated",
     ]
-    return table(
-        head,
-        [
-            [f"{row['ranks']}, {row['schedule']}, {row['microbatches']}"]
-            + [f"{row[key]:.3f}" for key in ("measured", "simulated", "exact")]
-            + [f"{row['measured'] / row['simulated']:.2f}"]
-            for row in rows
-        ],
-    )
+    lines = []
+    for row in rows:
+        name = f"{row['ranks']}, {row['schedule']}, {row['microbatches']}"
+        shares = [f"{row[key]:.3f}" for key in ("measured", "simulated", "exact")]
+        lines.append([name, *shares, f"{row['measured'] / row['simulated']:.2f}"])
+    return table(head, lines)
 
 
 def main() -> None:

@@ -1,14 +1,18 @@
-"""What clients cost that are registered and not asked: a round of 100 of 100, of 10,000 and of
-1,000,000.
+"""What clients cost that are registered and not asked: 100 of up to 1,000,000 are asked in a round.
 
 Every client has one example of eight numbers, the model is linear, and 40 rounds ask 100 clients
-each, so that what is left of a round is its administration. Each number of clients has processes of
-its own, in turns. Measured are seconds from the start of Python to the first new model, which
-counts importing torch and making the data; seconds of a round, the median over the rounds behind
-the first; and the process's largest resident memory. Medians over the repeats.
+each. So a round's time is that of its administration. Each number of clients has processes of its
+own, in turns. Measured are
 
-    python benchmarks/registered_clients.py --page docs/simulation.md >
-    benchmarks/results/registered_clients.json
+- seconds from the start of Python to the first new model, which include importing torch and making
+  the data;
+- seconds of a round, the median over the rounds after the first; and
+- the process's largest resident memory.
+
+Figures are medians over the repeats.
+
+    python benchmarks/registered_clients.py --page docs/simulation.md \\
+        > benchmarks/results/registered_clients.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -27,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from pages import fill, table
-from rounds import quartiles, turns
+from rounds import quartiles_of, turns
 
 JSON = dict[str, Any]
-ASKED, ROUNDS = 100, 40
+ASKED = 100
+ROUNDS = 40
 
 
 def one(clients: int, started: float) -> JSON:
@@ -40,10 +45,8 @@ def one(clients: int, started: float) -> JSON:
     import dure
 
     draws = torch.Generator().manual_seed(0)
-    inputs, targets = (
-        torch.randn(clients, 8, generator=draws),
-        torch.randint(0, 2, (clients,), generator=draws),
-    )
+    inputs = torch.randn(clients, 8, generator=draws)
+    targets = torch.randint(0, 2, (clients,), generator=draws)
     task = dure.Task(
         lambda: torch.nn.Linear(8, 2),
         torch.nn.functional.cross_entropy,
@@ -117,10 +120,9 @@ def main() -> None:
                 flush=True,
             )
     names = ("seconds_of_a_round", "seconds_to_first_model", "peak_bytes")
-    rows = {
-        clients: {name: quartiles([sample[name] for sample in own]) for name in names}
-        for clients, own in samples.items()
-    }
+    rows = {}
+    for clients, own in samples.items():
+        rows[clients] = {name: quartiles_of(own, name) for name in names}
     print(
         json.dumps(
             {"benchmark": "registered_clients", "asked": ASKED, "rounds": ROUNDS, "rows": rows},

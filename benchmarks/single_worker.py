@@ -1,10 +1,10 @@
-"""SingleWorker against a hand-written PyTorch loop of the same steps, side by side in one run.
+"""SingleWorker against a hand-written PyTorch loop of the same steps, in one run.
 
-Both train the same model on the same batches from the same weights; on one thread they end with the
+Both train the same model on the same batches from the same weights. On one thread they end with the
 same bits. The loop is the shortest that does so: a permutation an epoch, indexing, forward,
 backward, step, on as many threads as torch takes. SingleWorker also records every step, and chooses
-its threads. Interleaved repetitions, medians; seconds of training alone, evaluation left out on
-both sides.
+its threads. Repetitions are interleaved, and figures are medians. Seconds are those of training
+only, without evaluation on both sides.
 
     python benchmarks/single_worker.py > result.json
 """
@@ -30,7 +30,8 @@ BATCH = 64
 
 def by_hand(task: dure.Task, epochs: int) -> tuple[float, nn.Module]:
     """Seconds of the hand-written loop, and the trained model."""
-    inputs, targets = task.train.inputs, task.train.targets
+    inputs = task.train.inputs
+    targets = task.train.targets
     model = seeded_model(task, 0).train()
     optimizer = task.optimizer(model.parameters())
     started = time.perf_counter()

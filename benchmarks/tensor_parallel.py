@@ -1,11 +1,11 @@
-"""Tensor parallelism beside what torch has: seconds of a training step of a stack of MLPs.
+"""Tensor parallelism of dure and of torch: seconds of a training step of a stack of MLPs.
 
-The model is pairs of layers, x + W₂·gelu(W₁·x + b₁) + b₂ of widths d→4d→d; a step is forward,
+The model is pairs of layers, x + W₂·gelu(W₁·x + b₁) + b₂ of widths d→4d→d. A step is forward,
 backward and an update by SGD on the same batch. Two ranks of one thread each divide every pair by
-columns and by rows. In every round each contender has some steps behind a barrier, and another one
-begins; the time is that of the slowest rank. Medians over the rounds; ratios are medians of the
-rounds' ratios. All learn the same: the losses of the first steps, and the whole weights behind
-them, are compared with those of one process.
+columns and by rows. In every round each contender has some steps after a barrier, and another
+contender begins. The time is that of the slowest rank. Times are medians over the rounds; ratios
+are medians of the rounds' ratios. All learn the same: the losses of the first steps, and the whole
+weights after them, are compared with those of one process.
 
     one thread            one process
     two threads           one process whose matrix products have two threads
@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rounds import quartiles, seconds_per_step, turns
+from rounds import largest_difference, median_ratio, quartiles, seconds_per_step, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,7 +61,8 @@ SETTINGS = {
 class Pair(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         added: Tensor = self.contract(F.gelu(self.expand(hidden)))
@@ -159,15 +159,12 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
     contenders = {
         name: CONTENDERS[name][0](setting, groups.get(CONTENDERS[name][1])) for name in names
     }
-    losses = {
-        name: [float(contender.step()) for _ in range(5)] for name, contender in contenders.items()
-    }
+    losses = {}
+    for name, contender in contenders.items():
+        losses[name] = [float(contender.step()) for _ in range(5)]
     weights = {name: contender.weights() for name, contender in contenders.items()}
     alone = weights["one thread"]
-    apart = {
-        name: max(float((value - alone[key]).abs().max()) for key, value in own.items())
-        for name, own in weights.items()
-    }
+    apart = {name: largest_difference(own, alone) for name, own in weights.items()}
     wrong = {name: difference for name, difference in apart.items() if not difference < TOLERANCE}
     assert not wrong, f"these end with other weights than one thread: {wrong}"
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -187,7 +184,7 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
 
 
 def sent(setting: Setting, place: Place) -> int:
-    """Bytes that a rank of ours sends in a step."""
+    """Bytes that a rank of dure's contender sends in a step."""
     contender = Ours(setting, dist.new_group(backend="dure"))
     contender.step()
     return contender.group.meter.counters.bytes_sent
@@ -197,9 +194,7 @@ def ratios(rows: JSON) -> JSON:
     """One thread over each of the others, as medians of the rounds' ratios."""
     base = rows["one thread"]["samples"]
     return {
-        f"one thread over {name}": statistics.median(
-            a / b for a, b in zip(base, row["samples"], strict=True)
-        )
+        f"one thread over {name}": median_ratio(base, row["samples"])
         for name, row in rows.items()
         if name != "one thread"
     }

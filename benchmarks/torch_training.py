@@ -1,12 +1,11 @@
-"""torch's own training on backend dure beside gloo: DistributedDataParallel, FSDP2 and tensor
-parallel, unchanged.
+"""torch's own training over the backends dure and gloo: DDP, FSDP2 and tensor parallel, unchanged.
 
-Each of them trains on the built-in digits, two times side by side in one world of ranks: from the
-same weights, on the same batches, once in a group of gloo and once in a group of dure. In every
-round each backend has some steps, behind a barrier, and the other one begins the next round; the
-time is that of the slowest rank. Then dure's own DataParallel on worlds of both backends, which
-take turns. One thread a rank. Medians and quartiles over the rounds; the ratio is the median of the
-rounds' ratios, above 1 where dure is faster. The losses of all steps and ranks are compared.
+Each of them trains on the built-in digits twice in one world of ranks: from the same weights, on
+the same batches, once in a group of gloo and once in a group of dure. In every round each backend
+has some steps, after a barrier, and the other backend begins the next round. The time is that of
+the slowest rank. Then dure's own DataParallel trains on worlds of both backends, which take turns.
+Each rank has one thread. Figures are medians and quartiles over the rounds. The ratio is the median
+of the rounds' ratios, above 1 where dure is faster. The losses of all steps and ranks are compared.
 
     python benchmarks/torch_training.py [--ranks 2 4] > benchmarks/results/torch_training.json
 
@@ -166,10 +165,8 @@ def contest(rounds: int, batch: float, place: Place) -> list[JSON]:
             for number in range(rounds):
                 for backend in BACKENDS[:: 1 if number % 2 else -1]:
                     samples[backend].append(both[backend].seconds_per_step(steps))
-            apart = max(
-                abs(a - b)
-                for a, b in zip(*(training.losses for training in both.values()), strict=True)
-            )
+            one, other = (training.losses for training in both.values())
+            apart = max(abs(a - b) for a, b in zip(one, other, strict=True))
             rows.append(row(system, size, task, steps, samples, slowest(apart)))
             if place.group.rank == 0:
                 place.report({"unit": "row", "step": len(rows), **rows[-1]})
@@ -197,9 +194,11 @@ def row(
 
 
 def own(ranks: int, rounds: int, steps: int, size: str, all_reduce: Any) -> JSON:
-    """dure's DataParallel, a world of one backend after one of the other; seconds of training,
-    starts left out."""
-    task, samples, losses = digits(WIDTHS[size]), {backend: [] for backend in BACKENDS}, {}
+    """dure's DataParallel, in worlds of both backends by turns; seconds of training, without
+    starts."""
+    task = digits(WIDTHS[size])
+    samples = {backend: [] for backend in BACKENDS}
+    losses = {}
     strategy = dure.DataParallel(BATCH, all_reduce)
     for number in range(rounds):
         for backend in BACKENDS[:: 1 if number % 2 else -1]:
@@ -250,10 +249,10 @@ def main() -> None:
     asked = parser.parse_args()
     about = {"benchmark": "torch_training", "task": "digits", "batch": BATCH, "threads_per_rank": 1}
     about |= {"cores": available_cores(), "rounds": asked.rounds, "torch": torch.__version__}
-    json.dump(
-        {**about, "rows": [row for ranks in asked.ranks for row in measured(asked, ranks)]},
-        sys.stdout,
-    )
+    rows = []
+    for ranks in asked.ranks:
+        rows += measured(asked, ranks)
+    json.dump({**about, "rows": rows}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Layers that wait, as a processor waits while its accelerator computes: they take time, and no
-core."""
+"""Layers that wait like a processor with an accelerator: they take time, and no core."""
 
 from __future__ import annotations
 

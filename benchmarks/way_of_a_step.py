@@ -3,7 +3,7 @@
     step     data parallel by ring all-reduce on two processes, rank 0, its main thread
     round    FedAvg with ten clients, all of them asked, in the simulation
 
-Counted are calls of functions that are defined in dure, after a few steps, in `Learner.advance` and
+Calls of functions that are defined in dure are counted, after a few steps, in `Learner.advance` and
 all that it calls: no evaluation, no checkpoint. Lambdas and comprehensions count as calls too.
 
     python benchmarks/way_of_a_step.py [--list] > benchmarks/results/way_of_a_step.json

@@ -1,22 +1,23 @@
-"""ZeRO beside what torch has: seconds of a step, and bytes that a rank holds.
+"""ZeRO of dure and what torch has: seconds of a step, and bytes that a rank holds.
 
-Two ranks of one thread each train the same model on the same batches; one process trains on the
-joint batch with one thread. In every round each contender has some steps behind a barrier, and
-another one begins; the time is that of the slowest rank. Medians over the rounds; ratios are
-medians of the rounds' ratios. All but those that do not exchange learn the same: the weights after
-some steps are compared with those of one process.
+Two ranks of one thread each train the same model on the same batches. One process trains on the
+joint batch with one thread. In every round each contender has some steps after a barrier, and
+another contender begins. The time is that of the slowest rank. Times are medians over the rounds;
+ratios are medians of the rounds' ratios. All that exchange learn the same: the weights after some
+steps are compared with those of one process.
 
     one thread                  one process, the joint batch
-    no exchange                 the ranks train apart, undivided: only who divides the optimizer's work can be faster
+    no exchange                 the ranks train apart, undivided: only a system that divides the
+                                optimizer's work can be faster
     ZeRO 1, ZeRO 2, ZeRO 3      dure's, over dure's shared memory
     ZeRO 3, gloo                the same over gloo
     FSDP2, gloo; FSDP2, dure    torch's fully_shard of every layer and the model, over both
     ZeRO-1, gloo; ZeRO-1, dure  torch's ZeroRedundancyOptimizer with its DistributedDataParallel,
-    over both
+                                over both
 
 Memory is measured in worlds of their own: the bytes of the parameters, gradients and optimizer
-state that a rank holds when backward has ended, beside the formula; and by how much the process
-grew at its peak (Linux: VmHWM).
+state that a rank holds when backward has ended, compared with the formula; and by how much the
+process grew at its peak (Linux: VmHWM).
 
     python benchmarks/zero.py > benchmarks/results/zero.json
 
@@ -34,11 +35,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rounds import quartiles, seconds_per_step, turns
+from rounds import largest_difference, quartiles, seconds_per_step, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -141,7 +143,8 @@ class Plain:
         self.divide(make(), optimizer, group)
 
     def divide(self, model: nn.Module, optimizer: Any, group: Any) -> None:
-        self.model, self.optimizer = model, optimizer(model.parameters())
+        self.model = model
+        self.optimizer = optimizer(model.parameters())
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
@@ -157,12 +160,7 @@ class Plain:
 
     def held(self) -> JSON:
         """Bytes of parameters, gradients and optimizer state on this rank."""
-        state = [
-            value
-            for one in self.optimizer.state.values()
-            for value in one.values()
-            if isinstance(value, Tensor)
-        ]
+        state = tensors_of(self.optimizer.state.values())
         parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return {
@@ -234,11 +232,14 @@ class TorchZero(Plain):
         }
 
     def held(self) -> JSON:
-        inner = self.optimizer.optim.state
-        state = [
-            value for one in inner.values() for value in one.values() if isinstance(value, Tensor)
-        ]
+        state = tensors_of(self.optimizer.optim.state.values())
         return {**super().held(), "optimizer": nbytes(state)}
+
+
+def tensors_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """The tensors that an optimizer keeps for its parameters."""
+    values = chain.from_iterable(state.values() for state in states)
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -257,7 +258,8 @@ class Contender(NamedTuple):
     alone: bool = False
 
 
-ONE, APART = "one thread", "no exchange"
+ONE = "one thread"
+APART = "no exchange"
 CONTENDERS = {
     ONE: Contender(Plain, alone=True),
     APART: Contender(Plain),
@@ -294,9 +296,7 @@ def contest(
             contender.step()
     expected = contenders[ONE].weights()
     differences = {
-        name: max(
-            float((value - expected[key]).abs().max()) for key, value in contender.weights().items()
-        )
+        name: largest_difference(contender.weights(), expected)
         for name, contender in contenders.items()
     }
     wrong = {

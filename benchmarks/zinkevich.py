@@ -1,10 +1,10 @@
 """Two models trained apart and averaged: from common first weights, and from different ones.
 
-The FedAvg paper's figure 1 (McMahan et al. 2017): two MNIST 2NNs train on 600 examples each that
-have none in common, 240 updates of SGD at a rate of 0.1 with batches of 50 (20 passes). Then the
-loss over all 60,000 training images of the mixture theta·w + (1 - theta)·w' is drawn over theta.
-Averaging, as parallel SGD does once (Zinkevich et al. 2010) and FedAvg every round, is the point
-theta = 1/2.
+This repeats the FedAvg paper's figure 1 (McMahan et al. 2017). Two MNIST 2NNs train on 600 examples
+each, without common examples, with 240 updates of SGD at a rate of 0.1 and batches of 50 (20
+passes). Then the loss over all 60,000 training images of the mixture theta·w + (1 - theta)·w' is
+drawn over theta. Averaging, as in parallel SGD once (Zinkevich et al. 2010) and in FedAvg every
+round, is the point theta = 1/2.
 
     python benchmarks/zinkevich.py --data DIR [--figure docs/images/two-parents.svg] > result.json
 
@@ -19,6 +19,7 @@ import copy
 import json
 import statistics
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ from torch import nn
 import dure
 from dure.data.examples import Examples
 
-EXAMPLES, BATCH, PASSES, RATE = 600, 50, 20, 0.1
+EXAMPLES = 600
+BATCH = 50
+PASSES = 20
+RATE = 0.1
 THETAS = [round(-0.2 + 0.05 * step, 2) for step in range(29)]
 
 
@@ -74,8 +78,12 @@ def row(task: dure.Task, pair: int, shared: bool) -> dict[str, Any]:
     losses = [loss_of(mixture(*models, theta), task) for theta in THETAS]
     at = dict(zip(THETAS, losses, strict=True))
     start = "common" if shared else "different"
-    print(f"pair {pair}, {start} first weights: parents {at[1.0]:.3f} and {at[0.0]:.3f}, average {at[0.5]:.3f}",
-          file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"pair {pair}, {start} first weights: parents {at[1.0]:.3f} and {at[0.0]:.3f}, "
+        f"average {at[0.5]:.3f}",
+        file=sys.stderr,
+        flush=True,
+    )
     return {
         "pair": pair,
         "shared": shared,
@@ -91,17 +99,28 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         (False, "From different first weights"),
         (True, "From common first weights"),
     ):
+        own = [row for row in rows if row["shared"] == shared]
         curves = [
             Curve("each pair" if number == 0 else "", THETAS, row["losses"], colour=0)
-            for number, row in enumerate(row for row in rows if row["shared"] == shared)
+            for number, row in enumerate(own)
         ]
-        best = min(min(row["parents"]) for row in rows if row["shared"] == shared)
+        best = min(min(row["parents"]) for row in own)
         curves.append(
             Curve("best parent", [THETAS[0], THETAS[-1]], [best, best], dashed=True, colour=1)
         )
         loss = Axis("loss on all training data", low=0, high=1)
         panels.append(lines(title, curves, Axis("mixing weight theta"), loss))
     save(path, "Averaging two MNIST models that were trained apart", panels)
+
+
+def medians_of(rows: list[dict[str, Any]], shared: bool) -> dict[str, float]:
+    """Losses of the parents and of their averages, over the pairs."""
+    own = [row for row in rows if row["shared"] == shared]
+    parents = chain.from_iterable(row["parents"] for row in own)
+    return {
+        "parent": statistics.median(parents),
+        "average": statistics.median(row["average"] for row in own),
+    }
 
 
 def main() -> None:
@@ -113,19 +132,14 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=None)
     asked = parser.parse_args()
     task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=RATE)
-    rows = [row(task, pair, shared) for pair in range(asked.pairs) for shared in (True, False)]
+    rows = []
+    for pair in range(asked.pairs):
+        rows += [row(task, pair, shared) for shared in (True, False)]
     if asked.figure is not None:
         draw(rows, asked.figure)
-    medians = {
-        start: {
-            "parent": statistics.median(
-                loss for row in rows if row["shared"] == shared for loss in row["parents"]
-            ),
-            "average": statistics.median(row["average"] for row in rows if row["shared"] == shared),
-        }
-        for start, shared in (("common", True), ("different", False))
-    }
-    setting = f"MNIST 2NN, 2 x {EXAMPLES} examples, {EXAMPLES // BATCH * PASSES} updates, B={BATCH}, lr={RATE}"
+    medians = {"common": medians_of(rows, True), "different": medians_of(rows, False)}
+    updates = EXAMPLES // BATCH * PASSES
+    setting = f"MNIST 2NN, 2 x {EXAMPLES} examples, {updates} updates, B={BATCH}, lr={RATE}"
     result = {
         "benchmark": "zinkevich",
         "setting": setting,

@@ -2,7 +2,8 @@
 
 import dure
 
-task, stop = dure.load_task("digits"), dure.Stop(epochs=6)
+task = dure.load_task("digits")
+stop = dure.Stop(epochs=6)
 
 for strategy in (
     dure.DataParallel(),

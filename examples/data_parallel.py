@@ -3,7 +3,8 @@ on the network."""
 
 import dure
 
-task, stop = dure.load_task("digits"), dure.Stop(epochs=3)
+task = dure.load_task("digits")
+stop = dure.Stop(epochs=3)
 
 alone = dure.train(task, dure.SingleWorker(batch_size=64), stop=stop)
 print(f"{alone.label}: test loss {alone.summary['test_loss']:.6f}")

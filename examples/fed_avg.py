@@ -3,7 +3,8 @@ each has two."""
 
 import dure
 
-task, stop = dure.load_task("digits", lr=0.1), dure.Stop(rounds=5)
+task = dure.load_task("digits", lr=0.1)
+stop = dure.Stop(rounds=5)
 
 for partition in (dure.IID(), dure.LabelShards(2)):
     strategy = dure.FedAvg(

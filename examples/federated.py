@@ -3,7 +3,8 @@ count."""
 
 import dure
 
-task, options = dure.load_task("digits"), {"clients": 20, "fraction": 0.5, "local_epochs": 2}
+task = dure.load_task("digits")
+options = {"clients": 20, "fraction": 0.5, "local_epochs": 2}
 
 for strategy in (dure.FedAvg(**options), dure.FedAsync(**options)):
     world = dure.Simulated(devices="stragglers:0.2:10")

@@ -22,7 +22,8 @@ def model() -> nn.Module:
 
 def spirals(n: int, seed: int) -> dure.Examples:
     generator = torch.Generator().manual_seed(seed)
-    spiral, distance = torch.arange(n) % 2, torch.rand(n, generator=generator)
+    spiral = torch.arange(n) % 2
+    distance = torch.rand(n, generator=generator)
     angle = 6 * distance + torch.pi * spiral
     points = torch.stack([distance * angle.cos(), distance * angle.sin()], dim=1)
     return dure.Examples(points, spiral, classes=["first spiral", "second spiral"])

@@ -3,7 +3,8 @@ the master did."""
 
 import dure
 
-task, stop = dure.load_task("digits", lr=0.3), dure.Stop(epochs=3)
+task = dure.load_task("digits", lr=0.3)
+stop = dure.Stop(epochs=3)
 
 ways = {
     "alone": (dure.SingleWorker(batch_size=64), dure.Processes(1)),

@@ -43,12 +43,15 @@ class Federation:
 
     def __init__(self, file: Path) -> None:
         arrays = np.load(file)
-        self.inputs, self.targets = arrays["inputs"], arrays["targets"]
-        self.test_inputs, self.test_targets = arrays["test_inputs"], arrays["test_targets"]
+        self.inputs = arrays["inputs"]
+        self.targets = arrays["targets"]
+        self.test_inputs = arrays["test_inputs"]
+        self.test_targets = arrays["test_targets"]
         self.starts: list[int] = arrays["starts"].tolist()
         self.cohorts: list[list[int]] = arrays["cohorts"].tolist()
         self.weights = [arrays[name] for name in sorted(arrays.files) if name.startswith("weight")]
-        self.clients, self.rounds = len(self.starts) - 1, len(self.cohorts)
+        self.clients = len(self.starts) - 1
+        self.rounds = len(self.cohorts)
         self.model = "cnn" if self.weights[0].ndim == 4 else "mlp"
 
     def examples(self, client: int) -> slice:
@@ -108,7 +111,8 @@ class Federation:
         """A client's batches of one epoch, as torch tensors."""
         import torch
 
-        own, (inputs, targets) = self.examples(client), self.tensors
+        own = self.examples(client)
+        inputs, targets = self.tensors
         order = torch.randperm(own.stop - own.start).add_(own.start)
         return zip(inputs[order].split(BATCH), targets[order].split(BATCH), strict=True)
 

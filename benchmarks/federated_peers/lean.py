@@ -32,7 +32,8 @@ class Worker:
     """weights: of the client that trained last, flat."""
 
     def __init__(self, federation: Federation) -> None:
-        self.federation, self.model = federation, federation.torch_model()
+        self.federation = federation
+        self.model = federation.torch_model()
         self.weights, self.gradients = flatten(self.model)
 
     def train(self, server: Tensor, client: int) -> Tensor:
@@ -72,7 +73,8 @@ def follow(
 def main() -> None:
     options = asked()
     torch.set_num_threads(options.threads)
-    federation, processes = Federation(options.file), options.processes
+    federation = Federation(options.file)
+    processes = options.processes
     worker = Worker(federation)
     server = worker.weights.clone().share_memory_()
     totals = torch.zeros(processes, server.numel()).share_memory_()

@@ -42,7 +42,8 @@ def main() -> None:
     )
     # It tells ten times a second at most; the first and the last round are told of in its history
     # at least.
-    first, steps = told[0][1], run.history.steps
+    first = told[0][1]
+    steps = run.history.steps
     finished(1, first + steps[0].seconds)
     for number, clock in told:
         if 1 < number < len(steps):

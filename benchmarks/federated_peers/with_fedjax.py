@@ -60,10 +60,8 @@ def loss(weights: list[Any], batch: dict[str, Any], rng: Any) -> Any:
 def main() -> None:
     federation = Federation(asked().file)
     weights, converted = channels_last(federation)
-    inputs, targets = (
-        np.ascontiguousarray(converted(federation.inputs)),
-        federation.targets.astype(np.int32),
-    )
+    inputs = np.ascontiguousarray(converted(federation.inputs))
+    targets = federation.targets.astype(np.int32)
     own = {client: federation.examples(client) for client in range(federation.clients)}
     data = fedjax.InMemoryFederatedData(
         {client: {"x": inputs[part], "y": targets[part]} for client, part in own.items()}

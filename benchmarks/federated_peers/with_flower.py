@@ -29,7 +29,8 @@ class GivenCohorts(FedAvg):
     """Flower draws the nodes, and each node of a round is told which client it is."""
 
     def __init__(self, federation: Federation) -> None:
-        clients, cohort = federation.clients, len(federation.cohorts[0])
+        clients = federation.clients
+        cohort = len(federation.cohorts[0])
         # It begins while nodes are still registered: with fewer it would draw fewer.
         least = {"min_train_nodes": cohort, "min_available_nodes": clients}
         super().__init__(fraction_train=cohort / clients, fraction_evaluate=0, **least)
@@ -58,7 +59,8 @@ def client_app(file: Path) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         from with_flower import worker_of  # by reference, so that what it keeps stays in the actor
 
-        worker, client = worker_of(file), message.content["config"]["client"]
+        worker = worker_of(file)
+        client = message.content["config"]["client"]
         server = torch.from_numpy(message.content["arrays"].to_numpy_ndarrays()[0])
         weights = worker.train(server, client).numpy()
         (size,) = worker.federation.sizes([client])

@@ -44,7 +44,8 @@ class Clock(FederationObserver):
 
 
 def loader(federation: Federation, client: int) -> FastDataLoader:
-    own, (inputs, targets) = federation.examples(client), federation.tensors
+    own = federation.examples(client)
+    inputs, targets = federation.tensors
     options: dict[str, Any] = {
         "num_labels": 10,
         "batch_size": BATCH,
@@ -59,7 +60,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     FlukeENV().set_device("cpu")
     federation = Federation(options.file)
-    sgd, loss = OptimizerConfigurator({"name": torch.optim.SGD, "lr": LR}), nn.CrossEntropyLoss()
+    sgd = OptimizerConfigurator({"name": torch.optim.SGD, "lr": LR})
+    loss = nn.CrossEntropyLoss()
     clients = [
         Client(
             client, loader(federation, client), None, sgd, loss, local_epochs=1, persistency=False

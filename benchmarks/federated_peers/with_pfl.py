@@ -54,7 +54,8 @@ def leads() -> bool:
 
 
 def shuffled(federation: Federation, client: int) -> Dataset:
-    own, (inputs, targets) = federation.examples(client), federation.tensors
+    own = federation.examples(client)
+    inputs, targets = federation.tensors
     order = torch.randperm(own.stop - own.start).add_(own.start)
     return Dataset((inputs[order], targets[order]), user_id=client)
 

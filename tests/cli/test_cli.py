@@ -32,13 +32,15 @@ TASK = """
         return nn.Linear(4, 2)
 
     def task(n: int = 20, lr: float = 0.1):
-        return dure.Task(net, F.cross_entropy, data(n), data(n), partial(torch.optim.SGD, lr=lr), name="mine")
+        optimizer = partial(torch.optim.SGD, lr=lr)
+        return dure.Task(net, F.cross_entropy, data(n), data(n), optimizer, name="mine")
 
     fixed = task()
 
     def explodes():
         deep = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        return dure.Task(deep, F.cross_entropy, data(), data(), partial(torch.optim.SGD, lr=1e30), name="explodes")
+        optimizer = partial(torch.optim.SGD, lr=1e30)
+        return dure.Task(deep, F.cross_entropy, data(), data(), optimizer, name="explodes")
 
     def not_a_number():
         return dure.Task(net, lambda o, t: o.sum() * float("nan"), data(), None, name="nan")
@@ -92,7 +94,10 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
     [
         ("trian digits single-worker", "there is no command 'trian', did you mean 'train'?"),
         ("train digts single-worker", "there is no task 'digts', did you mean 'digits'?"),
-        ("train digits singleworker", "there is no system 'singleworker', did you mean 'single-worker'?"),
+        (
+            "train digits singleworker",
+            "there is no system 'singleworker', did you mean 'single-worker'?",
+        ),
         ("compare digits fed-av,clients=3", "there is no system 'fed-av', did you mean 'fed-avg'?"),
         ("train digits", "name a task and a system"),
         ("compare", "name a task"),
@@ -100,35 +105,83 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ("train mine.py:tusk single-worker", "has no 'tusk', did you mean 'task'?"),
         ("train none.py:task single-worker", "there is no file"),
         ("train mnist single-worker", "the task mnist needs --data DIR"),
-        ("train mnist single-worker --data nowhere", "nowhere; it has to hold train-images-idx3-ubyte"),
+        (
+            "train mnist single-worker --data nowhere",
+            "nowhere; it has to hold train-images-idx3-ubyte",
+        ),
         ("train digits single-worker --bach-size 3", "--bach-size, 3, did you mean --batch-size?"),
         ("train digits single-worker --batch-size few", "Error parsing --batch-size"),
-        ("train digits single-worker --batch-size 0", "batch_size is 0, but a batch has at least one example"),
+        (
+            "train digits single-worker --batch-size 0",
+            "batch_size is 0, but a batch has at least one example",
+        ),
         ("train digits data-parallel --batch-size 0 --workers 2", "batch_size is 0"),
         ("train digits fed-avg --batch-size 0", "batch_size is 0"),
-        ("train digits fed-avg --fraction 0", "fraction is 0.0, but a share of the clients is in (0, 1]"),
+        (
+            "train digits fed-avg --fraction 0",
+            "fraction is 0.0, but a share of the clients is in (0, 1]",
+        ),
         ("train digits fed-avg --fraction 1.5", "fraction is 1.5"),
-        ("train digits fed-avg --partition label-shards:900", "1437 examples cannot be cut into 9000 shards"),
-        ("train digits fed-avg --partition dirichlett", "no partition 'dirichlett', did you mean 'dirichlet'?"),
-        ("train digits fed-avg --workers 2", "fed-avg counts clients, not workers: use --clients 2"),
-        ("train mine.py:task data-parallel --workers 21", "21 workers are more than the 20 training examples"),
-        ("train digits single-worker --workers 2", "single-worker is one worker: leave out --workers 2"),
-        ("train digits single-worker --workers 0", "single-worker is one worker: leave out --workers 0"),
-        ("train digits single-worker --epochs -1", "epochs is -1.0, but a run ends after more than 0 epochs"),
+        (
+            "train digits fed-avg --partition label-shards:900",
+            "1437 examples cannot be cut into 9000 shards",
+        ),
+        (
+            "train digits fed-avg --partition dirichlett",
+            "no partition 'dirichlett', did you mean 'dirichlet'?",
+        ),
+        (
+            "train digits fed-avg --workers 2",
+            "fed-avg counts clients, not workers: use --clients 2",
+        ),
+        (
+            "train mine.py:task data-parallel --workers 21",
+            "21 workers are more than the 20 training examples",
+        ),
+        (
+            "train digits single-worker --workers 2",
+            "single-worker is one worker: leave out --workers 2",
+        ),
+        (
+            "train digits single-worker --workers 0",
+            "single-worker is one worker: leave out --workers 0",
+        ),
+        (
+            "train digits single-worker --epochs -1",
+            "epochs is -1.0, but a run ends after more than 0 epochs",
+        ),
         ("train digits single-worker --rounds 3", "rounds do not count here, it counts steps"),
-        ("train digits single-worker --target accuracy", "it is METRIC=VALUE, as test_accuracy=0.99"),
-        ("train digits single-worker --target accuracy=0.9", "the target 'accuracy' is not measured; there is"),
-        ("train digits single-worker --evaluate-every 0", "evaluate_every is 0, but it counts steps: at least 1"),
+        (
+            "train digits single-worker --target accuracy",
+            "it is METRIC=VALUE, as test_accuracy=0.99",
+        ),
+        (
+            "train digits single-worker --target accuracy=0.9",
+            "the target 'accuracy' is not measured; there is",
+        ),
+        (
+            "train digits single-worker --evaluate-every 0",
+            "evaluate_every is 0, but it counts steps: at least 1",
+        ),
         ("train digits single-worker --out .", "is not empty"),
         ("train digits single-worker --out mine.py/run", "cannot make the run folder"),
         ("train --resume nowhere", "nowhere is not a run folder"),
         ("report nowhere", "nowhere is not a run folder"),
-        ("compare digits data-parallel,all_reduc=ring", "has no field 'all_reduc', did you mean 'all_reduce'?"),
+        (
+            "compare digits data-parallel,all_reduc=ring",
+            "has no field 'all_reduc', did you mean 'all_reduce'?",
+        ),
         ("train mine.py:not_a_number single-worker --json", "the loss is nan at step 1 on rank 0"),
-        ("train mine.py:explodes single-worker --batch-size 5 --json", "at step 2 on rank 0: lower the learning rate"),
-        ("train mine.py:explodes fed-avg --clients 2 --batch-size 5 --json", "at round 1, local step 2 on client 0"),
+        (
+            "train mine.py:explodes single-worker --batch-size 5 --json",
+            "at step 2 on rank 0: lower the learning rate",
+        ),
+        (
+            "train mine.py:explodes fed-avg --clients 2 --batch-size 5 --json",
+            "at round 1, local step 2 on client 0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_answered_by_one_line_and_status_2(dure, line, complaint):
     status, out, err = dure(line)
     assert complaint in err
@@ -255,7 +308,10 @@ def test_ctrl_c_ends_a_run_with_status_130_and_says_how_to_go_on(dure):
 
 
 def test_systems_are_compared_and_reported(dure, here):
-    line = "compare mine.py:task single-worker fed-avg,clients=2,partition=label-shards:1 --epochs 2 --json --out all"
+    line = (
+        "compare mine.py:task single-worker fed-avg,clients=2,partition=label-shards:1 "
+        "--epochs 2 --json --out all"
+    )
     status, out, _ = dure(line)
     compared = json.loads(out)
     assert status == 0
@@ -329,7 +385,10 @@ def test_the_version_is_told(dure):
     ],
 )
 def test_help_and_mistyped_names_are_answered_without_torch(line):
-    program = f"import sys; from dure.cli.main import main; main({line.split()!r}); print('torch' in sys.modules)"
+    program = (
+        f"import sys; from dure.cli.main import main; main({line.split()!r}); "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

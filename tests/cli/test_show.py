@@ -31,9 +31,9 @@ def event(step: int = 12, unit: str = "step", **changes):
 
 def summary(label: str, **changes):
     base = {
-        "label": label, "world": "2 processes", "test_accuracy": 0.9, "test_loss": 0.5, "epochs": 5.0,
-        "best": {"test_loss": 0.4, "test_accuracy": 0.95}, "seconds": 3.1, "bytes_sent_per_worker": 1_234_567.0,
-        "peak_memory": 301_504_128, "to_target": {},
+        "label": label, "world": "2 processes", "test_accuracy": 0.9, "test_loss": 0.5,
+        "epochs": 5.0, "best": {"test_loss": 0.4, "test_accuracy": 0.95}, "seconds": 3.1,
+        "bytes_sent_per_worker": 1_234_567.0, "peak_memory": 301_504_128, "to_target": {},
     }  # fmt: skip
     return {**base, **changes}
 

@@ -34,7 +34,10 @@ def test_they_are_those_of_scikit_learn():
 
 
 def test_they_are_read_without_importing_scikit_learn():
-    program = "import sys; from dure.data.digits import read_digits; read_digits(); assert 'sklearn' not in sys.modules"
+    program = (
+        "import sys; from dure.data.digits import read_digits; read_digits(); "
+        "assert 'sklearn' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -30,11 +30,13 @@ from torch.nn import functional as F
 import dure
 
 class Net(nn.Module):
-    """Slow enough to be killed in the middle; dropout and batch norm, whose state must come back."""
+    """Slow enough to be killed midway; the state of dropout and batch norm must come back."""
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+        self.body = nn.Sequential(
+            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3)
+        )
 
     def forward(self, inputs):
         if self.training:
@@ -43,7 +45,8 @@ class Net(nn.Module):
 
 def task(examples: int = 96) -> dure.Task:
     generator = torch.Generator().manual_seed(0)
-    data = torch.randn(examples, 5, generator=generator), torch.randint(0, 3, (examples,), generator=generator)
+    inputs = torch.randn(examples, 5, generator=generator)
+    data = inputs, torch.randint(0, 3, (examples,), generator=generator)
     optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     return dure.Task(model=Net, loss=F.cross_entropy, train=data, test=data, optimizer=optimizer)
 '''

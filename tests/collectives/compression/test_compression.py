@@ -189,9 +189,7 @@ def test_it_is_the_same_whether_tensors_lie_together_apart_or_transposed(
     assert torch.equal(results[0], flat)
 
 
-def test_what_is_gathered_goes_by_the_backend_where_the_choice_is_automatic_and_the_backend_made_for_it() -> (
-    None
-):
+def test_auto_gathers_by_the_backend_where_the_backend_is_made_for_it() -> None:
     def program(place: Place) -> tuple[list[str], bool]:
         tensors = bucket(place.group.rank, 0)
         groups = [place.group, Group(dist.new_group(backend="dure"))]

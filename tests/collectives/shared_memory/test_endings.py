@@ -37,7 +37,8 @@ def test_processes_end_with_status_0_and_say_nothing(core: str, times: int, tmp_
         def rank(number, file, ending):
             limit, options = timedelta(seconds=20), memory.Options(core={core!r})
             dist.init_process_group(
-                "dure", init_method="file://" + file, rank=number, world_size=2, timeout=limit, pg_options=options
+                "dure", init_method="file://" + file, rank=number, world_size=2,
+                timeout=limit, pg_options=options
             )
             tensor = torch.ones(100_000)
             dist.all_reduce(tensor)
@@ -79,7 +80,8 @@ def test_ctrl_c_ends_a_script_that_waits_as_it_ends_any_other(tmp_path: Path) ->
         import dure
 
         rank, folder = int(sys.argv[1]), sys.argv[2]
-        dist.init_process_group("dure", init_method="file://" + folder + "/store", rank=rank, world_size=2)
+        store = "file://" + folder + "/store"
+        dist.init_process_group("dure", init_method=store, rank=rank, world_size=2)
         dist.all_reduce(torch.ones(1))
         open(folder + "/ready" + str(rank), "w").close()
         if rank == 0:
@@ -127,7 +129,9 @@ def test_a_script_under_torchrun_finds_its_ranks_and_uses_either_core(tmp_path: 
         dist.init_process_group("dure")
         rank = dist.get_rank()
         for core in ("auto", "torch", *(["c"] if native.library() else [])):
-            group = dist.new_group(pg_options=Options(core=core)) if core != "auto" else dist.group.WORLD
+            group = dist.group.WORLD
+            if core != "auto":
+                group = dist.new_group(pg_options=Options(core=core))
             tensor = torch.full((300_000,), rank + 1.0)
             dist.all_reduce(tensor, group=group)
             assert tensor.eq(3).all(), core

@@ -236,9 +236,7 @@ def each_in_a_group(liars: int, seed: int) -> list[int]:
     return [group[0] for group in GeometricMedianOfMeans(10).groups(20, Turn(seed, 0))[:liars]]
 
 
-def test_four_liars_move_it_no_farther_than_the_honest_are_spread_and_at_random_less_than_at_worst() -> (
-    None
-):
+def test_four_liars_move_it_no_farther_than_the_honest_are_spread_and_less_at_random() -> None:
     errors = {at_random: 0.0, each_in_a_group: 0.0}
     for place in errors:
         for seed in range(25):
