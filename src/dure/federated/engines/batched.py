@@ -34,7 +34,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError
 from dure.federated.engines.factored import which_pay
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import not_finite
 from dure.federated.engines.losses import cross_entropy
 from dure.federated.engines.memory import Memory
@@ -57,10 +57,6 @@ MOST = 256
 """Clients of a cohort whose weights are factored, at most."""
 
 _NOTHING = Trained([], [], 0, 0.0)
-
-
-class AbandonedError(Exception):
-    """What was asked for is no longer wanted."""
 
 
 class Kind(NamedTuple):
@@ -104,9 +100,8 @@ def batched_engine(
     )
 
 
-class BatchedEngine:
-    """Trains cohorts of clients; made by `batched_engine`. cohort: how many clients at once. why:
-    it is this engine."""
+class BatchedEngine(Engine):
+    """Trains cohorts of clients; made by `batched_engine`."""
 
     name = "batched"
 
@@ -121,23 +116,20 @@ class BatchedEngine:
         together: bool,
         sums: bool,
     ) -> None:
-        self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
+        self.program = program
+        self.rule = rule
+        self.batch_size = batch_size
+        self.seed = seed
         self.together = together
         self.sums = sums
-        self.why = ""
         self.device = device
         self.flops = 0.0
         """Floating-point operations of an example's step."""
-        self.threads: int | None = None
-        """Of the operators in long steps, at least; None is as many as there are."""
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
         self.offsets = [0, *accumulate(sizes)]
         self._whole = self.offsets[-1] * self.inputs.element_size()
         """Bytes of the weights."""
-        self.abandoned = False
-        """Whether nobody wants any more what it is at, so that it ends with an error before its
-        next step."""
         self.memory = Memory()
         self._filled: dict[int, float] = {}
         """What of a cohort a job with so many rows fills."""
@@ -166,9 +158,6 @@ class BatchedEngine:
             if errors:
                 raise errors[end]
 
-    def close(self) -> None:
-        """Nothing is open."""
-
     def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, float]]:
         """What says of a job its kind, and what of a cohort it fills: found out once for all that
         are alike in that."""
@@ -195,6 +184,13 @@ class BatchedEngine:
         """Of all steps of the job."""
         examples = job.indices.numel()
         return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
+
+    def alone(self, flops: Callable[[], float], threads: int | None) -> None:
+        # Where jobs come now with these and then with those, a step has no threads of its own: they
+        # could change its bits.
+        if self.together and self.device.type == "cpu":
+            self.flops = flops()
+            self.threads = threads
 
     def at_once(self, job: Job) -> int:
         """How many jobs like this one make a cohort."""
@@ -299,8 +295,6 @@ class BatchedEngine:
                     output if once else None,
                 )
             for at, step in enumerate(steps):
-                if self.abandoned:
-                    raise AbandonedError("it was no longer wanted")
                 losses[at, : len(step.sizes)] = self._step(step, at == 0)
             self._write(start, outputs, once)
         if defers:
