@@ -49,7 +49,7 @@ def test_a_file_that_has_changed_is_run_again(own: Path) -> None:
 
 def test_a_class_is_found_by_module(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load("dure.data.partition:IID") is IID
-    assert reference_of(IID) == "dure.data.partition:IID"
+    assert reference_of(IID) == "dure.data.partition.iid:IID"
     monkeypatch.chdir(own.parent)
     own.rename(own.with_name("parts_of_this_folder.py"))
     mine = load("parts_of_this_folder:Mine")
@@ -79,7 +79,7 @@ def test_a_class_of_a_function_has_no_reference() -> None:
         ("{file}:not_a_class", "is not a class, but of type int"),
         ("{folder}/broken.py:Mine", r"broken\.py could not be loaded: ZeroDivisionError"),
         ("no_such_package.rules:Mine", "no_such_package.rules could not be imported"),
-        ("dure.errors:DureError", "is not a subclass of dure.data.partition.Partition"),
+        ("dure.errors:DureError", "is not a subclass of dure.data.partition.partition.Partition"),
     ],
 )
 def test_what_is_not_there_is_named(own: Path, reference: str, message: str) -> None:

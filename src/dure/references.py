@@ -56,6 +56,11 @@ def reference_of(cls: type) -> str | None:
     return f"{module.__name__}:{cls.__qualname__}"
 
 
+def is_brought_along(cls: type) -> bool:
+    """Whether the class is one of dure's own, which has a name there."""
+    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def is_reference(text: str) -> bool:
     """Whether the text has the form of a reference; what follows a second colon does not count.
 
