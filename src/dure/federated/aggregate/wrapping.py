@@ -7,7 +7,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.median import Median
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 MEDIAN = Median()
 """What is wrapped unless another is given."""
