@@ -85,3 +85,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends its processes, where it has any."""
+
+    def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """As `train`, towards a client's own model and not towards the next global one."""
+        return self.train(jobs)
