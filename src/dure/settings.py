@@ -1,31 +1,58 @@
 """Settings written as text, for command lines and run folders: the name, then the values, as
 `dirichlet:0.3:10`.
 
-A setting is a frozen dataclass with a `name`, whose fields are numbers or words and all have a
-default. What `write` writes, `read` reads; values at the end that are default are left out, but for
-the first.
+A setting is a frozen dataclass whose fields are numbers or words and all have a default. One that
+dure brings along has a `name`. One of a user's own is named by where it is (`dure.references`):
+`my_parts.py:Mine:0.3`, or `package.module:Mine:0.3`. What `write` writes, `read` reads; values at
+the end that are default are left out, but for the first.
+
+To read a reference runs the user's code. Therefore a folder that somebody sent is shown by its texts
+as they stand: only what the user starts (`train`, `compare`, `resume`) reads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
+
+from dure.errors import suggestion as suggestion
+from dure.references import is_brought_along, is_reference, load, reference_of
 
 Setting = TypeVar("Setting")
 
 _KINDS = {int: "a whole number", float: "a number", str: "a word"}
 
 
-def write(setting: Any) -> str:
-    """The text that `read` reads: the name and the fields, without those behind the first that are
-    default."""
-    fields = dataclasses.fields(setting)
+def write(setting: Any, without: Collection[str] = ()) -> str:
+    """The text that `read` reads: the name and the fields, without those after the first that are
+    default. without: fields that are written in another way."""
+    fields = [field for field in dataclasses.fields(setting) if field.name not in without]
     values = [getattr(setting, field.name) for field in fields]
     while len(values) > 1 and values[-1] == fields[len(values) - 1].default:
         values.pop()
-    return ":".join([setting.name, *map(str, values)])
+    return ":".join([name_of(type(setting)), *map(str, values)])
+
+
+def name_of(kind: type[Any]) -> str:
+    """What the text of a setting of this class begins with. A class of a script or a function,
+    which no text can find, has the name that it has there."""
+    if is_brought_along(kind):
+        name: str = kind.name
+        return name
+    return reference_of(kind) or kind.__qualname__
+
+
+def listed(namespace: Mapping[str, Any], base: type[Setting]) -> dict[str, type[Setting]]:
+    """The settings in a module's namespace by their names: subclasses of `base` that have one.
+
+    Of two that share a name the first one counts, which makes the other where it is needed.
+    """
+    found: dict[str, type[Setting]] = {}
+    for kind in namespace.values():
+        if isinstance(kind, type) and issubclass(kind, base) and "name" in vars(kind):
+            found.setdefault(kind.name, kind)  # type: ignore[attr-defined]
+    return found
 
 
 def parse_fields(thing: Any, readers: Mapping[str, Callable[[str], Any]]) -> None:
@@ -36,37 +63,65 @@ def parse_fields(thing: Any, readers: Mapping[str, Callable[[str], Any]]) -> Non
             object.__setattr__(thing, field, reader(value))
 
 
-def read(text: str, known: Mapping[str, type[Setting]], what: str) -> Setting:
-    """The setting that `text` names. known: the classes by name; what: the word for them, as
-    "partition".
+def read(
+    text: str,
+    known: Mapping[str, type[Setting]],
+    what: str,
+    base: type[Setting] | None = None,
+) -> Setting:
+    """The setting that `text` names.
 
-    Raises ValueError for an unknown name, for too many values, and for values that are not what
-    they should be.
+    known: the classes by name. what: the word for them, as "partition". base: what a class of a
+    user's own has to be a subclass of; None allows none.
+
+    Raises ValueError for an unknown name, for a reference that leads nowhere, for too many values,
+    and for values that are not what they should be.
     """
+    kind, values = kind_of(text, known, what, base)
+    return filled(kind, values, text, what)
+
+
+def kind_of(
+    text: str,
+    known: Mapping[str, type[Setting]],
+    what: str,
+    base: type[Setting] | None = None,
+) -> tuple[type[Setting], list[str]]:
+    """The class that `text` names, and the values that follow; as `read`, which fills them in."""
     name, *values = text.strip().split(":")
-    if name not in known:
-        raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}")
-    fields = dataclasses.fields(known[name])  # type: ignore[arg-type]
-    form = ":".join([name, *(field.name.upper() for field in fields)])
+    if name in known:
+        return known[name], values
+    if base is not None and is_reference(text):
+        return load(f"{name}:{values[0]}", base), values[1:]
+    own = ", or path/to/file.py:Class" if base is not None else ""
+    raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}{own}")
+
+
+def filled(
+    kind: type[Setting],
+    values: Sequence[str],
+    text: str,
+    what: str,
+    given: Mapping[str, Any] | None = None,
+) -> Setting:
+    """The setting of these values, in the order of its fields. given: fields that are not written
+    as values. text, what: what errors are about, as for `read`."""
+    arguments = dict(given or {})
+    fields = [field for field in dataclasses.fields(kind) if field.name not in arguments]  # type: ignore[arg-type]
+    form = ":".join([name_of(kind), *(field.name.upper() for field in fields)])
     if len(values) > len(fields):
         raise ValueError(f"the {what} {text!r} has too many values: write {form}")
-    arguments: dict[str, Any] = {}
     for field, value in zip(fields, values, strict=False):
-        kind: type[Any] = type(field.default)
+        of: type[Any] = type(field.default)
+        if of not in _KINDS:
+            raise ValueError(
+                f"the {what} {text!r}: {field.name} cannot be written, for its default is no "
+                f"number and no word"
+            )
         try:
-            arguments[field.name] = kind(value)
+            arguments[field.name] = of(value)
         except ValueError as error:
             raise ValueError(
-                f"the {what} {text!r}: {value!r} is not {_KINDS[kind]}; write {form}"
+                f"the {what} {text!r}: {value!r} is not {_KINDS[of]}; write {form}"
             ) from error
-    return known[name](**arguments)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, if any is near, and the
-    list."""
-    known = list(known)
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    return (f", did you mean {near[0]!r}? There are: " if near else "; there are: ") + ", ".join(
-        known
-    )
+    return kind(**arguments)

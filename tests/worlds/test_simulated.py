@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import TooFewClientsError
-from dure.federated.engines import divided
+from dure.federated.engines import processes
 from dure.federated.engines.batched import BatchedEngine
 from dure.federated.engines.loop import LoopEngine
 from dure.fleet.devices import parse_devices
@@ -353,7 +353,7 @@ def test_what_is_never_combined_is_never_computed(monkeypatch: pytest.MonkeyPatc
     assert len(done) == sum(numbers(run, "updates")) < 4 * K
 
 
-@pytest.mark.parametrize("engine", ["batched", "batched-processes", "batched-threads"])
+@pytest.mark.parametrize("engine", ["batched", "batched-processes"])
 def test_a_resumed_run_computes_the_same_clients_together(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +365,7 @@ def test_a_resumed_run_computes_the_same_clients_together(
     if engine == "batched":
         monkeypatch.setattr(BatchedEngine, "_cohort", noting(BatchedEngine._cohort, 1))
     else:
-        monkeypatch.setattr(divided, "Chunk", noting(divided.Chunk, 0))
+        monkeypatch.setattr(processes, "Chunk", noting(processes.Chunk, 0))
     strategy = dure.FedBuff(
         clients=20, fraction=0.5, buffer=3, batch_size=4, partition="quantity-skew:0.5"
     )

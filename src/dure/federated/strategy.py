@@ -141,7 +141,7 @@ class Federated:
     def engine(self, setting: Setting) -> Engine:
         """Who computes what clients are asked. Raises ValueError for a wanted engine that
         cannot."""
-        return engine_for(*setting)
+        return engine_for(setting)
 
     def check_engine(self, task: Task, wanted: str) -> None:
         """Raises ValueError for an engine, asked for by name, that cannot compute the task."""

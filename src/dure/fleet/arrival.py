@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dure.randomness.chance import check_share
-from dure.settings import read, write
+from dure.settings import listed, read, write
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,14 @@ class Window(Arrival):
         return torch.cat([torch.arange(wrapped), torch.arange(start, start + count - wrapped)])
 
 
-ARRIVALS: dict[str, type[Arrival]] = {
-    kind.name: kind for kind in (Still, Arriving, Leaving, Window)
-}
+ARRIVALS: dict[str, type[Arrival]] = listed(globals(), Arrival)
 """Every setting by the name its text form begins with."""
 
 
 def parse_arrival(text: str) -> Arrival:
     """The arrival that `text` names: "still", "arriving:0.1:3600", ... Raises ValueError for what
     is none."""
-    return read(text, ARRIVALS, "arrival")
+    return read(text, ARRIVALS, "arrival", Arrival)
 
 
 def _count(n: int, share: float) -> int:

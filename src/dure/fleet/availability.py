@@ -31,7 +31,7 @@ from typing import ClassVar
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
 from dure.randomness.chance import uniform
-from dure.settings import read, write
+from dure.settings import listed, read, write
 
 _DAY = 86_400.0
 
@@ -262,16 +262,14 @@ class AvailabilityFile(Availability):
         return (cycle + 1, 0) if self.every and window == len(windows) else (cycle, window)
 
 
-AVAILABILITIES: dict[str, type[Availability]] = {
-    kind.name: kind for kind in (Always, Probability, Daily, AvailabilityFile)
-}
+AVAILABILITIES: dict[str, type[Availability]] = listed(globals(), Availability)
 """Every setting by the name its text form begins with."""
 
 
 def parse_availability(text: str) -> Availability:
     """The availability that `text` names: "always", "daily:0.25", ... Raises ValueError for what is
     none."""
-    return read(text, AVAILABILITIES, "availability")
+    return read(text, AVAILABILITIES, "availability", Availability)
 
 
 def _cycle(now: float, start: Callable[[int], float], length: float) -> int:

@@ -17,7 +17,6 @@ EngineName = Literal[
     "batched",
     "loop-processes",
     "batched-processes",
-    "batched-threads",
     "loop-ray",
     "batched-ray",
 ]
@@ -40,8 +39,7 @@ class Conditions:
         attackers: how many clients lie: a number, or a share below 1.
         attackers_change: others lie in every round, and not the same all along.
         engine: how local training is computed; auto measures which way is the fastest here.
-        processes: that compute, of this machine or of a Ray cluster, or threads; one a core by
-            default.
+        processes: that compute, of this machine or of a Ray cluster; one a core by default.
     """
 
     devices: Devices = field(default_factory=Equal)

@@ -29,7 +29,7 @@ from typing import ClassVar, NamedTuple
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
 from dure.randomness.chance import check_share, normal, uniform
-from dure.settings import read, write
+from dure.settings import listed, read, write
 
 _SPEED, _DOWN, _UP = 100.0, 6.0, 2.0
 _BYTES_PER_MBIT = 1e6 / 8
@@ -166,16 +166,14 @@ class DevicesFile(Devices):
 
 _COLUMNS = ("client", "examples_per_second", "down_mbit", "up_mbit")
 
-DEVICES: dict[str, type[Devices]] = {
-    kind.name: kind for kind in (Equal, Stragglers, Lognormal, DevicesFile)
-}
+DEVICES: dict[str, type[Devices]] = listed(globals(), Devices)
 """Every setting by the name its text form begins with."""
 
 
 def parse_devices(text: str) -> Devices:
     """The devices that `text` names: "equal", "stragglers:0.1:10", ... Raises ValueError for what
     is none."""
-    return read(text, DEVICES, "device setting")
+    return read(text, DEVICES, "device setting", Devices)
 
 
 def _device(examples_per_second: float, down_mbit: float, up_mbit: float) -> Device:

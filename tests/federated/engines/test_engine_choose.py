@@ -13,10 +13,9 @@ from torch import nn
 
 from dure.federated.engines import choose
 from dure.federated.engines.batched import BatchedEngine
-from dure.federated.engines.choose import NAMES, engine_for
+from dure.federated.engines.choose import NAMES, Setting, engine_for
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
-from dure.federated.engines.threads import ThreadsEngine
 from process_tree import descendants
 from small import network, small_task
 
@@ -27,7 +26,8 @@ SIZES, STEPS = [9, 4, 1, 12, 7, 8], [3, 1, 2, 9, 4, 2]
 def chosen(wanted: str = "auto", processes: int | None = 2, **changes):
     task = small_task(**changes)
     jobs = jobs_of(SIZES, STEPS, weights_of(task.model))
-    return engine_for(task, task.model(), task.train, 4, 3, jobs, processes, wanted), jobs
+    setting = Setting(task, task.model(), task.train, 4, 3, jobs, processes, wanted)
+    return engine_for(setting), jobs
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def test_every_engine_gives_the_loop_s_result_and_the_trial_leaves_no_trace(want
 
 
 def test_wanted_engines_are_of_the_kind_they_are_called():
-    kinds = {"loop": LoopEngine, "batched": BatchedEngine, "batched-threads": ThreadsEngine}
+    kinds = {"loop": LoopEngine, "batched": BatchedEngine}
     for name in HERE:
         engine, _ = chosen(name)
         assert isinstance(engine, kinds.get(name, ProcessesEngine))
 
 
 def test_an_engine_that_cannot_do_it_is_refused_in_one_line():
-    for name in ("batched", "batched-processes", "batched-threads"):
+    for name in ("batched", "batched-processes"):
         with pytest.raises(
             ValueError, match=f"the engine {name} cannot compute this: the optimizer is Adam"
         ):
@@ -105,6 +105,17 @@ def test_an_engine_that_cannot_do_it_is_refused_in_one_line():
         ValueError, match="there is no engine 'fast'; choose auto or one of loop, batched"
     ):
         chosen("fast")
+
+
+def test_a_run_that_had_threads_goes_on_with_processes_and_their_bits():
+    engine, jobs = chosen("batched-threads")
+    assert engine.name == "batched-processes"
+    other, _ = chosen("batched-processes")
+    assert same(results(engine, jobs), results(other, jobs))
+    engine.close()
+    other.close()
+    with pytest.raises(ValueError, match="there is no engine 'batched-threads'; choose auto or"):
+        choose.check_engine(small_task(), "batched-threads")
 
 
 def test_where_nothing_can_be_forked_processes_are_not_tried_and_are_refused(monkeypatch, rates):

@@ -14,10 +14,9 @@ from clients_at_work import jobs_of, weights_of
 import dure
 from dure.federated.engines import batched, products
 from dure.federated.engines.batched import BatchedEngine, batched_engine
-from dure.federated.engines.choose import engine_for
+from dure.federated.engines.choose import Setting, engine_for
 from dure.federated.engines.losses import MANY
 from dure.federated.engines.products import Deferred
-from dure.federated.engines.threads import ThreadsEngine
 from dure.machine.threads import threads
 from small import CLASSES, same_bits, small_task
 
@@ -49,7 +48,9 @@ def long(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def engine(task: dure.Task, jobs: list, wanted: str = "batched", together: bool = True):
     return engine_for(
-        task, task.model(), task.train, 4, 3, jobs, 2, wanted, together, together, threads=2
+        Setting(
+            *(task, task.model(), task.train, 4, 3, jobs, 2, wanted, together, together), threads=2
+        )
     )
 
 
@@ -83,12 +84,10 @@ def test_where_operators_have_more_threads_they_keep_them(counts, long):
     assert counts == [3]
 
 
-@pytest.mark.parametrize("wanted", ["batched-processes", "batched-threads"])
-def test_the_workers_of_an_engine_have_one_thread_each(wanted):
+def test_the_workers_of_an_engine_have_one_thread_each():
     task = small_task(n=60)
-    made = engine(task, jobs_of([8] * 6, [1] * 6, weights_of(task.model)), wanted)
-    inners = made.inners if isinstance(made, ThreadsEngine) else [made.inner]
-    assert [inner.threads for inner in inners] == [None] * len(inners)
+    made = engine(task, jobs_of([8] * 6, [1] * 6, weights_of(task.model)), "batched-processes")
+    assert made.inner.threads is None
     made.close()
 
 

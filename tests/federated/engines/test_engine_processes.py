@@ -198,7 +198,7 @@ import torch
 sys.path[:0] = {path!r}
 from clients_at_work import jobs_of, weights_of
 from dure.federated.engines.processes import ProcessesEngine
-from test_cohort_processes import loop, network
+from test_engine_processes import loop, network
 torch.set_num_threads(2)
 big = torch.randn(600, 600)
 (big @ big).sum()  # OpenMP has threads, which children have not
@@ -209,7 +209,7 @@ found = engine.train(jobs_of([9, 9], [10**7, 10**7], weights_of()))
 import threading
 threading.Thread(target=next, args=(found,), daemon=True).start()
 time.sleep(0.2)
-print(*(child.pid for child in engine._members), flush=True)
+print(*(child.pid for child in engine._children), flush=True)
 time.sleep(600)
 """
 

@@ -11,7 +11,7 @@ from clients_at_work import jobs_of, results, same, weights_of
 
 import dure
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.federated.engines.choose import engine_for
+from dure.federated.engines.choose import Setting, engine_for
 from dure.federated.engines.loop import LoopEngine
 from small import network, same_bits, small_task
 
@@ -28,7 +28,7 @@ def cluster() -> Iterator[None]:
 def test_the_bits_are_those_of_the_loop_in_the_order_of_the_jobs() -> None:
     task = small_task()
     jobs = jobs_of([9, 4, 1, 12, 7, 8], [3, 1, 2, 9, 4, 2], weights_of(task.model))
-    engine = engine_for(task, network(), task.train, 4, 3, jobs, 2, "loop-ray")
+    engine = engine_for(Setting(task, network(), task.train, 4, 3, jobs, 2, "loop-ray"))
     assert same(results(engine, jobs), results(LoopEngine(task, network(), task.train, 4, 3), jobs))
     engine.close()
     assert ray.is_initialized()
@@ -56,7 +56,7 @@ def wait_for_the_end(actor) -> None:
 def test_a_client_s_own_error_and_a_lost_actor_name_the_client() -> None:
     broken = small_task(loss=lambda outputs, targets: outputs.sum() * float("nan"))
     jobs = jobs_of([9, 4, 1], [3, 1, 2], weights_of(broken.model))
-    engine = engine_for(broken, network(), broken.train, 4, 3, jobs, 2, "loop-ray")
+    engine = engine_for(Setting(broken, network(), broken.train, 4, 3, jobs, 2, "loop-ray"))
     with pytest.raises(LossNotFiniteError, match="client 0"):
         results(engine, jobs)
     for actor in engine.actors:

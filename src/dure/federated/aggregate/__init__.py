@@ -16,113 +16,74 @@ first.
 
 What they have in common is in `aggregator.py`, what they compute with in `rows.py`. As text,
 `krum:4`, `clipped:10/mean`, `mixing:2/bucketing:2/krum:2`: `parse` reads what `str` writes.
+
+A new one is a file of its own here and a line below. One of a user's own is a subclass of `Folds` or
+`Collects` in any file, and its text is `my_rules.py:Mine:4`, or `my_rules.py:Around:2/median`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, make_dataclass
-from typing import Any
+from dure.federated.aggregate.aggregator import Aggregator as Aggregator
+from dure.federated.aggregate.aggregator import Collects as Collects
+from dure.federated.aggregate.aggregator import Folds as Folds
+from dure.federated.aggregate.clipped import clip as clip
+from dure.federated.aggregate.rows import Rows as Rows
+from dure.references import is_reference
+from dure.settings import filled, kind_of, listed, name_of
 
-from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
-from dure.federated.aggregate.bucketing import Bucketing
-from dure.federated.aggregate.bulyan import Bulyan
-from dure.federated.aggregate.centred_clipping import CentredClipping
-from dure.federated.aggregate.clipped import Clipped, ClippedRows, clip
-from dure.federated.aggregate.geometric_median import GeometricMedian
-from dure.federated.aggregate.geometric_median_of_means import GeometricMedianOfMeans
-from dure.federated.aggregate.krum import Krum
-from dure.federated.aggregate.mean import Mean
-from dure.federated.aggregate.median import Median
-from dure.federated.aggregate.mixing import Mixing
-from dure.federated.aggregate.rfa import RFA
-from dure.federated.aggregate.rows import Rows
-from dure.federated.aggregate.trimmed_mean import TrimmedMean
-from dure.settings import read
+# In the order in which messages list them.
+# isort: off
+from dure.federated.aggregate.mean import Mean as Mean
+from dure.federated.aggregate.median import Median as Median
+from dure.federated.aggregate.trimmed_mean import TrimmedMean as TrimmedMean
+from dure.federated.aggregate.krum import Krum as Krum
+from dure.federated.aggregate.bulyan import Bulyan as Bulyan
+from dure.federated.aggregate.geometric_median import GeometricMedian as GeometricMedian
+from dure.federated.aggregate.geometric_median_of_means import (
+    GeometricMedianOfMeans as GeometricMedianOfMeans,
+)
+from dure.federated.aggregate.rfa import RFA as RFA
+from dure.federated.aggregate.centred_clipping import CentredClipping as CentredClipping
+from dure.federated.aggregate.clipped import Clipped as Clipped
+from dure.federated.aggregate.clipped import ClippedRows as ClippedRows
+from dure.federated.aggregate.bucketing import Bucketing as Bucketing
+from dure.federated.aggregate.mixing import Mixing as Mixing
+# isort: on
 
-AGGREGATORS: dict[str, type[Aggregator]] = {
-    aggregator.name: aggregator
-    for aggregator in (
-        Mean,
-        Median,
-        TrimmedMean,
-        Krum,
-        Bulyan,
-        GeometricMedian,
-        GeometricMedianOfMeans,
-        RFA,
-        CentredClipping,
-        Clipped,
-        Bucketing,
-        Mixing,
-    )
-}
-"""Every aggregator by the name its text form begins with. That of `Clipped` is `ClippedRows`'
-too."""
+AGGREGATORS: dict[str, type[Aggregator]] = listed(globals(), Aggregator)
+"""Every aggregator by the name its text form begins with."""
 
 
 def parse(text: str) -> Aggregator:
-    """The aggregator that `text` names: "mean", "krum:4", "clipped:10/mean", …
+    """The aggregator that `text` names: "mean", "krum:4", "clipped:10/mean", "my_rules.py:Mine", …
 
     Raises ValueError for an unknown name, for too many values, for values that are not what they
     should be, and for a "/" too many or too few.
     """
-    outer, slash, inner = text.partition("/")
-    settings = read(outer, _SETTINGS, "aggregator")
-    if isinstance(settings, Aggregator):
+    outer, slash, inner = _divided(text)
+    kind, values = kind_of(outer, AGGREGATORS, "aggregator", Aggregator)
+    if not kind.wraps:
+        found = filled(kind, values, outer, "aggregator")
         if slash:
             raise ValueError(
-                f"the aggregator {text!r}: {settings.name} wraps no other; leave out "
+                f"the aggregator {text!r}: {name_of(kind)} wraps no other; leave out "
                 f"{'/' + inner!r}"
             )
-        return settings
+        return found
     if not slash:
         raise ValueError(
             f"the aggregator {text!r} wraps another: write {text.strip()}/median, for example"
         )
-    make: Callable[..., Aggregator] = (
-        clip if settings.name == Clipped.name else AGGREGATORS[settings.name]
-    )
-    return make(**vars(settings), inner=parse(inner))
+    wrapped = parse(inner)
+    return filled(kind.around(wrapped), values, outer, "aggregator", {"inner": wrapped})
 
 
-def _settings(aggregator: type[Aggregator]) -> type[Any]:
-    """The dataclass of what is written before a "/": all fields but `inner`."""
-    own = [
-        (field.name, field.type, field.default)
-        for field in fields(aggregator)
-        if field.name != "inner"
-    ]
-    if len(own) == len(fields(aggregator)):
-        return aggregator
-    return make_dataclass(
-        aggregator.__name__, own, namespace={"name": aggregator.name}, frozen=True
-    )
-
-
-_SETTINGS: dict[str, type[Any]] = {
-    name: _settings(aggregator) for name, aggregator in AGGREGATORS.items()
-}
-
-__all__ = [
-    "AGGREGATORS",
-    "RFA",
-    "Aggregator",
-    "Bucketing",
-    "Bulyan",
-    "CentredClipping",
-    "Clipped",
-    "ClippedRows",
-    "Collects",
-    "Folds",
-    "GeometricMedian",
-    "GeometricMedianOfMeans",
-    "Krum",
-    "Mean",
-    "Median",
-    "Mixing",
-    "Rows",
-    "TrimmedMean",
-    "clip",
-    "parse",
-]
+def _divided(text: str) -> tuple[str, str, str]:
+    """The text before and after the "/" that divides an aggregator from the one that it wraps,
+    which is none of those in the path of a user's file."""
+    outer, slash, inner = text.partition("/")
+    if outer.partition(":")[0].strip() in AGGREGATORS or not is_reference(text):
+        return outer, slash, inner
+    file, _, rest = text.partition(":")
+    own, slash, inner = rest.partition("/")
+    return f"{file}:{own}", slash, inner

@@ -22,16 +22,26 @@ from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 from dure.settings import write
 
 
 @dataclass(frozen=True)
 class Aggregator:
-    """What all have in common. collects: whether it needs all updates at once."""
+    """What all have in common.
+
+    name: what its text begins with; one of a user's own needs none. collects: whether it needs all
+    updates at once. wraps: whether its last field, `inner`, is another aggregator.
+    """
 
     name: ClassVar[str]
     collects: ClassVar[bool]
+    wraps: ClassVar[bool] = False
+
+    @classmethod
+    def around(cls, inner: Aggregator) -> type[Aggregator]:
+        """The class that wraps an aggregator like `inner`, for one that wraps."""
+        return cls
 
     def check(self, updates: int) -> None:
         """Raises ValueError if `updates` a round are too few for what the aggregator promises."""
@@ -41,6 +51,8 @@ class Aggregator:
     def __str__(self) -> str:
         """The text that `parse` reads: the name and the settings; for one that wraps, then "/" and
         the inner one."""
+        if self.wraps:
+            return f"{write(self, without=('inner',))}/{self.inner}"  # type: ignore[attr-defined]
         return write(self)
 
 

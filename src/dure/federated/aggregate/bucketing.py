@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Collects
 from dure.federated.aggregate.rows import Rows
-from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.server.turn import Turn
+from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
+from dure.randomness.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Bucketing(Collects):
     """s: updates a bucket; the last may have fewer. inner: the aggregator of the buckets' means."""
 
     name: ClassVar[str] = "bucketing"
+    wraps: ClassVar[bool] = True
     s: int = 2
     inner: Aggregator = MEDIAN
 
@@ -57,6 +58,3 @@ class Bucketing(Collects):
         return combine_inner(
             self.inner, rows.grouped(self.buckets(len(rows), turn)), dropped, turn, state
         )
-
-    def __str__(self) -> str:
-        return text(self)

@@ -27,8 +27,8 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import Rows, is_finite
-from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.server.turn import Turn
+from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
+from dure.randomness.turn import Turn
 
 MEAN = Mean()
 """What `Clipped` wraps unless another is given."""
@@ -39,6 +39,7 @@ class Clipped(Folds):
     """`inner`, which folds, of updates clipped to `norm`."""
 
     name: ClassVar[str] = "clipped"
+    wraps: ClassVar[bool] = True
     norm: float = 10.0
     inner: Folds = MEAN
 
@@ -48,6 +49,10 @@ class Clipped(Folds):
             raise ValueError(
                 f"{self.inner} collects: write clip({self.norm}, inner), which wraps both kinds"
             )
+
+    @classmethod
+    def around(cls, inner: Aggregator) -> type[Aggregator]:
+        return ClippedRows if inner.collects else cls
 
     def check(self, updates: int) -> None:
         self.inner.check(updates)
@@ -68,15 +73,13 @@ class Clipped(Folds):
     def finish(self, folded: Any) -> list[Tensor]:
         return self.inner.finish(folded)
 
-    def __str__(self) -> str:
-        return text(self)
-
 
 @dataclass(frozen=True)
 class ClippedRows(Collects):
     """`inner`, which collects, of updates clipped to `norm`."""
 
     name: ClassVar[str] = "clipped"
+    wraps: ClassVar[bool] = True
     norm: float = 10.0
     inner: Collects = MEDIAN
 
@@ -93,9 +96,6 @@ class ClippedRows(Collects):
         return combine_inner(
             self.inner, rows.mixed(factors.diag(), rows.weights), dropped, turn, state
         )
-
-    def __str__(self) -> str:
-        return text(self)
 
 
 def clip(norm: float, inner: Aggregator) -> Clipped | ClippedRows:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Collects, still_broken
 from dure.federated.aggregate.rows import Rows
-from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.server.turn import Turn
+from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
+from dure.randomness.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Mixing(Collects):
     """f: broken updates withstood, less than half. inner: the aggregator of what mixing makes."""
 
     name: ClassVar[str] = "mixing"
+    wraps: ClassVar[bool] = True
     f: int = 1
     inner: Aggregator = MEDIAN
 
@@ -58,6 +59,3 @@ class Mixing(Collects):
         for row, squared in zip(mix, rows.squared_distances(), strict=True):
             row[rows.order(squared)[:nearest]] = 1 / nearest
         return combine_inner(self.inner, rows.mixed(mix, rows.weights), dropped, turn, state)
-
-    def __str__(self) -> str:
-        return text(self)

@@ -1,30 +1,16 @@
-"""Aggregators around others: what `clipped`, `bucketing` and `mixing` share.
-
-The text of one is its own settings, "/" and the inner one's text: `bucketing:2/krum:4`.
-"""
+"""Aggregators around others: what `clipped`, `bucketing` and `mixing` share."""
 
 from __future__ import annotations
-
-from dataclasses import fields, replace
-from typing import Any
 
 from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.median import Median
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
-from dure.settings import write
+from dure.randomness.turn import Turn
 
 MEDIAN = Median()
 """What is wrapped unless another is given."""
-
-
-def text(outer: Any) -> str:
-    """The text of an aggregator whose last field is `inner`."""
-    default = fields(outer)[-1].default
-    # what is default at the end is not written
-    return f"{write(replace(outer, inner=default))}/{outer.inner}"
 
 
 def combine_inner(

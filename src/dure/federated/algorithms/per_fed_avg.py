@@ -70,7 +70,15 @@ class PerFedAvg(Federated):
 
     def engine(self, setting: Setting) -> Engine:
         self.check_engine(setting.task, setting.wanted)
-        return MetaEngine(*setting[:5], self.alpha, self.order == "hessian-free")
+        return MetaEngine(
+            task=setting.task,
+            model=setting.model,
+            examples=setting.examples,
+            batch_size=setting.batch_size,
+            seed=setting.seed,
+            alpha=self.alpha,
+            hessian_free=self.order == "hessian-free",
+        )
 
 
 class Adapted(Algorithm):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError
 from dure.federated.engines.factored import which_pay
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import not_finite
 from dure.federated.engines.losses import cross_entropy
 from dure.federated.engines.memory import Memory
@@ -42,7 +43,7 @@ from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.plan import Step, plan
 from dure.federated.engines.products import Deferred, Factors, Part, Products
 from dure.federated.engines.program import Program, program_of
-from dure.federated.engines.sgd import SGD, CannotBatchError, Weights, sgd_of
+from dure.federated.engines.sgd import SGD, CannotBatchError, sgd_of
 from dure.machine.devices import to_device
 from dure.machine.threads import SMALL_STEP, threads
 
@@ -57,10 +58,6 @@ MOST = 256
 """Clients of a cohort whose weights are factored, at most."""
 
 _NOTHING = Trained([], [], 0, 0.0)
-
-
-class AbandonedError(Exception):
-    """What was asked for is no longer wanted."""
 
 
 class Kind(NamedTuple):
@@ -100,13 +97,19 @@ def batched_engine(
     if together and program.loss is cross_entropy:
         program.loss = partial(cross_entropy, in_company=True)
     return BatchedEngine(
-        program, rule, examples, parameters[0].device, batch_size, seed, together, sums
+        program=program,
+        rule=rule,
+        examples=examples,
+        device=parameters[0].device,
+        batch_size=batch_size,
+        seed=seed,
+        together=together,
+        sums=sums,
     )
 
 
-class BatchedEngine:
-    """Trains cohorts of clients; made by `batched_engine`. cohort: how many clients at once. why:
-    it is this engine."""
+class BatchedEngine(Engine):
+    """Trains cohorts of clients; made by `batched_engine`."""
 
     name = "batched"
 
@@ -121,30 +124,30 @@ class BatchedEngine:
         together: bool,
         sums: bool,
     ) -> None:
-        self.program, self.rule, self.batch_size, self.seed = program, rule, batch_size, seed
+        self.program = program
+        self.rule = rule
+        self.batch_size = batch_size
+        self.seed = seed
         self.together = together
         self.sums = sums
-        self.why = ""
         self.device = device
         self.flops = 0.0
         """Floating-point operations of an example's step."""
-        self.threads: int | None = None
-        """Of the operators in long steps, at least; None is as many as there are."""
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
-        self.offsets = [0, *accumulate(sizes)]
-        self._whole = self.offsets[-1] * self.inputs.element_size()
+        ends = list(accumulate(sizes))
+        self._places = list(zip(program.weights, [0, *ends], ends, strict=False))
+        """Each parameter, and where it begins and ends in flat weights."""
+        self._whole = ends[-1] * self.inputs.element_size()
         """Bytes of the weights."""
-        self.abandoned = False
-        """Whether nobody wants any more what it is at, so that it ends with an error before its
-        next step."""
         self.memory = Memory()
-        self._filled: dict[int, float] = {}
-        """What of a cohort a job with so many rows fills."""
+        self._fits: dict[int, int] = {}
+        """How many jobs with so many rows make a cohort."""
         self._pay: dict[int, list[bool]] = {}
         """Which parameters are factored in steps of so many rows."""
         kind = device.type if device.type in CACHE else "cpu"
-        self.room, self._formed = CACHE[kind], FORMED[kind]
+        self.room = CACHE[kind]
+        self._formed = FORMED[kind]
         self.cohort: int = max(1, min(64, self.room // self._whole))
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
@@ -162,24 +165,22 @@ class BatchedEngine:
                 if error is not None:
                     errors[places[len(trained)]] = error
             end = min(errors, default=len(some))
-            yield from (results.pop(place) for place in range(end))
+            # Given away one by one: nobody here keeps what has been taken.
+            yield from map(results.pop, range(end))
             if errors:
                 raise errors[end]
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, int]]:
+        """What says of a job its kind, and how many like it make a cohort: found out once for all
+        that are alike in that."""
+        known: dict[tuple[Any, ...], tuple[Kind, int]] = {}
 
-    def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, float]]:
-        """What says of a job its kind, and what of a cohort it fills: found out once for all that
-        are alike in that."""
-        known: dict[tuple[Any, ...], tuple[Kind, float]] = {}
-
-        def classify(job: Job) -> tuple[Kind, float]:
+        def classify(job: Job) -> tuple[Kind, int]:
             added = job.mu, job.anchor is None, job.correction is None, job.lr_factor
             what = (job.steps, job.indices.numel(), *added)
             if what not in known:
                 kind = self._kind(job, shared)
-                known[what] = kind, self._share(job, kind)
+                known[what] = kind, self._most(job, kind)
             return known[what]
 
         return classify
@@ -196,20 +197,27 @@ class BatchedEngine:
         examples = job.indices.numel()
         return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
 
+    def alone(self, flops: Callable[[], float], threads: int | None) -> None:
+        # Where jobs come now with these and then with those, a step has no threads of its own: they
+        # could change its bits.
+        if self.together and self.device.type == "cpu":
+            self.flops = flops()
+            self.threads = threads
+
     def at_once(self, job: Job) -> int:
         """How many jobs like this one make a cohort."""
-        return max(1, int(1 / self._share(job, self._kind(job, self.together)) + 1e-9))
+        return self._most(job, self._kind(job, self.together))
 
-    def _share(self, job: Job, kind: Kind) -> float:
-        """What of a cohort the job fills."""
+    def _most(self, job: Job, kind: Kind) -> int:
+        """How many jobs like this one, all of this kind, make a cohort."""
         if not kind.factors:
-            return 1 / self.cohort
+            return self.cohort
         rows = self._rows(job)
-        if rows not in self._filled:
-            self._filled[rows] = max(
-                self._kept(rows) / self.room, self._whole / self._formed, 1 / MOST
-            )
-        return self._filled[rows]
+        if rows not in self._fits:
+            share = max(self._kept(rows) / self.room, self._whole / self._formed, 1 / MOST)
+            # A share of 1/n may be a rounding larger than that, and n of them still fit.
+            self._fits[rows] = max(1, int((1 + 1e-9) / share))
+        return self._fits[rows]
 
     def _kept(self, rows: int) -> int:
         """Bytes of the factors of so many rows, and of the weights that are not factored."""
@@ -247,9 +255,7 @@ class BatchedEngine:
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
-            loss = (
-                sum(value * size for value, size in zip(values[at], sizes, strict=False)) / samples
-            )
+            loss = sum(map(mul, values[at], sizes)) / samples
             trained[which] = Trained(deltas[at], [], samples, loss)
         if not finite:
             place = {which: at for at, which in enumerate(made.by_steps)}
@@ -278,29 +284,23 @@ class BatchedEngine:
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         threads_here = self._threads(steps)
-        with (
-            torch.inference_mode(),
-            threads(threads_here),
-        ):  # what is made in here is read outside, and never changed
-            for (weights, begin, end), output, pays in zip(
-                self._parameters(), outputs, pay, strict=True
-            ):
+        # What is made in inference mode is read outside, and never changed.
+        with torch.inference_mode(), threads(threads_here):
+            for (weights, begin, end), output, pays in zip(self._places, outputs, pay, strict=True):
                 if pays:
                     weights.factor(start[0, begin:end], len(jobs), rule, rows)
                     continue
-                part = None if constant is None else constant[:, begin:end]
                 weights.load(
-                    start[:, begin:end],
-                    len(jobs),
-                    rule,
-                    jobs[0].mu,
-                    part,
-                    shares,
-                    output if once else None,
+                    start=start[:, begin:end],
+                    clients=len(jobs),
+                    rule=rule,
+                    pull=jobs[0].mu,
+                    constant=None if constant is None else constant[:, begin:end],
+                    shares=shares,
+                    only=output if once else None,
                 )
+            self.program.begin(len(jobs))
             for at, step in enumerate(steps):
-                if self.abandoned:
-                    raise AbandonedError("it was no longer wanted")
                 losses[at, : len(step.sizes)] = self._step(step, at == 0)
             self._write(start, outputs, once)
         if defers:
@@ -330,7 +330,7 @@ class BatchedEngine:
         those that stay factors."""
         if all(stay):
             return like.new_empty(0), [None] * len(stay)
-        places = zip(self._parameters(), stay, strict=True)
+        places = zip(self._places, stay, strict=True)
         sizes = [0 if stays else end - begin for (_, begin, end), stays in places]
         changes = self.memory.take(clients, sum(sizes), like)
         return changes, [
@@ -353,12 +353,12 @@ class BatchedEngine:
     def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
         """Fills the outputs with what the weights are now less `start`; `once`, that stands there
         already."""
-        for (weights, begin, end), output in zip(self._parameters(), outputs, strict=True):
+        for (weights, begin, end), output in zip(self._places, outputs, strict=True):
             if output is not None and weights.is_factored:
                 weights.change(output)
             elif output is not None and not once:
-                shape, before = weights.values.shape, start[:, begin:end].view(-1, *weights.shape)
-                torch.sub(weights.values, before, out=output.view(shape))
+                before = start[:, begin:end].view(-1, *weights.shape)
+                torch.sub(weights.values, before, out=output.view(weights.values.shape))
 
     def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
         """The weights that a cohort begins with, (C, d), or (1, d) where they are the same; and
@@ -378,7 +378,7 @@ class BatchedEngine:
     def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
         """(C, d), or (1, d) if all are one tensor."""
         tensors = [value[0] for value in values]
-        alike = all(tensor is tensors[0] for tensor in tensors)
+        alike = len(set(map(id, tensors))) == 1
         together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
         return together.to(self.device)
 
@@ -389,41 +389,34 @@ class BatchedEngine:
         shares = step.shares.to(self.device, self.inputs.dtype)
         return self.program.step(inputs, targets, step.sizes, shares, first)
 
-    def _parameters(self) -> Iterator[tuple[Weights, int, int]]:
-        """Each, and where it lies in flat weights."""
-        return zip(self.program.weights, self.offsets, self.offsets[1:], strict=False)
-
 
 def windows(
-    jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, float]]
+    jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, int]]
 ) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
     """The jobs in their order, each time until there is a cohort of some kind; with the places of
-    those of each kind, which can be computed together. classify: a job's kind and what of a cohort
-    it fills, and with it each that is smaller, for a cohort has places of one size."""
+    those of each kind, which can be computed together. classify: a job's kind, and how many jobs
+    like it make a cohort; where the jobs of a kind differ, the least of these counts, for a cohort
+    has places of one size."""
     some: list[Job] = []
     kinds: dict[Kind, list[int]] = {}
-    largest: dict[Kind, float] = {}
+    least: dict[Kind, int] = {}
     for job in jobs:
-        kind, share = classify(job)
+        kind, most = classify(job)
         places = kinds.get(kind, [])
-        share = max(share, largest.get(kind, share))
-        if places and _full(len(places), share):
+        together = min(most, least.get(kind, most))
+        if places and len(places) >= together:
             yield some, kinds
-            some, kinds, largest, places = [], {}, {}, []
-            _, share = classify(job)
-        kinds[kind], largest[kind] = places, share
+            some, kinds, least, places = [], {}, {}, []
+            together = most
+        kinds[kind] = places
+        least[kind] = together
         places.append(len(some))
         some.append(job)
-        if _full(len(places), share):
+        if len(places) >= together:
             yield some, kinds
-            some, kinds, largest = [], {}, {}
+            some, kinds, least = [], {}, {}
     if some:
         yield some, kinds
-
-
-def _full(count: int, share: float) -> bool:
-    """Whether one more would be too many."""
-    return (count + 1) * share > 1 + 1e-9
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -2,9 +2,8 @@
 
 Engines differ in rounding, so a repeated run has to choose alike, whatever else the machine does at
 the time. Therefore a rule proposes, from the model and the round alone: many clients at once where
-the model is one for it; several processes where a round has `LONG_ROUND` operations, or threads
-where each step of so many clients has `LONG_STEP`. The trial confirms, and overrules only what it
-finds `CLEARLY` slower.
+the model is one for it, and several processes where a round has `LONG_ROUND` operations. The trial
+confirms, and overrules only what it finds `CLEARLY` slower.
 
 A trial takes the first steps of the first clients, for `SECONDS` an engine or as long as two steps
 take. Its results are thrown away: a run is to have the bits of one engine.
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError
 from dure.federated.engines.batched import BatchedEngine, batched_engine
-from dure.federated.engines.divided import DividedEngine
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.optimizers import optimizer_of
@@ -36,7 +34,6 @@ from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.products import Deferred
 from dure.federated.engines.program import program_of
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
-from dure.federated.engines.threads import ThreadsEngine
 from dure.machine.memory import give_back
 from dure.machine.threads import flops_per_step
 
@@ -46,23 +43,41 @@ LONG_ROUND = 2e9
 """Floating-point operations, some 40 ms; what several processes gain in a shorter round is lost in
 messages."""
 
-LONG_STEP = 2e8
-"""Floating-point operations of a step, forward and backward, of all clients that one worker has at
-once, a millisecond or two; in shorter steps threads wait for Python's lock."""
 
-NAMES = (
-    "loop",
-    "batched",
-    "loop-processes",
-    "batched-processes",
-    "batched-threads",
-    "loop-ray",
-    "batched-ray",
-)
+class Way(NamedTuple):
+    """How an engine that has a name computes. batched: many clients at once, not one after
+    another."""
+
+    batched: bool
+    where: Literal["here", "processes", "ray"]
+
+
+WAYS = {
+    "loop": Way(batched=False, where="here"),
+    "batched": Way(batched=True, where="here"),
+    "loop-processes": Way(batched=False, where="processes"),
+    "batched-processes": Way(batched=True, where="processes"),
+    "loop-ray": Way(batched=False, where="ray"),
+    "batched-ray": Way(batched=True, where="ray"),
+}
+"""The engines by their names."""
+
+NAMES = tuple(WAYS)
+
+SUCCESSORS = {"batched-threads": "batched-processes"}
+"""Engines that earlier versions chose for runs that may be resumed, and what has their bits."""
 
 
 class Setting(NamedTuple):
-    """What an engine is made of: the arguments of `engine_for`."""
+    """What an engine is made of.
+
+    model: a fresh one, which becomes the engine's own. jobs: those of a typical round. processes:
+    at most so many; None is one a core. wanted: auto, or one of `NAMES`. together: whether jobs
+    always come as these do, a round at a time. sums: whether updates are only summed
+    (`batched_engine`). chunk: so many jobs a child at once, as the engine had whose bits are wanted
+    again; 0 is as the first of these jobs suggests. threads: of the operators of an engine alone,
+    in steps of many clients that are long enough; None leaves them as they are.
+    """
 
     task: Task
     model: nn.Module
@@ -70,57 +85,49 @@ class Setting(NamedTuple):
     batch_size: int | None
     seed: int
     jobs: Sequence[Job]
-    processes: int | None
-    wanted: str
-    together: bool
+    processes: int | None = None
+    wanted: str = "auto"
+    together: bool = False
     sums: bool = False
     chunk: int = 0
     threads: int | None = None
 
 
-def engine_for(
-    task: Task,
-    model: nn.Module,
-    examples: Examples,
-    batch_size: int | None,
-    seed: int,
-    jobs: Sequence[Job],
-    processes: int | None = None,
-    wanted: str = "auto",
-    together: bool = False,
-    sums: bool = False,
-    chunk: int = 0,
-    threads: int | None = None,
-) -> Engine:
-    """The engine for jobs like these, those of a typical round; its `why` says in one line why it
-    is this one.
-
-    model: a fresh one, which becomes the engine's own. processes: at most so many; None is one a
-    core. wanted: auto, or one of `NAMES`. together: whether jobs always come as these do, a round
-    at a time; sums: whether updates are only summed (`batched_engine`). chunk: so many jobs a child
-    at once, as the engine had whose bits are wanted again; 0 is as the first of these jobs
-    suggests. threads: of the operators of an engine alone, in steps of many clients that are long
-    enough; None leaves them as they are.
+def engine_for(setting: Setting) -> Engine:
+    """The engine for jobs like these; its `why` says in one line why it is this one.
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
+    wanted = SUCCESSORS.get(setting.wanted, setting.wanted)
     _check_name(wanted)
-    workers = processes if processes is not None else len(os.sched_getaffinity(0))
+    way = WAYS.get(wanted)
+    # The loop comes first, as the other one tries the model.
     loop = LoopEngine(
-        task, model, examples, batch_size, seed
-    )  # first, as the other one tries the model
-    asked_for_loop = wanted.startswith("loop")
-    batched = (
-        ""
-        if asked_for_loop
-        else batched_engine(task, model, examples, batch_size, seed, together, sums)
+        task=setting.task,
+        model=setting.model,
+        examples=setting.examples,
+        batch_size=setting.batch_size,
+        seed=setting.seed,
     )
-    made = _Made(loop, batched, model, jobs, workers, processes, chunk, threads)
-    if wanted != "auto":
-        return made.wanted(wanted)
+    batched = _batched(setting) if way is None or way.batched else ""
+    made = _Made(setting, loop, batched)
+    if way is not None:
+        return made.named(wanted, way)
     chosen = _auto(made)
     give_back()  # what the others needed
     return chosen
+
+
+def _batched(setting: Setting) -> BatchedEngine | str:
+    return batched_engine(
+        task=setting.task,
+        model=setting.model,
+        examples=setting.examples,
+        batch_size=setting.batch_size,
+        seed=setting.seed,
+        together=setting.together,
+        sums=setting.sums,
+    )
 
 
 def check_engine(task: Task, wanted: str) -> None:
@@ -128,20 +135,23 @@ def check_engine(task: Task, wanted: str) -> None:
     the task here. What only the jobs can tell is said when they come. Cost: for `batched` a model,
     an optimizer and one step."""
     _check_name(wanted)
-    if wanted.startswith("batched"):
+    if wanted in WAYS and WAYS[wanted].batched:
         reason = _reason(task)
         if reason is not None:
             raise _cannot(wanted, reason)
 
 
 def _check_name(wanted: str) -> None:
-    if wanted not in ("auto", *NAMES):
+    if wanted == "auto":
+        return
+    if wanted not in WAYS:
         raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
-    if wanted.endswith("processes") and not forks_here():
+    where = WAYS[wanted].where
+    if where == "processes" and not forks_here():
         raise ValueError(
             f"the engine {wanted} needs forked processes, which a GPU or this system does not allow"
         )
-    if wanted.endswith("ray") and find_spec("ray") is None:
+    if where == "ray" and find_spec("ray") is None:
         raise ValueError(f'the engine {wanted} needs the extra: pip install "dure[ray]"')
 
 
@@ -167,117 +177,91 @@ def _cannot(wanted: str, reason: str) -> ValueError:
 class _Made:
     """The engines that there can be. batched: the engine, or why there is none."""
 
+    setting: Setting
     loop: LoopEngine
     batched: BatchedEngine | str
-    model: nn.Module
-    jobs: Sequence[Job]
-    workers: int
-    asked: int | None
-    chunk: int
-    threads: int | None
 
-    def wanted(self, name: str) -> Engine:
-        inner: LoopEngine | BatchedEngine = self.loop
-        if name.startswith("batched"):
+    @property
+    def workers(self) -> int:
+        """Processes that may compute."""
+        asked = self.setting.processes
+        return asked if asked is not None else len(os.sched_getaffinity(0))
+
+    def named(self, name: str, way: Way) -> Engine:
+        inner: Engine = self.loop
+        if way.batched:
             if isinstance(self.batched, str):
                 raise _cannot(name, self.batched)
             inner = self.batched
-        if name.endswith("ray"):
-            return self.on_ray(inner)
-        if name.endswith("threads"):
-            assert isinstance(inner, BatchedEngine)
-            return self.on_threads(inner)
-        return self.on_processes(inner) if name.endswith("processes") else self.alone(inner)
+        if way.where == "ray":
+            return self.on_ray(inner, way.batched)
+        return self.on_processes(inner) if way.where == "processes" else self.alone(inner)
 
-    def alone(self, engine: LoopEngine | BatchedEngine) -> LoopEngine | BatchedEngine:
-        """In this process and thread: the operators' threads have the cores to themselves. Where
-        jobs come now with these and then with those, a step has no threads of its own, for they
-        could change its bits."""
-        if isinstance(engine, BatchedEngine) and engine.together and engine.device.type == "cpu":
-            engine.flops, engine.threads = self.flops, self.threads
+    def alone(self, engine: Engine) -> Engine:
+        """In this process and thread: the operators' threads have the cores to themselves."""
+        engine.alone(lambda: self.flops, self.setting.threads)
         return engine
 
-    def on_ray(self, inner: LoopEngine | BatchedEngine) -> Engine:
+    def on_ray(self, inner: Engine, batched: bool) -> Engine:
         """On the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
-        one, batched = self.loop, isinstance(inner, BatchedEngine)
-        cohort = inner.cohort if isinstance(inner, BatchedEngine) else 1
         return RayEngine(
-            one.task, one.examples, one.batch_size, one.seed, batched, cohort, self.asked
+            task=self.setting.task,
+            examples=self.setting.examples,
+            batch_size=self.setting.batch_size,
+            seed=self.setting.seed,
+            batched=batched,
+            cohort=inner.cohort,
+            workers=self.setting.processes,
         )
 
-    def on_processes(self, inner: LoopEngine | BatchedEngine) -> ProcessesEngine:
-        """On several processes."""
-        _one_thread(inner)
-        return ProcessesEngine(inner, self.model, self.workers, self._chunk(inner))
-
-    def on_threads(self, inner: BatchedEngine) -> ThreadsEngine:
-        """On several threads, each with an engine like this one."""
-        _one_thread(inner)
-        return ThreadsEngine(
-            [inner, *(self._another(inner) for _ in range(self.workers - 1))], self._chunk(inner)
-        )
+    def on_processes(self, inner: Engine) -> ProcessesEngine:
+        """On several processes, each with one thread for its operators."""
+        inner.threads = None
+        return ProcessesEngine(inner, self.setting.model, self.workers, self._chunk(inner))
 
     @cached_property
     def flops(self) -> float:
         """Floating-point operations of an example's step, forward and backward."""
-        return flops_per_step(self.loop.model, self.loop.examples, 1)
+        return flops_per_step(self.loop.model, self.setting.examples, 1)
 
-    def _another(self, one: BatchedEngine) -> BatchedEngine:
-        setting = (one.batch_size, one.seed, one.together, one.sums)
-        made = batched_engine(self.loop.task, self.model, self.loop.examples, *setting)
-        assert isinstance(made, BatchedEngine)
-        return made
-
-    def _chunk(self, inner: LoopEngine | BatchedEngine) -> int:
+    def _chunk(self, inner: Engine) -> int:
         """As many clients a worker at once as the engine likes and a round has for each."""
-        if self.chunk or not isinstance(inner, BatchedEngine):
-            return self.chunk or 1
-        return max(1, min(inner.at_once(self.jobs[0]), -(-len(self.jobs) // self.workers)))
+        jobs = self.setting.jobs
+        each = -(-len(jobs) // self.workers)
+        return self.setting.chunk or max(1, min(inner.at_once(jobs[0]), each))
 
-    def divided(self, inner: LoopEngine | BatchedEngine) -> DividedEngine[Any] | None:
+    def divided(self, inner: Engine) -> ProcessesEngine | None:
         """On the cores, if that pays by the rule and is possible."""
-        if self.workers == 1 or len(self.jobs) == 1 or self.loop.device.type != "cpu":
+        jobs = self.setting.jobs
+        if self.workers == 1 or len(jobs) == 1 or self.loop.device.type != "cpu":
             return None
-        batch = self.loop.batch_size
-        if sum(_examples(job, batch) for job in self.jobs) * self.flops < LONG_ROUND:
+        examples = sum(_examples(job, self.setting.batch_size) for job in jobs)
+        if examples * self.flops < LONG_ROUND or not forks_here():
             return None
-        job = self.jobs[0]
-        of_a_step = (
-            self.flops * min(batch or len(job.indices), len(job.indices)) * self._chunk(inner)
-        )
-        if isinstance(inner, BatchedEngine) and of_a_step >= LONG_STEP:
-            return self.on_threads(inner)
-        return self.on_processes(inner) if forks_here() else None
-
-
-def _one_thread(engine: LoopEngine | BatchedEngine) -> None:
-    """For the operators of each worker."""
-    if isinstance(engine, BatchedEngine):
-        engine.threads = None
+        return self.on_processes(inner)
 
 
 def _auto(made: _Made) -> Engine:
-    chosen: LoopEngine | BatchedEngine = made.loop
-    if isinstance(made.batched, str) and (
-        made.workers == 1 or len(made.jobs) == 1 or not forks_here()
-    ):
+    jobs = made.setting.jobs
+    chosen: Engine = made.loop
+    if isinstance(made.batched, str) and (made.workers == 1 or len(jobs) == 1 or not forks_here()):
         chosen.why = f"no other can: {made.batched}"
         return chosen
     try:
-        rate = _rate(chosen, made.jobs[:2])
+        rate = _rate(chosen, jobs[:2])
         if isinstance(made.batched, str):
             chosen.why = f"one client after another, for {made.batched}"
         else:
-            together = _rate(
-                made.alone(made.batched), made.jobs[: made.batched.at_once(made.jobs[0])]
-            )
+            batched = made.alone(made.batched)
+            together = _rate(batched, jobs[: batched.at_once(jobs[0])])
             why = (
                 f"many clients at once are {together / rate:.1f} times as fast as one after another"
             )
             if together * CLEARLY >= rate:
-                chosen, rate = made.batched, together
+                chosen = batched
+                rate = together
             chosen.why = why
         divided = made.divided(chosen)
         if divided is not None:
@@ -288,17 +272,14 @@ def _auto(made: _Made) -> Engine:
     return chosen
 
 
-def _confirmed(
-    made: _Made, divided: DividedEngine[Any], alone: LoopEngine | BatchedEngine, rate: float
-) -> Engine:
+def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float) -> Engine:
     """divided, if it is not clearly slower than `alone`, which has this rate."""
     try:
-        gain = _rate(divided, made.jobs[: divided.cohort]) / rate
+        gain = _rate(divided, made.setting.jobs[: divided.cohort]) / rate
     except BaseException:
         divided.close()
         raise
-    workers = f"{divided.workers} {divided.name.rpartition('-')[2]}"
-    said = f"{alone.why}; {workers} are {gain:.1f} times as fast as one"
+    said = f"{alone.why}; {divided.workers} processes are {gain:.1f} times as fast as one"
     if gain * CLEARLY >= 1:
         divided.why = said
         return divided
@@ -310,7 +291,7 @@ def _confirmed(
 def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
     """Examples a second, at best; the first call is not counted, for it brings kernels and memory
     into being."""
-    batch_size = getattr(engine, "batch_size", None)
+    batch_size = engine.batch_size
     began = time.perf_counter()
     short = _first_steps(jobs, 1)
     _time(engine, short)

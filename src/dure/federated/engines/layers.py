@@ -21,7 +21,6 @@ use when they are pooled, and products give them so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,42 +34,50 @@ FEW = 32
 """Elements of a patch (channels times kernel) up to which patches are written out."""
 
 
-class Layer(Protocol):
+class Layer:
     """What a program consists of."""
+
+    trained = False
+    """Whether it has parameters."""
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Outputs for x (A, B, ...); sizes: how many of the B examples count, for each client."""
+        raise NotImplementedError
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         """The gradient with respect to x, if it is needed, from that with respect to the outputs;
         updates weights."""
+        raise NotImplementedError
 
 
-class Linear:
+class Linear(Layer):
     """nn.Linear."""
 
+    trained = True
+
     def __init__(self, weight: Weights, bias: Weights | None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self.x = torch.empty(0)
         if bias is not None:
             bias.beside = weight
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.x = x
+        shared = None if self.bias is None else self.bias.shared
         if self.weight.factored is not None:
-            return self.weight.factored.forward(x, None if self.bias is None else self.bias.shared)
-        bias = None if self.bias is None else self.bias.begin(len(x))
-        if self.bias is not None and self.bias.shared is not None:
-            bias = self.bias.shared
-        weight = self.weight.begin(len(x))
+            return self.weight.factored.forward(x, shared)
         if self.weight.shared is not None:
-            return F.linear(x, self.weight.shared, bias)
-        if bias is None:
-            return torch.bmm(x, weight.transpose(1, 2))
-        return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
+            return F.linear(x, self.weight.shared, shared)
+        weight = self.weight.now.transpose(1, 2)
+        if self.bias is None:
+            return torch.bmm(x, weight)
+        return torch.baddbmm(self.bias.now.unsqueeze(1), x, weight)
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        before, shared, factored = g, self.weight.shared, self.weight.factored
+        before = g
+        shared = self.weight.shared
+        factored = self.weight.factored
         if factored is not None:
             before = factored.backward(g) if needs_input else g
             factored.step(g, self.x)
@@ -83,7 +90,7 @@ class Linear:
         return before
 
 
-class Pointwise:
+class Pointwise(Layer):
     """A function of each element. derivative: of (gradient, output, input)."""
 
     def __init__(
@@ -91,22 +98,34 @@ class Pointwise:
         function: Callable[[Tensor], Tensor],
         derivative: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> None:
-        self.function, self.derivative = function, derivative
+        self.function = function
+        self.derivative = derivative
         self.x = self.y = torch.empty(0)
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        self.x, self.y = x, self.function(x)
+        self.x = x
+        self.y = self.function(x)
         return self.y
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         return self.derivative(g, self.y, self.x) if needs_input else g
 
 
-class Relu(Pointwise):
+class Relu(Layer):
     """max(x, 0)."""
 
     def __init__(self) -> None:
-        super().__init__(torch.relu, lambda g, y, x: torch.ops.aten.threshold_backward(g, y, 0))
+        self.y = torch.empty(0)
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.y = torch.relu(x)
+        return self.y
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        if not needs_input:
+            return g
+        before: Tensor = torch.ops.aten.threshold_backward(g, self.y, 0)
+        return before
 
 
 def tanh() -> Pointwise:
@@ -124,7 +143,7 @@ def gelu(approximate: str) -> Pointwise:
     )
 
 
-class Reshape:
+class Reshape(Layer):
     """Examples in another shape; (-1,) flattens them."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -140,7 +159,7 @@ class Reshape:
         return innermost(before.flatten(0, 1)).view_as(before) if before.ndim == 5 else before
 
 
-class Pool:
+class Pool(Layer):
     """nn.MaxPool2d and nn.AvgPool2d.
 
     largest: whether it is the largest element that is taken, so that relu may as well come
@@ -154,12 +173,10 @@ class Pool:
         largest: bool,
         window: Pair | None = None,
     ) -> None:
-        self._forward, self._backward, self.largest, self.window = (
-            forward,
-            backward,
-            largest,
-            window,
-        )
+        self._forward = forward
+        self._backward = backward
+        self.largest = largest
+        self.window = window
         self.saved: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -204,26 +221,31 @@ def avg_pool(
     )
 
 
-class PatchConvolution:
+class PatchConvolution(Layer):
     """nn.Conv2d with the patches written out, (A, C·kh·kw, B·oh·ow): one product a client."""
+
+    trained = True
 
     def __init__(
         self, weight: Weights, bias: Weights | None, stride: Pair, padding: Pair, dilation: Pair
     ) -> None:
-        self.weight, self.bias = weight, bias
-        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.weight = weight
+        self.bias = bias
+        self.stride = stride
+        self.padding = padding
+        self.dilation = dilation
         self.patches = torch.empty(0)
         self.images: torch.Size = torch.Size()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.images = x.shape
-        kernels = self.weight.begin(len(x)).flatten(2).transpose(1, 2)
+        kernels = self.weight.now.flatten(2).transpose(1, 2)
         self.patches, oh, ow = self._patches(x)
         rows = self.patches.transpose(1, 2)
         if self.bias is None:
             outputs = torch.bmm(rows, kernels)
         else:
-            outputs = torch.baddbmm(self.bias.begin(len(x)).unsqueeze(1), rows, kernels)
+            outputs = torch.baddbmm(self.bias.now.unsqueeze(1), rows, kernels)
         return outputs.view(*x.shape[:2], oh, ow, -1).movedim(-1, 2)
 
     def _patches(self, x: Tensor) -> tuple[Tensor, int, int]:
@@ -267,19 +289,22 @@ class PatchConvolution:
         return before
 
 
-class Convolution:
+class Convolution(Layer):
     """nn.Conv2d by torch's own kernels, client by client."""
+
+    trained = True
 
     def __init__(
         self, weight: Weights, bias: Weights | None, stride: Pair, padding: Pair, dilation: Pair
     ) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self.how = (stride, padding, dilation)
         self.x: list[Tensor] = []
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        weights = self.weight.begin(len(x)).unbind(0)
-        biases = self.bias.begin(len(x)).unbind(0) if self.bias is not None else [None] * len(x)
+        weights = self.weight.now.unbind(0)
+        biases = self.bias.now.unbind(0) if self.bias is not None else [None] * len(x)
         self.x = [innermost(images[:size]) for images, size in zip(x.unbind(0), sizes, strict=True)]
         outputs = [
             torch.conv2d(images, weight, bias, *self.how)
@@ -325,7 +350,3 @@ def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
         place[: len(own)] = own
         place[len(own) :] = 0
     return every
-
-
-TRAINED = (Linear, PatchConvolution, Convolution)
-"""The layers with parameters."""

@@ -26,7 +26,7 @@ from dure.contracts.lr_schedule import scale
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import to_device
@@ -50,29 +50,25 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
 step."""
 
 
-class LoopEngine:
+class LoopEngine(Engine):
     """Trains for one client after another. model: a fresh one, which becomes the engine's own.
 
     examples: of all clients, in the model's dtype. batch_size: of a client's step; None is all of
         its data.
-    why: it is this engine.
     """
 
     name = "loop"
-    cohort = 1
 
     def __init__(
         self, task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int
     ) -> None:
-        self.task, self.model, self.examples, self.batch_size, self.seed = (
-            task,
-            model,
-            examples,
-            batch_size,
-            seed,
-        )
-        self.why = ""
-        self.flat, self.buffers = FlatParameters(model), Buffers(model)
+        self.task = task
+        self.model = model
+        self.examples = examples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.flat = FlatParameters(model)
+        self.buffers = Buffers(model)
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
@@ -131,9 +127,6 @@ class LoopEngine:
             losses.append(loss.detach())
             loss.backward()  # type: ignore[no-untyped-call]
             step()
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def failed(job: Job, error: BaseException) -> WorkerFailedError:

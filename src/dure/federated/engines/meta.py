@@ -15,7 +15,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import failed, not_finite
 from dure.federated.engines.optimizers import optimizer_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -27,12 +27,11 @@ NUDGE = 1e-3
 the Hessian."""
 
 
-class MetaEngine:
+class MetaEngine(Engine):
     """alpha: the inner step. hessian_free: whether the second derivative is estimated, or left
     out."""
 
     name = "meta"
-    cohort = 1
     why = "the only one that computes gradients at an adapted model"
 
     def __init__(
@@ -45,15 +44,15 @@ class MetaEngine:
         alpha: float,
         hessian_free: bool,
     ) -> None:
-        self.task, self.model, self.examples, self.batch_size, self.seed = (
-            task,
-            model,
-            examples,
-            batch_size,
-            seed,
-        )
-        self.alpha, self.hessian_free = alpha, hessian_free
-        self.flat, self.buffers = FlatParameters(model), Buffers(model)
+        self.task = task
+        self.model = model
+        self.examples = examples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.alpha = alpha
+        self.hessian_free = hessian_free
+        self.flat = FlatParameters(model)
+        self.buffers = Buffers(model)
         self.groups = list(by_dtype(model.parameters()).values())
         self.trained = [
             parameter for group in self.groups for parameter in group if parameter.requires_grad
@@ -70,9 +69,6 @@ class MetaEngine:
     def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Plain steps with alpha: a client's own model."""
         return (self._done(job, self._plain_steps) for job in jobs)
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def _done(self, job: Job, steps: Any) -> Trained:
         try:

@@ -40,7 +40,8 @@ def batches(
     per_epoch = -(-n // size)
     parts: list[Tensor] = []
     sizes: list[int] = []
-    step, end = job.first_step, job.first_step + job.steps
+    step = job.first_step
+    end = step + job.steps
     while step < end:
         epoch, position = divmod(step, per_epoch)
         until = min(per_epoch, position + end - step)
@@ -53,7 +54,10 @@ def batches(
         parts.append(
             order if until - position == per_epoch else order[position * size : until * size]
         )
-        sizes += [min(size, n - at * size) for at in range(position, until)]
+        sizes += [size] * (until - position)
+        if until == per_epoch:
+            # An epoch's last batch has what is left.
+            sizes[-1] = n - (per_epoch - 1) * size
         step += until - position
     return parts[0] if len(parts) == 1 else torch.cat(parts), sizes
 
@@ -83,21 +87,29 @@ class Plan:
 
 def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
     """How the jobs are computed together."""
-    by_steps = sorted(range(len(jobs)), key=lambda which: -jobs[which].steps)
-    visits = [batches(jobs[which], batch_size, seed, ordered=False) for which in by_steps]
-    taken = [(examples.numpy(), sizes) for examples, sizes in visits]
+    count = [job.steps for job in jobs]
+    by_steps = sorted(range(len(jobs)), key=count.__getitem__, reverse=True)
+    examples: list[Rows] = []
+    sizes: list[list[int]] = []
+    for which in by_steps:
+        visited, own = batches(jobs[which], batch_size, seed, ordered=False)
+        examples.append(visited.numpy())
+        sizes.append(own)
     at = [0] * len(jobs)
     steps: list[Step] = []
-    for step in range(jobs[by_steps[0]].steps):
-        sizes = [own[step] for _, own in taken if step < len(own)]
-        now = [
-            examples[first : first + size]
-            for (examples, _), first, size in zip(taken, at, sizes, strict=False)
-        ]
-        at[: len(sizes)] = [first + size for first, size in zip(at, sizes, strict=False)]
-        rows, shares = _block(now, sizes)
-        steps.append(Step(torch.from_numpy(rows), torch.from_numpy(shares), sizes))
-    return Plan(by_steps, steps, [sizes for _, sizes in visits])
+    for step in range(count[by_steps[0]]):
+        now: list[Rows] = []
+        now_sizes: list[int] = []
+        for place, own in enumerate(sizes):
+            if step >= len(own):
+                break  # those behind have no more steps than this one
+            end = at[place] + own[step]
+            now.append(examples[place][at[place] : end])
+            now_sizes.append(own[step])
+            at[place] = end
+        rows, shares = _block(now, now_sizes)
+        steps.append(Step(torch.from_numpy(rows), torch.from_numpy(shares), now_sizes))
+    return Plan(by_steps, steps, sizes)
 
 
 def _block(batches: Sequence[Rows], sizes: Sequence[int]) -> tuple[Rows, Shares]:

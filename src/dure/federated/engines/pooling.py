@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dure.federated.engines.layers import (
-    TRAINED,
     Layer,
     Pair,
     PatchConvolution,
@@ -95,34 +94,34 @@ def instructions() -> int:
     return 0 if core is None else int(core.pooling_best())
 
 
-class PooledConvolution:
+class PooledConvolution(Layer):
     """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu of that if it is
     asked for.
 
     It is the first layer with parameters: nobody needs the gradient of its inputs.
     """
 
+    trained = True
+
     def __init__(self, convolution: PatchConvolution, relu: bool) -> None:
-        self.weight, self.bias, self.relu = convolution.weight, convolution.bias, relu
-        self.stride, self.padding, self.dilation = (
-            convolution.stride,
-            convolution.padding,
-            convolution.dilation,
-        )
+        self.weight = convolution.weight
+        self.bias = convolution.bias
+        self.relu = relu
+        self.stride = convolution.stride
+        self.padding = convolution.padding
+        self.dilation = convolution.dilation
         self.images = self.which = torch.empty(0)
         self.shape = _Convolution()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         core = library()
         assert core is not None
-        (ph, pw), clients = self.padding, len(x)
+        ph, pw = self.padding
+        clients = len(x)
         self.images = F.pad(x, (pw, pw, ph, ph)).contiguous()
-        kernels = self.weight.begin(clients)
-        bias = (
-            kernels.new_zeros(clients, len(kernels[0]))
-            if self.bias is None
-            else self.bias.begin(clients)
-        )
+        kernels = self.weight.now
+        none = kernels.new_zeros(clients, len(kernels[0]))
+        bias = none if self.bias is None else self.bias.now
         self.shape = shape = self._shape(kernels.stride(0), bias.stride(0))
         outputs = x.new_empty(clients, x.shape[1], shape.rows, shape.columns, shape.kernels)
         self.which = torch.empty_like(outputs, dtype=torch.uint8)
@@ -179,13 +178,12 @@ class PooledConvolution:
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         assert not needs_input, "it is the first layer"
-        core, clients = library(), len(g)
+        core = library()
         assert core is not None
+        clients = len(g)
         rows = g.movedim(2, -1).contiguous()
-        kernels, bias = (
-            g.new_empty(clients, *self.weight.shape),
-            g.new_empty(clients, self.weight.shape[0]),
-        )
+        kernels = g.new_empty(clients, *self.weight.shape)
+        bias = g.new_empty(clients, self.weight.shape[0])
         tensors = (self.images, rows, self.which, kernels, bias)
         core.pooling_gather(
             instructions(), REALS[g.dtype], self.shape, *(each.data_ptr() for each in tensors)
@@ -196,11 +194,12 @@ class PooledConvolution:
         return g
 
 
-class LargestOf:
+class LargestOf(Layer):
     """nn.MaxPool2d of windows that lie side by side, and relu of that if it is asked for."""
 
     def __init__(self, window: Pair, relu: bool) -> None:
-        self.window, self.relu = window, relu
+        self.window = window
+        self.relu = relu
         self.before: torch.Size = torch.Size()
         self.which = torch.empty(0)
         self.shape = _Pooling()
@@ -258,7 +257,7 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
         else:
             made.append(layer)
             at += 1
-        trained = trained or isinstance(layer, TRAINED)
+        trained = trained or layer.trained
     return made
 
 

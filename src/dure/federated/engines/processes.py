@@ -1,5 +1,9 @@
 """Clients on several processes of this machine: any engine, in children forked from here.
 
+Jobs are handed out in chunks, the largest first, to whichever child is idle, from a window of them;
+results come back in the jobs' order. What is computed depends on the chunks alone and not on who
+was faster.
+
 A child is a copy of this process from when the first job comes: model, data and all, none of it
 sent. What a job needs lies in memory that all see, allocated once: the weights go down once a
 round, for what was written there last is known; a delta is written where the parent reads it, or
@@ -8,9 +12,6 @@ the factors of a cohort's (`products`). All else is a short message over a socke
 A fork copies only the thread that makes it: OpenMP's are gone in the child, which therefore
 computes with one thread and never asks for them: the bits are those of one process with one thread.
 With a GPU there is no forking: neither CUDA nor autograd's threads survive it.
-
-A child ends when the parent closes it, or is gone, by whatever death: it reads a pipe that nobody
-writes.
 """
 
 from __future__ import annotations
@@ -19,24 +20,23 @@ import os
 import pickle
 import signal
 import sys
-import threading
-import traceback
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dure.errors import DureError, WorkerFailedError
-from dure.federated.engines.divided import Chunk, DividedEngine, Worker
+from dure.federated.engines.child import live, note_of
 from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.loop import failed
-from dure.federated.engines.shared import Layout, Outputs, Reply, Slots
+from dure.federated.engines.shared import Layout, Outputs, Slots
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for one that comes before them."""
@@ -48,79 +48,124 @@ def forks_here() -> bool:
 
 
 @dataclass(eq=False)
-class _Child(Worker):
-    """The parent's side of a child."""
+class Chunk:
+    """Jobs that one child does together. results: those that have come, and then perhaps an
+    error."""
+
+    jobs: list[Job]
+    started: bool = False
+    done: bool = False
+    results: list[Trained] = field(default_factory=list)
+    error: DureError | None = None
+
+    @property
+    def examples(self) -> int:
+        """How much work it is, for a batch size that all have: the larger clients make more steps,
+        or larger ones."""
+        return sum(job.steps * len(job.indices) for job in self.jobs)
+
+
+@dataclass(eq=False)
+class _Child:
+    """The parent's side of a child. chunk: what it does, None where it is idle."""
 
     pid: int
     connection: Connection
     outputs: Outputs
+    chunk: Chunk | None = None
     reads: set[int] = field(default_factory=set)
     """Where what its chunk needs lies."""
 
 
-@dataclass(frozen=True)
-class _Note:
-    """A job as a message: `Job` with the places of its tensors."""
-
-    client: int
-    round: int
-    indices: Any
-    buffers: list[Tensor]
-    first_step: int
-    steps: int
-    mu: float
-    places: tuple[int, int | None, int | None]
-    turn: int
-    lr_factor: float
-
-
-class ProcessesEngine(DividedEngine[_Child]):
+class ProcessesEngine(Engine):
     """Gives jobs to `workers` children, each with a copy of the engine `inner`.
 
-    model: like those that the jobs are for.
+    model: like those that the jobs are for. chunk: how many jobs a child gets at once. The children
+    start with the first job.
     """
 
     def __init__(self, inner: Engine, model: nn.Module, workers: int, chunk: int = 1) -> None:
         self.inner = inner
+        self.name = f"{inner.name}-processes"
+        self.batch_size = inner.batch_size
+        self.workers = workers
+        self.chunk = chunk
+        self.cohort = workers * chunk
         self.layout = Layout.of(model)
-        window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
-        super().__init__(f"{inner.name}-processes", workers, chunk, window)
+        self.window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
+        """How many chunks are computed ahead of what is asked for, at most."""
+        self._children: list[_Child] = []
         self._slots: Slots | None = None
         self._pipe: list[int] = []
-        self._end = weakref.finalize(self, _end, self._members, self._pipe, os.getpid())
+        self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """The results in the jobs' order; a bounded number is computed ahead of what is asked for.
+
+        Raises what the children's engines raise, when the results before it have been given, and
+        WorkerFailedError when a child is lost.
+        """
+        source = iter(jobs)
+        pool: deque[Chunk] = deque()
+        while True:
+            while len(pool) < self.window and (some := list(islice(source, self.chunk))):
+                pool.append(Chunk(some))
+            if not pool:
+                return
+            self._hand_out(pool)
+            if not pool[0].done:
+                self._receive()
+                continue
+            chunk = pool.popleft()
+            yield from chunk.results
+            if chunk.error is not None:
+                raise chunk.error
+
+    def _hand_out(self, pool: Iterable[Chunk]) -> None:
+        """The largest chunks to the idle."""
+        waiting = [chunk for chunk in pool if not chunk.started]
+        waiting.sort(key=lambda chunk: -chunk.examples)
+        if waiting and not self._children:
+            self._start()
+        idle = [child for child in self._children if child.chunk is None]
+        for child, chunk in zip(idle, waiting, strict=False):
+            chunk.started = True
+            self._give(child, chunk)
 
     def close(self) -> None:
         """Ends the children. Another `train` would start new ones."""
-        _end(self._members, self._pipe, os.getpid())
+        _end(self._children, self._pipe, os.getpid())
 
-    def _give(self, member: _Child, chunk: Chunk) -> None:
+    def _give(self, child: _Child, chunk: Chunk) -> None:
         assert self._slots is not None
-        needed = {place for busy in self._members if busy.chunk is not None for place in busy.reads}
-        notes = [_note(job, self._slots, needed) for job in chunk.jobs]
-        member.reads = {place for note in notes for place in note.places if place is not None}
-        member.chunk = chunk
+        needed = {
+            place for busy in self._children if busy.chunk is not None for place in busy.reads
+        }
+        notes = [note_of(job, self._slots, needed) for job in chunk.jobs]
+        child.reads = {place for note in notes for place in note.places if place is not None}
+        child.chunk = chunk
         try:
-            member.connection.send_bytes(pickle.dumps(notes, pickle.HIGHEST_PROTOCOL))
+            child.connection.send_bytes(pickle.dumps(notes, pickle.HIGHEST_PROTOCOL))
         except OSError:
-            self._lost(member, chunk)
+            self._lost(child, chunk)
 
     def _receive(self) -> None:
-        busy = {member.connection: member for member in self._members if member.chunk is not None}
+        busy = {child.connection: child for child in self._children if child.chunk is not None}
         for ready in wait(list(busy)):
-            member = busy[ready]  # type: ignore[index]
-            chunk = member.chunk
+            child = busy[ready]  # type: ignore[index]
+            chunk = child.chunk
             assert chunk is not None
             try:
-                reply, chunk.error = pickle.loads(member.connection.recv_bytes())
+                reply, chunk.error = pickle.loads(child.connection.recv_bytes())
             except (EOFError, OSError):
-                self._lost(member, chunk)
-            chunk.results += member.outputs.read(reply, chunk.jobs)
-            chunk.done, member.chunk = True, None
+                self._lost(child, chunk)
+            chunk.results += child.outputs.read(reply, chunk.jobs)
+            chunk.done, child.chunk = True, None
 
-    def _lost(self, member: _Child, chunk: Chunk) -> NoReturn:
-        _, status = os.waitpid(member.pid, 0)
-        self._members.remove(member)
-        member.connection.close()
+    def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
+        _, status = os.waitpid(child.pid, 0)
+        self._children.remove(child)
+        child.connection.close()
         self.close()
         code = os.waitstatus_to_exitcode(status)
         how = (
@@ -136,54 +181,28 @@ class ProcessesEngine(DividedEngine[_Child]):
 
     def _start(self) -> None:
         self._pipe[:] = os.pipe()
-        self._slots = slots = Slots(
-            self.layout, 3 * self.chunk * self.workers
-        )  # a job has at most three sets of tensors
+        # A job has at most three sets of tensors: weights, anchor and correction.
+        self._slots = slots = Slots(self.layout, 3 * self.chunk * self.workers)
         for _ in range(self.workers):
             outputs = Outputs(self.layout, self.chunk)
             ours, theirs = Pipe()
             sys.stdout.flush()
             sys.stderr.flush()
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", DeprecationWarning
-                )  # of other threads here: the child asks for none
+                # Python warns of other threads, which a child does not have: it asks for none.
+                warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                _child(
-                    self.inner,
-                    theirs,
-                    slots.sets,
-                    outputs,
-                    self._pipe,
-                    [ours, *(c.connection for c in self._members)],
+                live(
+                    inner=self.inner,
+                    connection=theirs,
+                    sets=slots.sets,
+                    outputs=outputs,
+                    pipe=self._pipe,
+                    not_mine=[ours, *(child.connection for child in self._children)],
                 )
             theirs.close()
-            self._members.append(_Child(pid, ours, outputs))
-
-
-def _note(job: Job, slots: Slots, needed: set[int]) -> _Note:
-    weights = slots.put(job.weights, needed)
-    anchor, correction = (
-        None if values is None else slots.put(values, needed)
-        for values in (job.anchor, job.correction)
-    )
-    places = (weights, anchor, correction)
-    buffers = list(job.buffers)
-    return _Note(
-        *(
-            job.client,
-            job.round,
-            job.indices.numpy(),
-            buffers,
-            job.first_step,
-            job.steps,
-            job.mu,
-            places,
-            job.turn,
-        ),
-        lr_factor=job.lr_factor,
-    )
+            self._children.append(_Child(pid, ours, outputs))
 
 
 def _end(children: list[_Child], pipe: list[int], owner: int) -> None:
@@ -191,93 +210,11 @@ def _end(children: list[_Child], pipe: list[int], owner: int) -> None:
         return
     for child in children:
         child.connection.close()
-        with suppress(
-            ProcessLookupError, ChildProcessError
-        ):  # somebody else may have waited for it
+        # Somebody else may have waited for it.
+        with suppress(ProcessLookupError, ChildProcessError):
             os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
     children.clear()
     for descriptor in pipe:
         os.close(descriptor)
     pipe.clear()
-
-
-def _child(
-    inner: Engine,
-    connection: Connection,
-    sets: list[list[Tensor]],
-    outputs: Outputs,
-    pipe: Sequence[int],
-    not_mine: Sequence[Connection],
-) -> NoReturn:
-    """In the child: does jobs until the parent is gone, and leaves without the interpreter's
-    teardown."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-        torch.set_num_threads(1)
-        os.close(pipe[1])
-        for each in not_mine:
-            each.close()
-        threading.Thread(target=_leave_with_parent, args=(pipe[0],), daemon=True).start()
-        while True:
-            notes: list[_Note] = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(
-                pickle.dumps(_do(inner, notes, sets, outputs), pickle.HIGHEST_PROTOCOL)
-            )
-            sys.stdout.flush()
-            sys.stderr.flush()
-    except (EOFError, OSError):
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def _leave_with_parent(pipe: int) -> None:
-    os.read(pipe, 1)
-    os._exit(0)
-
-
-def _do(
-    inner: Engine, notes: Sequence[_Note], sets: Sequence[list[Tensor]], outputs: Outputs
-) -> tuple[Reply, DureError | None]:
-    """What came of the jobs up to the first that raised, and what it raised."""
-    jobs = [_job(note, sets) for note in notes]
-    results: list[Trained] = []
-    error: DureError | None = None
-    try:
-        for trained in inner.train(jobs):
-            results.append(trained)
-    except Exception as raised:
-        error = _portable(raised, jobs[len(results)])
-    return outputs.write(results), error
-
-
-def _job(note: _Note, sets: Sequence[list[Tensor]]) -> Job:
-    weights, anchor, correction = (None if place is None else sets[place] for place in note.places)
-    assert weights is not None
-    return Job(
-        note.client,
-        note.round,
-        torch.from_numpy(note.indices),
-        weights,
-        note.buffers,
-        note.first_step,
-        note.steps,
-        note.mu,
-        anchor,
-        correction,
-        note.turn,
-        note.lr_factor,
-    )
-
-
-def _portable(error: Exception, job: Job) -> DureError:
-    """An error that can be pickled, with its traceback as text where the parent cannot have it."""
-    if isinstance(error, WorkerFailedError):
-        text = "".join(traceback.format_exception(error.__cause__ or error))
-        return WorkerFailedError(error.who, error.step, error.reason, error.traceback or text)
-    if isinstance(error, DureError):
-        return error
-    return _portable(failed(job, error), job)

@@ -30,9 +30,20 @@ class Program:
     """The model's layers, its loss, and its weights in the order of its parameters."""
 
     def __init__(self, chain: Sequence[Layer], loss: Loss, weights: Sequence[Weights]) -> None:
-        self.chain, self.loss, self.weights = list(chain), loss, weights
-        trained = (*layers.TRAINED, pooling.PooledConvolution)
-        self.first = next(at for at, layer in enumerate(self.chain) if isinstance(layer, trained))
+        self.chain = list(chain)
+        self.loss = loss
+        self.weights = weights
+        first = next(at for at, layer in enumerate(self.chain) if layer.trained)
+        self._back = [(layer, True) for layer in self.chain[:first:-1]]
+        self._back.append((self.chain[first], False))
+        """The layers of the backward pass, and whether it goes on to the one before."""
+        self._active = 0
+        self._unfinished: list[Weights] = []
+
+    def begin(self, clients: int) -> None:
+        """The weights are loaded for so many clients: what holds for all their steps is decided."""
+        self._active = clients
+        self._unfinished = [weights for weights in self.weights if weights.has_more]
 
     def step(
         self, inputs: Tensor, targets: Tensor, sizes: Sequence[int], shares: Tensor, first: bool
@@ -43,15 +54,27 @@ class Program:
         (A, B), the weight of each row in its client's mean. first: whether it is the clients' first
         step.
         """
+        if len(inputs) != self._active:
+            self._active = len(inputs)
+            for weights in self.weights:
+                weights.narrow(self._active)
         x = inputs
         for layer in self.chain:
             x = layer.forward(x, sizes)
         losses, gradient = self.loss(x, targets, shares)
-        for at in range(len(self.chain) - 1, self.first - 1, -1):
-            gradient = self.chain[at].backward(gradient, at > self.first)
-        for weights in self.weights:
+        for layer, goes_on in self._back:
+            gradient = layer.backward(gradient, goes_on)
+        for weights in self._unfinished:
             weights.finish(first)
+        if first:
+            self._part_ways()
         return losses
+
+    def _part_ways(self) -> None:
+        """From the second step on each client has weights of its own, but for the factored ones."""
+        for weights in self.weights:
+            if not weights.is_factored:
+                weights.shared = None
 
 
 def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
@@ -136,6 +159,7 @@ def _try(
     for shares in (True, False):
         for weights, parameter in zip(program.weights, parameters, strict=True):
             weights.load(parameter.reshape(1, -1), 1, SGD(1.0), shares=shares)
+        program.begin(1)
         try:
             program.step(
                 inputs.unsqueeze(0), targets.unsqueeze(0), [len(some)], shares_of_rows, True

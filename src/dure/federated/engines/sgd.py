@@ -58,7 +58,11 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
             "the optimizer has settings beyond lr, momentum, dampening, weight_decay, nesterov"
         )
     return SGD(
-        *(group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov"))
+        lr=group["lr"],
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        weight_decay=group["weight_decay"],
+        nesterov=group["nesterov"],
     )
 
 
@@ -68,11 +72,12 @@ lines of the cache takes four times as long."""
 
 
 class Weights:
-    """One parameter of all clients of a cohort. values: (C, *shape); the first `active` of them are
-    at work."""
+    """One parameter of all clients of a cohort. values: (C, *shape). now: (A, *shape), those of the
+    clients that are at work in this step."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape, self.rule = shape, SGD(0.0)
+        self.shape = shape
+        self.rule = SGD(0.0)
         self.values = self.now = self._own = torch.empty(0)
         self._gradient = self._velocity = torch.empty(0)
         self._constant: Tensor | None = None
@@ -80,6 +85,10 @@ class Weights:
         self.shared: Tensor | None = None
         """The weights that all clients have in this step, as in their first; None where each has
         its own."""
+        self.is_factored = False
+        """By themselves, or with the weight beside them."""
+        self.has_more = False
+        """Whether a step has something that is not in the products, so that it needs `finish`."""
         self.factored: Factored | None = None
         """The weights themselves, where they are what all share and the factors of what each has
         added."""
@@ -107,20 +116,25 @@ class Weights:
         compute their first step with it: one large product in place of many small ones. only: (C,
         n), which takes the change if that is the only step.
         """
-        self.rule, self._pull = rule, pull + rule.weight_decay
+        self.rule = rule
+        self._pull = pull + rule.weight_decay
         start = start.view(-1, *self.shape)
         self._constant = None if constant is None else constant.view(-1, *self.shape)
         self.shared = start[0] if shares else None
         self._only = None if only is None else only.view(clients, *self.shape)
         self.factored = None
+        self.is_factored = False
         if only is not None:
-            self.values = start.expand(clients, *self.shape)
+            self.values = self.now = start.expand(clients, *self.shape)
+            self.has_more = bool(self._pull) or constant is not None
             return
         if len(self._own) != clients:
             self._own = _on_lines(start, clients, self.shape)
-        self.values = self._own
+        self.values = self.now = self._own
+        self.has_more = bool(rule.momentum) or constant is not None
         if rule.momentum and self._gradient.shape != self.values.shape:
-            self._gradient, self._velocity = (start.new_empty(self.values.shape) for _ in range(2))
+            self._gradient = start.new_empty(self.values.shape)
+            self._velocity = start.new_empty(self.values.shape)
         self.values.copy_(start)
 
     def forget(self) -> None:
@@ -132,14 +146,12 @@ class Weights:
     def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
         """Begins a cohort at `start`, (n,), whose steps have so many rows together; to gradients
         nothing is added."""
-        self.rule, self.shared = rule, start.view(self.shape)
+        self.rule = rule
+        self.shared = start.view(self.shape)
+        self.is_factored = True
+        self.has_more = False
         if self.beside is None:
             self.factored = Factored(self.shared, clients, rows, rule.lr)
-
-    @property
-    def is_factored(self) -> bool:
-        """By themselves, or with the weight beside them."""
-        return (self if self.beside is None else self.beside).factored is not None
 
     def change(self, out: Tensor) -> None:
         """Writes what the clients have added to the factored weights to out, (C, n)."""
@@ -152,14 +164,14 @@ class Weights:
         else:
             torch.sum(left, 1, out=out).mul_(-self.rule.lr)
 
-    def begin(self, active: int) -> Tensor:
-        """The weights of the clients that are at work in this step, (A, *shape)."""
+    def narrow(self, active: int) -> None:
+        """Only so many clients have another step."""
         self.now = self.values[:active]
-        return self.now
 
     def product(self, left: Tensor, right: Tensor) -> None:
         """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
-        matrix, lr = (len(self.now), left.shape[1], right.shape[2]), self.rule.lr
+        matrix = (len(self.now), left.shape[1], right.shape[2])
+        lr = self.rule.lr
         if self._only is not None:
             self._only.view(matrix).baddbmm_(left, right, beta=0, alpha=-lr)
         elif self.rule.momentum:
@@ -179,15 +191,12 @@ class Weights:
             self.now.add_(gradient, alpha=-self.rule.lr)
 
     def finish(self, first: bool) -> None:
-        """Ends the step with what is not in the products. first: whether it is the clients' first
+        """Ends a step that has more than the products. first: whether it is the clients' first
         step."""
-        if self.is_factored:
-            return
-        self.shared = None
-        rule, active = self.rule, len(self.now)
-        constant = (
-            None if self._constant is None else self._constant[:active]
-        )  # (1, n) holds for all
+        rule = self.rule
+        active = len(self.now)
+        # Where it is (1, n) it holds for all.
+        constant = None if self._constant is None else self._constant[:active]
         if not rule.momentum:
             moved = self.now if self._only is None else self._only
             if self._only is not None and self._pull:
@@ -195,7 +204,8 @@ class Weights:
             if constant is not None:
                 moved.add_(constant, alpha=-rule.lr)
             return
-        gradient, velocity = self._gradient[:active], self._velocity[:active]
+        gradient = self._gradient[:active]
+        velocity = self._velocity[:active]
         if self._pull:
             gradient.add_(self.now, alpha=self._pull)
         if constant is not None:
@@ -210,5 +220,7 @@ class Weights:
 
 def _on_lines(like: Tensor, clients: int, shape: tuple[int, ...]) -> Tensor:
     """(C, *shape), uninitialised, each client's part on a cache line of its own."""
-    elements, line = math.prod(shape), LINE // like.element_size()
-    return like.new_empty(clients, -(-elements // line) * line)[:, :elements].view(clients, *shape)
+    elements = math.prod(shape)
+    line = LINE // like.element_size()
+    whole_lines = -(-elements // line) * line
+    return like.new_empty(clients, whole_lines)[:, :elements].view(clients, *shape)

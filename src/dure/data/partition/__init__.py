@@ -1,0 +1,52 @@
+"""Partitions: which example belongs to which client.
+
+A partition is data: a sequence of index tensors, one a client. It is a pure function of (clients,
+n, labels or keys, seed), so that every rank, the simulation and the deployed server compute the
+same one. Every example belongs to exactly one client, and every client has at least one. For one
+client every partition is 0..n-1.
+
+    IID            a random permutation, cut into parts equal to within one                        McMahan
+    LabelShards    sorted by label, cut into s * clients shards equal to within one, s a client    McMahan
+    Dirichlet      for every class, its share on each client ~ Dirichlet(alpha, ..., alpha)        Yurochkin
+    QuantitySkew   IID in its labels, but the sizes ~ Dirichlet(alpha, ..., alpha)                 Li
+    NaturalKey     a client is a hospital, a speaking role, ..., in the order of their sorted names
+
+Where a draw leaves a client with fewer than `minimum` examples, it is given some of the client's
+that then has most. (The papers draw again until nobody is short, which for many clients and a small
+alpha never ends.)
+
+Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum),
+`quantity-skew:0.5`, `natural-key`; `parse` reads what `str` writes.
+
+A new one is a file of its own here and a line below. One of a user's own is a subclass of `Partition`
+in any file, and its text is `my_parts.py:Mine:0.3`.
+"""
+
+from __future__ import annotations
+
+from dure.data.partition.description import Description as Description
+from dure.data.partition.description import describe as describe
+from dure.data.partition.partition import Partition as Partition
+from dure.data.partition.parts import Parts as Parts
+from dure.settings import listed, read
+
+# In the order in which messages list them.
+# isort: off
+from dure.data.partition.iid import IID as IID
+from dure.data.partition.label_shards import LabelShards as LabelShards
+from dure.data.partition.dirichlet import Dirichlet as Dirichlet
+from dure.data.partition.quantity_skew import QuantitySkew as QuantitySkew
+from dure.data.partition.natural_key import NaturalKey as NaturalKey
+# isort: on
+
+PARTITIONS: dict[str, type[Partition]] = listed(globals(), Partition)
+"""Every partition by the name its text form begins with."""
+
+
+def parse(text: str) -> Partition:
+    """The partition that `text` names: "iid", "label-shards:2", "my_parts.py:Mine:3", ...
+
+    Raises ValueError for an unknown name, for too many values, and for values that are not what
+    they should be.
+    """
+    return read(text, PARTITIONS, "partition", Partition)

@@ -1,0 +1,71 @@
+"""For every class its share on each client is drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
+
+Sources: M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML
+2019; Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dure.data.partition.partition import Partition, needed
+from dure.data.partition.parts import Parts
+from dure.data.partition.skew import check_skew, filled, shares
+from dure.randomness.seeds import derive
+
+
+@dataclass(frozen=True)
+class Dirichlet(Partition):
+    """The clients' shares of every class are drawn from a symmetric Dirichlet distribution.
+
+    alpha: small is skewed (0.1: a client has most of a few classes), large is even (100: like IID).
+    minimum: the fewest examples a client has.
+    """
+
+    name: ClassVar[str] = "dirichlet"
+    alpha: float = 0.5
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        check_skew(self.name, self.alpha, self.minimum)
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
+        labels = needed(labels, n, self)
+        random = np.random.default_rng(derive(seed, "partition"))
+        rounding = np.random.default_rng(derive(seed, "rounding of shares"))
+        parts: list[list[Tensor]] = [[] for _ in range(clients)]
+        for label in torch.unique(labels):
+            members = (labels == label).nonzero().flatten()
+            shuffled = members[torch.from_numpy(random.permutation(len(members)))]
+            counts = _counts(shares(random, self.alpha, clients), len(members), rounding)
+            for part, share in zip(parts, shuffled.split(counts), strict=True):
+                part.append(share)
+        return Parts.of(filled([torch.cat(part) for part in parts], self.minimum, random))
+
+    @property
+    def description(self) -> str:
+        return f"label skew, Dirichlet({self.alpha:g})"
+
+
+def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int]:
+    """n whole things by these shares, each rounded up or down so that on average it is exact
+    (systematic sampling).
+
+    Which are rounded up is drawn anew in each call: else the same clients would have what is left
+    of every class.
+    """
+    order = random.permutation(len(shares))
+    ends = np.floor(shares[order].cumsum() / shares.sum() * n + random.random())
+    ends[-1] = n
+    counts = np.empty(len(shares), dtype=int)
+    counts[order] = np.diff(np.minimum(ends, n), prepend=0)
+    found: list[int] = counts.tolist()
+    return found

@@ -1,0 +1,53 @@
+"""Sorted by label, cut into s * clients shards that are equal to within one, s a client.
+
+Source: H. B. McMahan et al., AISTATS 2017, section 3 (MNIST: 200 shards of 300, two a client).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.data.partition.partition import Partition, needed
+from dure.data.partition.parts import Parts, dealt
+from dure.randomness.seeds import generator
+
+
+@dataclass(frozen=True)
+class LabelShards(Partition):
+    """Sorted by label and cut into equal shards, of which each client draws `per_client`.
+
+    With two shards a client most clients have examples of two classes only.
+    """
+
+    name: ClassVar[str] = "label-shards"
+    per_client: int = 2
+
+    def __post_init__(self) -> None:
+        if self.per_client < 1:
+            raise ValueError(
+                f"label shards: a client needs at least 1 shard, not {self.per_client}"
+            )
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
+        count = self.per_client * clients
+        if count > n:
+            raise ValueError(
+                f"{n} examples cannot be cut into {count} shards ({self.per_client} a client): "
+                "take fewer clients or fewer shards a client"
+            )
+        by_label = needed(labels, n, self).sort(stable=True).indices
+        drawn = torch.randperm(count, generator=generator(seed, "partition"))
+        owner_of_shard = torch.empty_like(drawn)
+        owner_of_shard[drawn] = torch.arange(clients).repeat_interleave(self.per_client)
+        return Parts(dealt(by_label, owner_of_shard), clients)
+
+    @property
+    def description(self) -> str:
+        return f"label shards, {self.per_client} a client"

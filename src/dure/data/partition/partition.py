@@ -1,0 +1,77 @@
+"""What a partition is: a frozen dataclass with a text form (`dure.settings`), as `dirichlet:0.3`,
+that divides examples among clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.data.partition.parts import Parts
+from dure.settings import write
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What all partitions have in common: a name, a text form, and `divide`."""
+
+    name: ClassVar[str]
+
+    def divide(
+        self,
+        clients: int | None,
+        n: int,
+        labels: Tensor | None = None,
+        keys: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> Parts:
+        """One sorted int64 tensor of indices into 0..n-1 for each client.
+
+        clients: how many; None only where the data say it (`NaturalKey`).
+        labels: class indices of shape (n,), for the partitions by label; keys: n names, for
+            `NaturalKey`.
+
+        Raises ValueError if the examples are too few, or have not the labels or keys that are
+        needed.
+        """
+        if clients is None:
+            raise ValueError(f"how many clients? the partition {self} does not say it")
+        if clients < 1:
+            raise ValueError(f"the number of clients has to be at least 1, not {clients}")
+        if clients > n:
+            raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
+        if clients == 1:
+            return Parts(torch.zeros(n, dtype=torch.int64), 1)
+        return self._divide(clients, n, labels, keys, seed)
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
+        """`divide` for at least two clients and as many examples."""
+        raise NotImplementedError
+
+    @property
+    def description(self) -> str:
+        """The partition in words, as reports show it."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The text that `parse` reads: the name and the fields, without those at the end that are
+        default."""
+        return write(self)
+
+
+def needed(labels: Tensor | None, n: int, partition: Partition) -> Tensor:
+    if labels is None:
+        raise ValueError(
+            f"the partition {partition} needs one class label an example, which these data have "
+            f"not: "
+            "take iid, quantity-skew or natural-key"
+        )
+    if labels.shape != (n,):
+        raise ValueError(f"labels have the shape {tuple(labels.shape)}, expected ({n},)")
+    return labels

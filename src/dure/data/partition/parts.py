@@ -1,0 +1,62 @@
+"""The examples of each client, as values: what a partition makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+class Parts(Sequence[Tensor]):
+    """The examples of each client, as one tensor and where each client's begin: a million clients
+    are two tensors.
+
+    owners: the client of each example, int64 of shape (n,). The examples of a client are in
+    ascending order.
+    """
+
+    def __init__(self, owners: Tensor, clients: int) -> None:
+        self.owners = owners
+        self.sizes = torch.bincount(owners, minlength=clients)
+        self._indices = owners.sort(stable=True).indices
+        self._starts: list[int] = [0, *self.sizes.cumsum(0).tolist()]
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Parts:
+        """From the examples of each client, which are all of 0..n-1."""
+        everything = torch.cat(list(parts))
+        owners = torch.empty_like(everything)
+        owners[everything] = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
+        return cls(owners, len(parts))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, client: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, client: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(client, slice):
+            return [self[one] for one in range(*client.indices(len(self)))]
+        starts = self._starts
+        count = len(starts) - 1
+        if not -count <= client < count:
+            raise IndexError(f"there is no client {client} among {count}")
+        client %= count
+        return self._indices[starts[client] : starts[client + 1]]
+
+
+def dealt(order: Tensor, owners: Tensor) -> Tensor:
+    """The owner of each example, where `order` is cut into parts equal to within one, the k-th of
+    `owners[k]`."""
+    n, count = len(order), len(owners)
+    sizes = torch.full((count,), n // count)
+    sizes[: n % count] += 1
+    dealt = torch.empty_like(order)
+    dealt[order] = owners.repeat_interleave(sizes)
+    return dealt

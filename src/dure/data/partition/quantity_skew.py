@@ -1,0 +1,55 @@
+"""IID in the labels, but the sizes are drawn: (q_1, ..., q_K) ~ Dirichlet(alpha, ..., alpha).
+
+Source: Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dure.data.partition.partition import Partition
+from dure.data.partition.parts import Parts
+from dure.data.partition.skew import check_skew, filled, shares
+from dure.randomness.seeds import derive
+
+
+@dataclass(frozen=True)
+class QuantitySkew(Partition):
+    """The clients' sizes are drawn from a symmetric Dirichlet distribution; their labels are a
+    random sample.
+
+    alpha: small is skewed (one client has most), large is even. minimum: the fewest examples a
+    client has.
+    """
+
+    name: ClassVar[str] = "quantity-skew"
+    alpha: float = 0.5
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        check_skew(self.name, self.alpha, self.minimum)
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+    ) -> Parts:
+        random = np.random.default_rng(derive(seed, "partition"))
+        shuffled = torch.from_numpy(random.permutation(n))
+        return Parts.of(
+            filled(_cut(shuffled, shares(random, self.alpha, clients)), self.minimum, random)
+        )
+
+    @property
+    def description(self) -> str:
+        return f"quantity skew, Dirichlet({self.alpha:g})"
+
+
+def _cut(indices: Tensor, shares: np.ndarray) -> list[Tensor]:
+    """`indices` cut into consecutive parts of these shares of its length."""
+    ends = np.rint(shares.cumsum()[:-1] * len(indices)).astype(int)
+    return list(indices.tensor_split(ends.tolist()))
