@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dure.collectives.all_reduce import MODULES, Algorithm, all_reduce
 from dure.collectives.compression.bucket import Bucket, one_piece
-from dure.collectives.compression.compression import Codec, Compression, Compressor
+from dure.collectives.compression.compression import Compression, Compressor
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import in_blocks, numbers
 from dure.collectives.group import Group
 
