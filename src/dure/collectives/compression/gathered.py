@@ -48,14 +48,17 @@ def carrier(
     algorithm: Algorithm, group: Group, payload: Tensor
 ) -> Literal["ring", "one_shot", "native"]:
     """The all-gather that stands for an all-reduce by `algorithm`."""
-    if algorithm == "ring" or algorithm == "native":
-        return algorithm
-    kind = payload.device.type
-    made_for_it = (
-        auto.choose(len(payload), group.size, backend=group.backend(payload.device), device=kind)
-        == "native"
+    if algorithm == "ring":
+        return "ring"
+    if algorithm == "native":
+        return "native"
+    choice = auto.choose(
+        len(payload),
+        group.size,
+        backend=group.backend(payload.device),
+        device=payload.device.type,
     )
-    return "native" if algorithm == "auto" and made_for_it else "one_shot"
+    return "native" if algorithm == "auto" and choice == "native" else "one_shot"
 
 
 class GatheredCompressor:
