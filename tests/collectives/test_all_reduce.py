@@ -17,7 +17,8 @@ from on_ranks import Measured, bits, measured, on_ranks, tensor_of, values
 from torch import Tensor
 
 from dure.collectives import Group, all_reduce
-from dure.collectives.all_reduce import ALGORITHMS, MODULES, Algorithm
+from dure.collectives.algorithms.table import ALL_REDUCES
+from dure.collectives.all_reduce import ALGORITHMS, Algorithm
 from dure.contracts.strategy import Place
 
 ROUNDED_ONCE = ("master", "one_shot")
@@ -43,7 +44,7 @@ class Case(NamedTuple):
 
 
 LENGTHS = st.integers(0, 40) | st.integers(1_000, 3_000)
-OWN = st.sampled_from([name for name in MODULES if name != "native"])
+OWN = st.sampled_from([name for name in ALL_REDUCES if name != "native"])
 CASES = (
     st.builds(
         Case,
@@ -157,7 +158,7 @@ def test_the_result_on_every_rank_with_the_bytes_and_messages_of_the_formula(
     per_rank = on_ranks(ranks, reduce_many(cases))
     for position, case in enumerate(cases):
         check(case, ranks, tensor_of(per_rank[0][position][0].value, case.dtype))
-        module = MODULES[case.algorithm]
+        module = ALL_REDUCES[case.algorithm]
         for rank in range(ranks):
             (value, sent, messages), again = per_rank[rank][position]
             assert value == per_rank[0][position][0].value, "all ranks hold the same bits"
@@ -182,7 +183,7 @@ def test_every_algorithm_sums_integers_alike_on_every_number_of_ranks(ranks: int
 @given(n=st.integers(0, 1_000), size=st.integers(1, 9))
 def test_what_all_ranks_send_together(n: int, size: int) -> None:
     def total(name: str) -> int:
-        return sum(MODULES[name].elements_sent(n, size, rank) for rank in range(size))
+        return sum(ALL_REDUCES[name].elements_sent(n, size, rank) for rank in range(size))
 
     for name in ("ring", "one_shot", "hierarchical", "master", "tree"):
         assert total(name) == 2 * (size - 1) * n, name
@@ -190,19 +191,19 @@ def test_what_all_ranks_send_together(n: int, size: int) -> None:
     assert total("halving_doubling") == 2 * (power - 1) * n + 2 * (size - power) * n
     if n % size == 0:
         assert all(
-            MODULES["ring"].elements_sent(n, size, rank) == 2 * (size - 1) * n // size
+            ALL_REDUCES["ring"].elements_sent(n, size, rank) == 2 * (size - 1) * n // size
             for rank in range(size)
         )
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 0), (2, 2), (3, 4), (8, 6)])
 def test_transfers_behind_each_other(size: int, expected: int) -> None:
-    assert MODULES["tree"].rounds(size) == expected
-    assert MODULES["halving_doubling"].rounds(size) == expected
-    assert MODULES["ring"].rounds(size) == MODULES["master"].rounds(size) == 2 * (size - 1)
+    assert ALL_REDUCES["tree"].rounds(size) == expected
+    assert ALL_REDUCES["halving_doubling"].rounds(size) == expected
+    assert ALL_REDUCES["ring"].rounds(size) == ALL_REDUCES["master"].rounds(size) == 2 * (size - 1)
     assert (
-        MODULES["one_shot"].rounds(size)
-        == MODULES["hierarchical"].rounds(size)
+        ALL_REDUCES["one_shot"].rounds(size)
+        == ALL_REDUCES["hierarchical"].rounds(size)
         == min(2, 2 * (size - 1))
     )
 
@@ -232,13 +233,13 @@ def test_an_average_of_float16_does_not_overflow_on_the_way(algorithm: Algorithm
 def test_nan_of_any_rank_is_the_minimum_and_the_maximum(op: str) -> None:
     def program(place: Place) -> list[Tensor]:
         tensors = []
-        for name in MODULES:
+        for name in ALL_REDUCES:
             tensor = torch.arange(12.0)
             tensor[place.group.rank * 4] = math.nan
             tensors.append(all_reduce(tensor, place.group, name, op))  # type: ignore[call-overload]
         return tensors
 
-    for name, result in zip(MODULES, on_ranks(3, program)[1], strict=True):
+    for name, result in zip(ALL_REDUCES, on_ranks(3, program)[1], strict=True):
         if name != "native":
             assert result.isnan().nonzero().flatten().tolist() == [0, 4, 8], name
 
@@ -246,7 +247,7 @@ def test_nan_of_any_rank_is_the_minimum_and_the_maximum(op: str) -> None:
 def test_a_tensor_that_is_not_contiguous_is_reduced_in_its_place() -> None:
     def program(place: Place) -> list[Tensor]:
         bases = []
-        for name in MODULES:
+        for name in ALL_REDUCES:
             base = torch.zeros(4, 6)
             all_reduce(base[:, ::2].add_(place.group.rank + 1), place.group, name)  # type: ignore[call-overload]
             bases.append(base)

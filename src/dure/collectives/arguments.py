@@ -35,7 +35,7 @@ def check_writable(tensor: Tensor) -> None:
     """Raises ValueError for a tensor whose elements share memory with each other, such as an
     expanded one."""
     check_tensor(tensor)
-    if any(
+    if not tensor.is_contiguous() and any(
         stride == 0 and length > 1
         for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
     ):

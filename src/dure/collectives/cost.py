@@ -41,15 +41,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from dure.collectives.algorithms.halving_doubling import power_below
-from dure.collectives.all_reduce import MODULES
+from dure.collectives.algorithms.algorithm import AllReduce
+from dure.collectives.algorithms.table import PREDICTABLE
 from dure.record.checkpoint import write_atomically
 
-ALGORITHMS = tuple(name for name in MODULES if name != "native")
-"""Those whose cost is known: a backend's own all-reduce does not tell what it does."""
+ALGORITHMS = tuple(PREDICTABLE)
+"""Those whose cost is known."""
 
-CANDIDATES = tuple(name for name in ALGORITHMS if name != "hierarchical")
-"""Those that are worth comparing on one host, where hierarchical is one_shot."""
+CANDIDATES = tuple(name for name, rule in PREDICTABLE.items() if not rule.over_hosts)
+"""Those that are worth comparing on one host."""
 
 
 @dataclass(frozen=True)
@@ -94,52 +94,40 @@ class Crossover(NamedTuple):
 
 
 def bytes_sent(algorithm: str, nbytes: int, ranks: int, rank: int, itemsize: int = 4) -> int:
-    """Bytes that `rank` sends, exactly: the formula of the algorithm's module."""
-    return int(_module(algorithm).elements_sent(nbytes // itemsize, ranks, rank)) * itemsize
+    """Bytes that `rank` sends, exactly: the formula of the algorithm's file."""
+    return _rule(algorithm).elements_sent(nbytes // itemsize, ranks, rank) * itemsize
 
 
 def messages_sent(algorithm: str, nbytes: int, ranks: int, rank: int, itemsize: int = 4) -> int:
     """Messages that `rank` sends, exactly."""
-    return int(_module(algorithm).messages_sent(nbytes // itemsize, ranks, rank))
+    return _rule(algorithm).messages_sent(nbytes // itemsize, ranks, rank)
 
 
 def counts(
     algorithm: str, nbytes: int, ranks: int, shared: bool = False, itemsize: int = 4
 ) -> Counts:
     """What is counted on the critical path, or on a shared host. nbytes: of each rank's tensor."""
-    module, n = _module(algorithm), nbytes // itemsize
+    rule = _rule(algorithm)
+    n = nbytes // itemsize
     if ranks == 1 or n == 0:
         return Counts(0, 0, 0, 0)
     messages = [messages_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks)]
-    path, reduced = _path(algorithm, n, ranks)
+    assert rule.path is not None  # or it would not be predictable
+    path, reduced = rule.path(n, ranks)
     if not shared:
-        return Counts(module.rounds(ranks), max(messages), path * itemsize, reduced * itemsize)
+        return Counts(rule.rounds(ranks), max(messages), path * itemsize, reduced * itemsize)
     sent = sum(bytes_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks))
     return Counts(
-        min(sum(messages), ranks * module.rounds(ranks)), sum(messages), sent, reduced * itemsize
+        min(sum(messages), ranks * rule.rounds(ranks)), sum(messages), sent, reduced * itemsize
     )
 
 
-def _path(algorithm: str, n: int, ranks: int) -> tuple[float, float]:
-    """Elements that are sent and reduced behind each other; chunks are as if N divided n."""
-    levels = (ranks - 1).bit_length()
-    if algorithm == "master":
-        return 2 * (ranks - 1) * n, (ranks - 1) * n
-    if algorithm == "tree":
-        return 2 * levels * n, levels * n
-    if algorithm == "halving_doubling":
-        power = power_below(ranks)
-        halved, folded = n * (power - 1) / power, n if ranks > power else 0
-        return 2 * (halved + folded), halved + folded
-    return 2 * n * (ranks - 1) / ranks, n * (ranks - 1) / ranks
-
-
-def _module(algorithm: str) -> Any:
+def _rule(algorithm: str) -> AllReduce:
     if algorithm not in ALGORITHMS:
         raise ValueError(
             f"the cost of {algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
         )
-    return MODULES[algorithm]
+    return PREDICTABLE[algorithm]
 
 
 def predict(algorithm: str, nbytes: int, ranks: int, link: Link) -> float:

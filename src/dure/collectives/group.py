@@ -19,9 +19,7 @@ from torch import Tensor
 
 from dure.collectives.handle import Handle, Line
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
-from dure.collectives.shared_memory.backend import SharedMemoryGroup
-from dure.collectives.shared_memory.mailbox import HEADER_BYTES
-from dure.collectives.shared_memory.work import FINISHED
+from dure.collectives.transport import Message, Pending, backend_name, transport_of
 from dure.errors import MismatchError, PeerLostError
 from dure.record.meter import Meter
 
@@ -35,7 +33,7 @@ def done_already() -> None:
     """The end of a transfer that was done when it had begun."""
 
 
-_Started = tuple[int, "dist.Work | None"]
+_Started = tuple[int, Pending]
 """A peer, and what is under way with it."""
 
 
@@ -48,8 +46,8 @@ class _Shared:
         self.hosts: Hosts | None = None
         self.connected = False
         self.peer: int | None = None
-        self.places: dict[int, int] = {}
-        """Of global ranks in the process group."""
+        """The global rank with which the transfer is that is begun or waited for, to be blamed
+        where it fails."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
@@ -77,11 +75,15 @@ class _During:
     __slots__ = ("_before", "_group", "_operation", "_step")
 
     def __init__(self, group: Group, operation: str, step: str | None) -> None:
-        self._group, self._operation, self._step = group, operation, step
+        self._group = group
+        self._operation = operation
+        self._step = step
 
     def __enter__(self) -> None:
         group = self._group
-        self._before, group.operation, group._shared.peer = group.operation, self._operation, None
+        self._before = group.operation
+        group.operation = self._operation
+        group._shared.peer = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -120,10 +122,12 @@ class Group:
         self.operation = "a transfer"
         self.step = "the start"
         self._diagnose = diagnose
+        self.transport = transport_of(process_group)
         self._shared = _shared_of(process_group)
         self._global = (
             dist.get_process_group_ranks(process_group) if process_group is not None else [0]
         )
+        self._places = list(range(self.size))  # of my ranks, in the process group
 
     @classmethod
     def default(cls) -> Group:
@@ -151,8 +155,10 @@ class Group:
         """The group of these ranks of mine, in this order; this rank is one of them. It can do
         transfers only."""
         part = copy.copy(self)
-        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.rank = ranks.index(self.rank)
+        part.size = len(ranks)
         part._global = [self._global[rank] for rank in ranks]
+        part._places = [self._places[rank] for rank in ranks]
         return part
 
     def parted(self, parts: Sequence[Sequence[int]]) -> Group:
@@ -198,10 +204,7 @@ class Group:
         none."""
         if self.process_group is None:
             return ""
-        pairs = (
-            pair.partition(":") for pair in dist.get_backend_config(self.process_group).split(",")
-        )
-        return next((name for kind, _, name in pairs if kind == device.type), "")
+        return backend_name(self.process_group, device)
 
     @overload
     def perform(self, operation: str, work: Callable[[], Value], tensor: Tensor) -> Value: ...
@@ -212,7 +215,7 @@ class Group:
     def perform(
         self, operation: str, work: Callable[[], Value], tensor: Tensor, async_op: bool = False
     ) -> Value | Handle[Value]:
-        """Does `work`, after all that was issued before: now, or beside the program if `async_op`.
+        """Does `work`, after all that was issued before: now, or alongside the program if `async_op`.
 
         operation: its name, for errors. tensor: one of those that travel; on a GPU the work is
         queued on the stream that is current here.
@@ -221,8 +224,9 @@ class Group:
         inference = torch.is_inference_mode_enabled()
 
         def here() -> Value:
-            with torch.no_grad(), self.during(operation, step):
-                self._connect(tensor.device)
+            with torch.no_grad(), _During(self, operation, step):
+                if tensor.is_cuda:
+                    self._connect(tensor.device)
                 return work()
 
         if not async_op:
@@ -241,12 +245,14 @@ class Group:
 
     def settle(self) -> None:
         """Waits until all operations that were issued on this process group have ended."""
-        self._shared.line.settle()
+        line = self._shared.line
+        if line.thread is not None:
+            line.settle()
 
     def _connect(self, device: torch.device) -> None:
         """torch wants all ranks in the first call on NCCL, and later some of them may transfer
         alone."""
-        if not self._shared.connected and device.type == "cuda" and self.backend(device) == "nccl":
+        if not self._shared.connected and self.backend(device) == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
             self._shared.connected = True
 
@@ -267,11 +273,7 @@ class Group:
     def holds(self, messages: int, nbytes: int) -> bool:
         """Whether so many messages, of `nbytes` together, leave at once, and lie with their
         receiver till it asks."""
-        backend = self.process_group
-        return (
-            isinstance(backend, SharedMemoryGroup)
-            and nbytes + messages * HEADER_BYTES <= backend.held
-        )
+        return self.transport.holds(messages, nbytes)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""
@@ -285,78 +287,69 @@ class Group:
         """Sends to one rank while receiving from another; empty tensors do not travel."""
         self.transfer([(tensor, to)], [(into, source)])
 
-    def transfer(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> None:
+    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Sends and receives all of these at once: pairs of a contiguous tensor and a rank, on one
         device.
 
         Between two ranks they arrive in the order of sending. Empty tensors do not travel.
         """
-        sends = [(tensor, to) for tensor, to in sends if tensor.numel()]
-        receives = [(into, source) for into, source in receives if into.numel()]
+        sends = [message for message in sends if message[0].numel()]
+        receives = [message for message in receives if message[0].numel()]
         if not sends and not receives:
             return
         device = (sends or receives)[0][0].device
         if device.type == "cpu":
             self._transfer(sends, receives)
-        elif self.backend(device) in ("", "gloo"):
-            self._transfer_by_way_of_memory(sends, receives)
-        else:
+        elif self.transport.reaches(device):
             self._transfer_in_a_batch(sends, receives)
+        else:
+            self._transfer_by_way_of_memory(sends, receives)
         for tensor, _ in sends:
             self.meter.sent(tensor.nbytes)
         for into, _ in receives:
             self.meter.received(into.nbytes)
 
-    def _transfer(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> None:
-        backend = self.process_group
-        if (
-            isinstance(backend, SharedMemoryGroup)
-            and not sends
-            and len({source for _, source in receives}) == 1
-        ):
-            for into, source in receives:
-                backend.fetch(into, self._place_of(source))
+    def _transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        if len(receives) > 1 and len({source for _, source in receives}) > 1:
+            self._wait(self._start(sends, receives))
             return
-        self._wait(self._start(sends, receives))
+        # From one source, one after another, nothing has to be asked for ahead of its turn.
+        shared = self._shared
+        posted = self._post(sends)
+        for into, source in receives:
+            shared.peer = self._global[source]
+            self.transport.fetch(into, self._places[source])
+        if posted:
+            self._wait(posted)
 
-    def _start(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> list[_Started]:
-        backend = self.process_group
-        if isinstance(backend, SharedMemoryGroup):
-            posted: list[_Started] = [
-                (to, backend.post(tensor, self._place_of(to))) for tensor, to in sends
-            ]
-            expected = [
-                (source, backend.expect(into, self._place_of(source))) for into, source in receives
-            ]
-            return expected + posted
-        leaving = [
-            (to, dist.isend(tensor, self._at(to), group=self.process_group)) for tensor, to in sends
-        ]
-        coming = [
-            (source, dist.irecv(into, self._at(source), group=self.process_group))
-            for into, source in receives
-        ]
-        return coming + leaving
+    def _post(self, sends: Sequence[Message]) -> list[_Started]:
+        """Begins to send; what has not left at once."""
+        shared = self._shared
+        posted: list[_Started] = []
+        for tensor, to in sends:
+            shared.peer = self._global[to]
+            pending = self.transport.post(tensor, self._places[to])
+            if pending is not None:
+                posted.append((to, pending))
+        return posted
+
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[_Started]:
+        posted = self._post(sends)
+        expected: list[_Started] = []
+        for into, source in receives:
+            self._shared.peer = self._global[source]
+            expected.append((source, self.transport.expect(into, self._places[source])))
+        return expected + posted
 
     def _wait(self, started: Sequence[_Started]) -> None:
-        for peer, work in started:
-            self._at(peer)
-            assert work is not None  # torch gives None to those who are not in the group
-            work.wait()
+        for peer, pending in started:
+            self._shared.peer = self._global[peer]
+            pending.wait()
 
     def begin_transfer(
-        self,
-        operation: str,
-        sends: Sequence[tuple[Tensor, int]],
-        receives: Sequence[tuple[Tensor, int]],
+        self, operation: str, sends: Sequence[Message], receives: Sequence[Message]
     ) -> Callable[[], None]:
-        """`transfer`, beside the program: what is returned waits for its end.
+        """`transfer`, alongside the program: what is returned waits for its end.
 
         operation: its name, for errors. Between two ranks messages arrive in the order in which
         they were begun. Tensors of a GPU travel by way of the CPU's memory.
@@ -376,7 +369,7 @@ class Group:
             started = self._start(sends, arrivals)
         for tensor, _ in sends:
             self.meter.sent(tensor.nbytes)
-        if not receives and all(work is FINISHED for _, work in started):
+        if not started:
             return done_already
 
         def end() -> None:
@@ -389,44 +382,22 @@ class Group:
 
         return end
 
-    def _at(self, peer: int) -> int:
-        """The global rank of `peer`, which is to blame for what fails until the next one is asked
-        for."""
-        self._shared.peer = self._global[peer]
-        return self._shared.peer
-
-    def _place_of(self, peer: int) -> int:
-        """As `_at`; the rank of `peer` in the process group."""
-        places = self._shared.places
-        if not places:
-            assert self.process_group is not None
-            ranks = dist.get_process_group_ranks(self.process_group)
-            places.update((rank, place) for place, rank in enumerate(ranks))
-        return places[self._at(peer)]
-
     def _transfer_by_way_of_memory(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> None:
-        """gloo sends from the memory of the CPU only."""
+        """For a backend that sends from the memory of the CPU only."""
         arrivals = [(torch.empty_like(into, device="cpu"), source) for into, source in receives]
         self._transfer([(tensor.cpu(), to) for tensor, to in sends], arrivals)
         for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
             into.copy_(arrived)
 
-    def _transfer_in_a_batch(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> None:
-        """On NCCL a send and a receive that are not in one batch wait for each other."""
-        operations = [
-            dist.P2POp(dist.isend, tensor, self._global[to], self.process_group)
-            for tensor, to in sends
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, into, self._global[peer], self.process_group)
-            for into, peer in receives
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    def _transfer_in_a_batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """For a backend that sends from the device's own memory."""
+        places = self._places
+        self.transport.transfer_there(
+            [(tensor, places[to]) for tensor, to in sends],
+            [(into, places[source]) for into, source in receives],
+        )
 
     def all_gather_values(
         self, values: list[float], operation: str = "all-gather of measurements"

@@ -82,27 +82,27 @@ class Line:
         self._changed = threading.Condition()
         self._waiting: deque[Handle[object]] = deque()
         self._busy = False
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """None while nothing is under way, nor was a moment ago."""
 
     def put(self, work: Callable[[], Value]) -> Handle[Value]:
         """Issues an operation."""
         handle = Handle(work)
         with self._changed:
             self._waiting.append(handle)  # type: ignore[arg-type]
-            if self._thread is None:
-                self._thread = threading.Thread(
+            if self.thread is None:
+                self.thread = threading.Thread(
                     target=self._serve, name="dure communication", daemon=True
                 )
-                self._thread.start()
+                self.thread.start()
             self._changed.notify_all()
         return handle
 
     def settle(self) -> None:
         """Waits until all that was issued has ended; raises nothing."""
-        thread = self._thread
-        if (
-            thread is None or threading.current_thread() is thread
-        ):  # nothing is under way; an operation made of others
+        thread = self.thread
+        if thread is None or threading.current_thread() is thread:
+            # Nothing is under way, or this is an operation that is made of others.
             return
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
@@ -111,7 +111,7 @@ class Line:
         while True:
             with self._changed:
                 if not self._changed.wait_for(lambda: bool(self._waiting), IDLE):
-                    self._thread = None
+                    self.thread = None
                     return
                 handle = self._waiting.popleft()
                 self._busy = True

@@ -13,7 +13,7 @@ from on_ranks import measured, on_ranks
 import dure
 from dure.collectives import all_reduce
 from dure.collectives.algorithms.auto import candidates, choose
-from dure.collectives.all_reduce import MODULES
+from dure.collectives.algorithms.table import ALL_REDUCES
 from dure.contracts.strategy import Place
 
 TWO_HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -53,8 +53,8 @@ def test_the_switch_points(nbytes: int, ranks: int, options: dict[str, Any], exp
 
 @given(nbytes=st.integers(0, 2**40), ranks=st.integers(1, 1_000))
 def test_the_choice_is_an_algorithm_that_there_is(nbytes: int, ranks: int) -> None:
-    assert choose(nbytes, ranks) in MODULES
-    assert set(candidates(ranks, [list(range(ranks))])) <= MODULES.keys()
+    assert choose(nbytes, ranks) in ALL_REDUCES
+    assert set(candidates(ranks, [list(range(ranks))])) <= ALL_REDUCES.keys()
 
 
 def test_auto_sends_what_its_choice_sends() -> None:
@@ -68,7 +68,9 @@ def test_auto_sends_what_its_choice_sends() -> None:
     for rank, sent in enumerate(on_ranks(3, program)):
         expected = {100: "one_shot", 50_000: "halving_doubling", 200_000: "ring"}
         assert [choose(4 * n, 3) for n in expected] == list(expected.values())
-        assert sent == [4 * MODULES[name].elements_sent(n, 3, rank) for n, name in expected.items()]
+        assert sent == [
+            4 * ALL_REDUCES[name].elements_sent(n, 3, rank) for n, name in expected.items()
+        ]
 
 
 def test_given_hosts_and_a_cost_model_are_asked() -> None:
@@ -83,7 +85,7 @@ def test_given_hosts_and_a_cost_model_are_asked() -> None:
         )
         return [first.sent, second.sent]
 
-    hierarchical, master = MODULES["hierarchical"], MODULES["master"]
+    hierarchical, master = ALL_REDUCES["hierarchical"], ALL_REDUCES["master"]
     for rank, sent in enumerate(on_ranks(3, program)):
         expected = [
             hierarchical.elements_sent(3_000, 3, rank, [[0, 1], [2]]),
@@ -102,6 +104,6 @@ def test_on_the_shared_memory_of_dure_it_is_the_backends_own() -> None:
     world = dure.Processes(2, deadline=20, backend="dure")
     assert world.run(program, lambda event: None) == (
         2.0,
-        4 * MODULES["native"].elements_sent(1_000, 2, 0),
+        4 * ALL_REDUCES["native"].elements_sent(1_000, 2, 0),
         1,
     )

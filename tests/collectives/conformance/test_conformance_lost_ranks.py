@@ -134,13 +134,13 @@ def by_a_future(group: Any) -> None:
 
 def begun_and_ended(group: Any) -> None:
     for begun in [
-        group.begin_reduce_scatter(torch.empty(1_000), torch.ones(4_000)) for _ in range(3)
+        group.begun.begin_reduce_scatter(torch.empty(1_000), torch.ones(4_000)) for _ in range(3)
     ]:
         begun.end()
 
 
 def reductions_begun_and_ended(group: Any) -> None:
-    for end in [group.begin_all_reduce(torch.ones(1_000)) for _ in range(3)]:
+    for end in [group.begun.begin_all_reduce(torch.ones(1_000)) for _ in range(3)]:
         end()
 
 

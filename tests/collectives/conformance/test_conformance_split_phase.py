@@ -59,7 +59,7 @@ def test_the_same_bits_as_at_once(ranks: Ranks) -> None:
         for n in SIZES:
             message = drawn(ranks, n, dtype, seed)
             out = torch.empty(n, dtype=dtype)
-            group.begin_reduce_scatter(out, message, op).end()
+            group.begun.begin_reduce_scatter(out, message, op).end()
             same(out, at_once(ranks, message, ReduceOp.AVG if op == AVG else ReduceOp.SUM))
 
 
@@ -71,7 +71,7 @@ def test_many_are_under_way_and_ended_in_any_order_or_by_other_calls(ranks: Rank
         expected = [at_once(ranks, message) for message in messages]
         outs = [torch.empty(message.numel() // ranks.size) for message in messages]
         begun = [
-            group.begin_reduce_scatter(out, message)
+            group.begun.begin_reduce_scatter(out, message)
             for out, message in zip(outs, messages, strict=True)
         ]
         if turn % 2:
@@ -87,7 +87,7 @@ def test_the_result_may_be_the_own_block_of_the_message(ranks: Ranks) -> None:
     message = drawn(ranks, 1_000, seed=1)
     right = at_once(ranks, message)
     own = message.view(ranks.size, -1)[ranks.rank]
-    group_of(ranks).begin_reduce_scatter(own, message).end()
+    group_of(ranks).begun.begin_reduce_scatter(own, message).end()
     same(own, right)
 
 
@@ -104,9 +104,9 @@ def test_the_own_block_may_lie_in_parts_anywhere(ranks: Ranks) -> None:
             own.fill_(77)  # is not looked at
             out, begin = (
                 torch.empty(n, dtype=dtype),
-                group.prepare_reduce_scatter(torch.empty(n, dtype=dtype), message),
+                group.begun.prepare_reduce_scatter(torch.empty(n, dtype=dtype), message),
             )
-            group.begin_reduce_scatter(out, message, op, parts).end()
+            group.begun.begin_reduce_scatter(out, message, op, parts).end()
             same(out, right)
             begin(parts).end()  # and what is prepared is begun again with others
             begin([part + 1 for part in parts]).end()
@@ -114,7 +114,7 @@ def test_the_own_block_may_lie_in_parts_anywhere(ranks: Ranks) -> None:
 
 @on_ranks(2, backends=("c",))
 def test_what_is_own_is_let_go_at_the_end(ranks: Ranks) -> None:
-    begun = group_of(ranks).begin_reduce_scatter(
+    begun = group_of(ranks).begun.begin_reduce_scatter(
         torch.empty(10), drawn(ranks, 10, seed=1), own=[own := torch.ones(10)]
     )
     kept = weakref.ref(own)
@@ -130,14 +130,14 @@ def test_an_own_block_that_does_not_fit_is_refused(ranks: Ranks) -> None:
     other = ([torch.ones(9)], [torch.ones(5), torch.ones(6)], [torch.ones(10).double()])
     for own in (*other, [torch.ones(20)[::2]], [torch._neg_view(torch.ones(10))]):
         with raises(ValueError):
-            group.begin_reduce_scatter(torch.empty(10), message, own=own)
+            group.begun.begin_reduce_scatter(torch.empty(10), message, own=own)
     same(at_once(ranks, torch.ones(6)), torch.full((3,), 2.0))
 
 
 @on_ranks(2, 3, backends=DURE)
 def test_a_message_is_read_when_all_have_ended(ranks: Ranks) -> None:
     group = group_of(ranks)
-    begun = group.begin_reduce_scatter(torch.empty(100), drawn(ranks, 100, seed=2))
+    begun = group.begun.begin_reduce_scatter(torch.empty(100), drawn(ranks, 100, seed=2))
     begun.end()
     dist.barrier(ranks.group)  # before which every rank has ended it
     assert begun.is_read()
@@ -150,7 +150,7 @@ def test_nobody_waits_for_those_who_come_late(ranks: Ranks) -> None:
         dist.recv(torch.zeros(1), first, group=ranks.group)
     message = drawn(ranks, 100, seed=3)
     out = torch.empty(100)
-    begun = group.begin_reduce_scatter(out, message)
+    begun = group.begun.begin_reduce_scatter(out, message)
     if ranks.rank == 0:
         assert not begun.is_read()
         dist.send(torch.ones(1), second, group=ranks.group)
@@ -165,7 +165,7 @@ def test_a_message_outlives_the_tensor_until_it_is_read(ranks: Ranks) -> None:
     expected = [at_once(ranks, drawn(ranks, 1_000, seed=seed)) for seed in range(20)]
     for seed, right in enumerate(expected):
         out = torch.empty(1_000)
-        begun = group.begin_reduce_scatter(out, drawn(ranks, 1_000, seed=seed))
+        begun = group.begun.begin_reduce_scatter(out, drawn(ranks, 1_000, seed=seed))
         drawn(ranks, 1_000, seed=100 + seed)  # would lie where the message lay
         begun.end()
         same(out, right)
@@ -177,7 +177,7 @@ def test_ranks_that_begin_different_things_are_told_and_go_on(ranks: Ranks) -> N
     for n, other in ((10, 11), (1, 1_000)):
         mine = other if ranks.rank == 1 else n
         with raises(MismatchError) as caught:
-            group.begin_reduce_scatter(torch.empty(mine), drawn(ranks, mine)).end()
+            group.begun.begin_reduce_scatter(torch.empty(mine), drawn(ranks, mine)).end()
         assert "begun reduce_scatter" in str(caught[0])
         assert (
             len(set(ranks.told_by_all(str(caught[0])))) == 1
@@ -192,7 +192,7 @@ def test_a_call_of_another_kind_does_not_fit_one_that_is_begun(ranks: Ranks) -> 
     group = group_of(ranks)
     with raises(MismatchError):
         if ranks.rank == 0:
-            group.begin_reduce_scatter(torch.empty(5), drawn(ranks, 5)).end()
+            group.begun.begin_reduce_scatter(torch.empty(5), drawn(ranks, 5)).end()
         else:
             dist.reduce_scatter_tensor(torch.empty(5), torch.ones(10), group=ranks.group)
     same(at_once(ranks, torch.ones(6)), torch.full((3,), 2.0))
@@ -206,7 +206,7 @@ def test_a_destroyed_group_begins_nothing(ranks: Ranks) -> None:
         return
     dist.destroy_process_group(other)
     with raises(RuntimeError):
-        other.begin_reduce_scatter(torch.empty(5), torch.ones(10)).end()
+        other.begun.begin_reduce_scatter(torch.empty(5), torch.ones(10)).end()
 
 
 # All-reduces.
@@ -225,7 +225,7 @@ def test_all_reduces_give_the_same_bits_as_at_once(ranks: Ranks) -> None:
         for n in SIZES:
             message = drawn(ranks, n, dtype, seed)
             right = summed(ranks, message, ReduceOp.AVG if op == AVG else ReduceOp.SUM)
-            group.begin_all_reduce(message, op)()
+            group.begun.begin_all_reduce(message, op)()
             same(message, right)
 
 
@@ -239,9 +239,9 @@ def test_many_all_reduces_are_under_way_among_scatters_and_ended_by_each_other(
         expected = [summed(ranks, message) for message in messages]
         scattered, own = drawn(ranks, 500, seed=9), torch.empty(500)
         block = at_once(ranks, scattered)
-        ends = [group.begin_all_reduce(message) for message in messages[:3]]
-        begun = group.begin_reduce_scatter(own, scattered)
-        ends += [group.begin_all_reduce(message) for message in messages[3:]]
+        ends = [group.begun.begin_all_reduce(message) for message in messages[:3]]
+        begun = group.begun.begin_reduce_scatter(own, scattered)
+        ends += [group.begun.begin_all_reduce(message) for message in messages[3:]]
         if turn % 2:
             dist.barrier(ranks.group)
         for end in reversed(ends) if turn % 3 else ends:
@@ -258,7 +258,7 @@ def test_an_all_reduce_that_is_prepared_is_begun_again_and_again(ranks: Ranks) -
         drawn(ranks, 1_000, seed=1),
         torch.zeros(20, 30).T,
     ):  # in shared memory, and neither there nor dense
-        begin = group_of(ranks).prepare_all_reduce(tensor, AVG)
+        begin = group_of(ranks).begun.prepare_all_reduce(tensor, AVG)
         for turn in range(4):
             tensor.fill_(turn + ranks.rank)
             begin()()
@@ -272,7 +272,7 @@ def test_nobody_waits_to_begin_an_all_reduce_and_who_is_late_is_helped(ranks: Ra
     right = summed(ranks, message)
     if ranks.rank == 1:  # begins only when it knows that the other one has
         dist.recv(torch.zeros(1), first, group=ranks.group)
-    end = group.begin_all_reduce(message)
+    end = group.begun.begin_all_reduce(message)
     if ranks.rank == 0:
         dist.send(torch.ones(1), second, group=ranks.group)
     end()
@@ -285,7 +285,7 @@ def test_ranks_that_begin_different_all_reduces_are_told_and_go_on(ranks: Ranks)
     for n, other in ((10, 11), (1, 1_000)):
         mine = other if ranks.rank == 1 else n
         with raises(MismatchError) as caught:
-            group.begin_all_reduce(drawn(ranks, mine))()
+            group.begun.begin_all_reduce(drawn(ranks, mine))()
         assert "begun all_reduce" in str(caught[0])
         same(summed(ranks, torch.ones(6)), torch.full((6,), 3.0))
 
@@ -293,12 +293,12 @@ def test_ranks_that_begin_different_all_reduces_are_told_and_go_on(ranks: Ranks)
 @on_ranks(2, backends=("c",))
 def test_a_rank_that_ends_all_reduces_before_others_have_begun_theirs_is_told(ranks: Ranks) -> None:
     group = group_of(ranks)
-    first = group.begin_all_reduce(drawn(ranks, 1_000))
+    first = group.begun.begin_all_reduce(drawn(ranks, 1_000))
     with raises(MismatchError) as caught:
         if ranks.rank == 0:
             first()
         else:
-            group.begin_all_reduce(drawn(ranks, 1_000))()
+            group.begun.begin_all_reduce(drawn(ranks, 1_000))()
     assert "end of begun all_reduces" in str(caught[0])
     same(summed(ranks, torch.ones(6)), torch.full((6,), 2.0))
 
@@ -307,7 +307,7 @@ def test_a_rank_that_ends_all_reduces_before_others_have_begun_theirs_is_told(ra
 def test_an_all_reduce_that_is_begun_does_not_fit_one_at_once(ranks: Ranks) -> None:
     with raises(MismatchError):
         if ranks.rank == 0:
-            group_of(ranks).begin_all_reduce(drawn(ranks, 5))()
+            group_of(ranks).begun.begin_all_reduce(drawn(ranks, 5))()
         else:
             dist.all_reduce(torch.ones(10), group=ranks.group)
     same(summed(ranks, torch.ones(6)), torch.full((6,), 2.0))

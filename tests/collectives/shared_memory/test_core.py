@@ -156,7 +156,7 @@ def test_an_exchange_that_is_broken_on_purpose_is_seen(
         ("channel.c", "ready < header_bytes + bytes", "ready < header_bytes"),
         ("calls.c", "(window & 1)", "(window & 0)"),
         (
-            "reducing.c",
+            "summing.c",
             "atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share)",
             "atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share / 2)",
         ),

@@ -35,6 +35,13 @@ def receive(
     return tensor
 
 
+def wait_for(posted: list[Any]) -> None:
+    """Waits for what was posted and had not left at once."""
+    for work in posted:
+        if work is not None:
+            work.wait()
+
+
 @on_both_cores
 @pytest.mark.parametrize("n", [10, LARGE])
 def test_tags_are_taken_in_any_order_and_one_tag_in_its_own(core: Core, n: int) -> None:
@@ -135,23 +142,22 @@ def test_what_is_posted_arrives_in_the_order_of_sends_and_is_done_where_it_has_l
     core: Core,
 ) -> None:
     with groups(2, core) as (one, two):
-        works: list[Any] = [one.post(numbers(3, 1), 1)]
-        assert works[0].is_completed()
+        works: list[Any] = [one.transport.post(numbers(3, 1), 1)]
+        assert works[0] is None  # all of it has left
         works += [
-            one.post(numbers(LARGE, 2), 1),
-            one.post(numbers(4, 3), 1),
+            one.transport.post(numbers(LARGE, 2), 1),
+            one.transport.post(numbers(4, 3), 1),
             send(one, numbers(5, 4), 1),
         ]
         assert not works[1].is_completed()  # no channel holds it
         assert not works[2].is_completed()  # it does not overtake
-        works.append(one.post(numbers(6, 5), 0))
+        works.append(one.transport.post(numbers(6, 5), 0))
         for n, seed in ((3, 1), (LARGE, 2), (4, 3), (5, 4)):
             got = torch.empty(n)
-            two.expect(got, 0).wait()
+            two.transport.expect(got, 0).wait()
             assert torch.equal(got, numbers(n, seed))
         assert torch.equal(receive(one, torch.empty(6), 0), numbers(6, 5))
-        for work in works:
-            work.wait()
+        wait_for(works)
 
 
 PLANS = st.lists(
@@ -343,16 +349,15 @@ def test_what_is_fetched_is_the_next_message_whether_it_has_come_or_not(
 
     def body(group: SharedMemoryGroup) -> None:
         other = 1 - group.rank()
-        works = [group.post(numbers(n, i + other), other) for i, n in enumerate(sizes)]
+        works = [group.transport.post(numbers(n, i + other), other) for i, n in enumerate(sizes)]
         for i, n in enumerate(sizes):
             got = torch.empty(n)
             if asked[i]:
                 receive(group, got, other)
             else:
-                group.fetch(got, other)
+                group.transport.fetch(got, other)
             assert torch.equal(got, numbers(n, i + group.rank()))
-        for work in works:
-            work.wait()
+        wait_for(works)
 
     with groups(2, core) as ranks:
         on_every(ranks, body)
@@ -365,25 +370,25 @@ def test_fetching_finds_what_was_put_aside_what_comes_from_oneself_and_wakes_no_
     with groups(2, core) as (one, two):
         send(one, numbers(9, 1), 1, tag=4).wait()
         send(one, numbers(5, 2), 1).wait()
-        two.fetch(got := torch.empty(5), 0)  # the one before it is put aside
+        two.transport.fetch(got := torch.empty(5), 0)  # the one before it is put aside
         assert torch.equal(got, numbers(5, 2))
         assert torch.equal(receive(two, torch.empty(9), 0, 4), numbers(9, 1))
         send(two, numbers(6, 3), 1)
-        two.fetch(got := torch.empty(6), 1)
+        two.transport.fetch(got := torch.empty(6), 1)
         assert torch.equal(got, numbers(6, 3))
         complex_ones = torch.randn(4, dtype=torch.complex64)
-        one.post(complex_ones, 1).wait()
-        two.fetch(twin := torch.empty(4, dtype=torch.complex64), 0)
+        wait_for([one.transport.post(complex_ones, 1)])
+        two.transport.fetch(twin := torch.empty(4, dtype=torch.complex64), 0)
         assert torch.equal(twin, complex_ones)
 
-        one.post(numbers(3, 5), 1).wait()
-        two.fetch(holes := torch.zeros(3, 2).t()[0], 0)
+        wait_for([one.transport.post(numbers(3, 5), 1)])
+        two.transport.fetch(holes := torch.zeros(3, 2).t()[0], 0)
         assert torch.equal(holes, numbers(3, 5))
         late = torch.empty(3)
         together(
             [
-                lambda: two.fetch(late, 0),
-                lambda: (time.sleep(0.05), one.post(numbers(3, 4), 1).wait()),
+                lambda: two.transport.fetch(late, 0),
+                lambda: (time.sleep(0.05), wait_for([one.transport.post(numbers(3, 4), 1)])),
             ]
         )
         assert torch.equal(late, numbers(3, 4))
@@ -398,14 +403,14 @@ def test_fetching_what_does_not_fit_or_does_not_come_is_told(core: Core) -> None
             MismatchError,
             match="rank 0 called send of 16 bytes with tag 0; rank 1 called recv of 12",
         ):
-            two.fetch(torch.empty(3), 0)
+            two.transport.fetch(torch.empty(3), 0)
         send(one, numbers(2, 1), 1).wait()
-        two.fetch(got := torch.empty(2), 0)
+        two.transport.fetch(got := torch.empty(2), 0)
         assert torch.equal(got, numbers(2, 1))
         with pytest.raises(PeerLostError, match=r"rank 0 did not come within 0\.5 s"):
-            two.fetch(got, 0)
+            two.transport.fetch(got, 0)
         with pytest.raises(PeerLostError):
-            two.fetch(got, 0)
+            two.transport.fetch(got, 0)
 
 
 @on_both_cores
@@ -415,7 +420,7 @@ def test_what_a_rank_sent_before_it_left_is_fetched(core: Core) -> None:
             send(one, numbers(10, seed), 1).wait()
         one.shutdown()
         for seed in (1, 2):
-            two.fetch(got := torch.empty(10), 0)
+            two.transport.fetch(got := torch.empty(10), 0)
             assert torch.equal(got, numbers(10, seed))
         with pytest.raises(PeerLostError, match="rank 0 left the group"):
-            two.fetch(got, 0)
+            two.transport.fetch(got, 0)

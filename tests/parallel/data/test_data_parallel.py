@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.algorithms import master, ring
-from dure.collectives.all_reduce import MODULES
+from dure.collectives.algorithms.table import ALL_REDUCES
 from dure.collectives.compression import Compression, PowerSGD, TopK
 from dure.parallel.data.strategy import elements_in_step
 from small import CLASSES, EXAMPLES, FEATURES, largest_difference, network, same_bits, small_task
@@ -44,7 +44,7 @@ def test_the_bytes_of_many_buckets_are_those_of_their_lengths(algorithm: str) ->
     tail = elements_in_step(0, len(weights), ranks, messages=len(weights))
     lengths = [*weights[:-1], weights[-1] + tail]
     for rank, worker in enumerate(run.summary["per_worker"]):
-        sent = sum(MODULES[algorithm].elements_sent(length, ranks, rank) for length in lengths)
+        sent = sum(ALL_REDUCES[algorithm].elements_sent(length, ranks, rank) for length in lengths)
         assert worker["bytes_sent"] == steps * 8 * sent
 
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dure.collectives.algorithms.table import PREDICTABLE
+
 SHORT = 2 * 1024
 """Bytes up to which latency alone counts."""
 DIRECT = 64 * 1024
@@ -67,7 +69,7 @@ def choose(
 
 
 def candidates(ranks: int, hosts: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """The algorithms among which a cost model chooses: hierarchical only where the hosts have a
-    hierarchy."""
-    flat = ["ring", "master", "one_shot", "tree", "halving_doubling"]
-    return [*flat, "hierarchical"] if hosts is not None and 1 < len(hosts) < ranks else flat
+    """The algorithms among which a cost model chooses: those that depend on hosts only where the
+    hosts have a hierarchy."""
+    hierarchy = hosts is not None and 1 < len(hosts) < ranks
+    return [name for name, rule in PREDICTABLE.items() if hierarchy or not rule.over_hosts]

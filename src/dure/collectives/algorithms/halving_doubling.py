@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dure.collectives.algorithms.algorithm import AllReduce
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction
 
@@ -124,3 +125,22 @@ def rounds(size: int) -> int:
     """Transfers behind each other: 2·log2 N, and two more where N is folded."""
     power = power_below(size)
     return 2 * (power.bit_length() - 1) + 2 * (size > power)
+
+
+def path(n: int, ranks: int) -> tuple[float, float]:
+    """As `even_path` among the power of two below N; where N is folded, the whole tensor before and
+    after."""
+    power = power_below(ranks)
+    halved = n * (power - 1) / power
+    folded = n if ranks > power else 0
+    return 2 * (halved + folded), halved + folded
+
+
+ALL_REDUCE = AllReduce(
+    name="halving_doubling",
+    all_reduce=all_reduce,
+    elements_sent=elements_sent,
+    messages_sent=messages_sent,
+    rounds=rounds,
+    path=path,
+)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dure.collectives.algorithms import one_shot, ring
+from dure.collectives.algorithms.algorithm import AllReduce, even_path
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
 from dure.collectives.hosts import Hosts, checked
@@ -102,3 +103,14 @@ def rounds(size: int, hosts: Sequence[Sequence[int]] | None = None) -> int:
     """Transfers behind each other: 2 within hosts that have neighbours, 2(H-1) across."""
     partition = _position(size, 0, hosts)[0]
     return 2 * (len(partition) < size) + 2 * (len(partition) - 1)
+
+
+ALL_REDUCE = AllReduce(
+    name="hierarchical",
+    all_reduce=all_reduce,
+    elements_sent=elements_sent,
+    messages_sent=messages_sent,
+    rounds=rounds,
+    path=even_path,  # on one host it is one_shot
+    over_hosts=True,
+)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dure.collectives.algorithms.algorithm import AllReduce
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction
 
@@ -63,3 +64,18 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 def rounds(size: int) -> int:
     """Transfers behind each other, all through the master's link: 2(N-1)."""
     return 2 * (size - 1)
+
+
+def path(n: int, ranks: int) -> tuple[float, float]:
+    """Everything passes through the master, one rank after another."""
+    return 2 * (ranks - 1) * n, (ranks - 1) * n
+
+
+ALL_REDUCE = AllReduce(
+    name="master",
+    all_reduce=all_reduce,
+    elements_sent=elements_sent,
+    messages_sent=messages_sent,
+    rounds=rounds,
+    path=path,
+)

@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dure.collectives.algorithms.algorithm import AllReduce
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction, in_torch
-from dure.collectives.shared_memory.backend import SharedMemoryGroup
-from dure.collectives.shared_memory.calls import operation_of
-
-AVERAGE = ("dure", "nccl")
-"""Backends whose all-reduce divides on the way, without another pass over the tensor."""
 
 
 def _carried(tensor: Tensor) -> Tensor:
@@ -34,7 +30,7 @@ def _carried(tensor: Tensor) -> Tensor:
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
-    averages = reduction.op == "avg" and group.backend(flat.device) in AVERAGE
+    averages = reduction.op == "avg" and group.transport.averages(flat.device)
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
     dist.all_reduce(_carried(flat), operation, group=group.process_group)
     if not averages:
@@ -45,21 +41,18 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
 def is_planned(group: Group) -> bool:
     """Whether what all ranks begin by a plan is carried by the backend alone, several calls at
     once."""
-    backend = group.process_group
-    return isinstance(backend, SharedMemoryGroup) and backend.apart
+    return group.transport.apart
 
 
 def sends_ahead(group: Group) -> bool:
     """Whether what a rank sends by a plan travels before the other has begun the same."""
-    backend = group.process_group
-    return isinstance(backend, SharedMemoryGroup) and backend.sends_ahead
+    return group.transport.sends_ahead
 
 
 def is_split_phase(group: Group) -> bool:
     """Whether ranks that share memory sum what all have begun when they come to it, so that none
     waits in between."""
-    backend = group.process_group
-    return isinstance(backend, SharedMemoryGroup) and backend.split_phase
+    return group.transport.split_phase
 
 
 def prepare_all_reduce(
@@ -71,11 +64,10 @@ def prepare_all_reduce(
     It is begun by calling what is returned, which gives what waits for its end, and tells when that
     was, in seconds of `time.perf_counter`. Over other backends than dure's it is done at once.
     """
-    backend = group.process_group
-    if not isinstance(backend, SharedMemoryGroup):
+    if not group.transport.begins_reductions:
         return prepare_at_once(flat, group, reduction)
     operation = dist.ReduceOp.AVG if reduction.op == "avg" else in_torch(reduction, flat.dtype)
-    begin = backend.prepare_all_reduce(_carried(flat), operation_of(operation))
+    begin = group.transport.prepare_all_reduce(_carried(flat), operation)
 
     def begun() -> Callable[[], float]:
         end = begin()
@@ -225,3 +217,12 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 def rounds(size: int) -> int:
     """Transfers behind each other, as in a ring: 2(N-1)."""
     return 2 * (size - 1)
+
+
+ALL_REDUCE = AllReduce(
+    name="native",
+    all_reduce=all_reduce,
+    elements_sent=elements_sent,
+    messages_sent=messages_sent,
+    rounds=rounds,
+)

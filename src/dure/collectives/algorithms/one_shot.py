@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dure.collectives.algorithms.algorithm import AllReduce, even_path
 from dure.collectives.algorithms.ring import chunks_of
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
@@ -83,3 +84,13 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 def rounds(size: int) -> int:
     """Transfers behind each other: 2."""
     return 2 if size > 1 else 0
+
+
+ALL_REDUCE = AllReduce(
+    name="one_shot",
+    all_reduce=all_reduce,
+    elements_sent=elements_sent,
+    messages_sent=messages_sent,
+    rounds=rounds,
+    path=even_path,
+)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dure.collectives.algorithms.algorithm import AllReduce, even_path
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction
@@ -90,3 +91,13 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 def rounds(size: int) -> int:
     """Transfers behind each other: 2(N-1)."""
     return 2 * (size - 1)
+
+
+ALL_REDUCE = AllReduce(
+    name="ring",
+    all_reduce=all_reduce,
+    elements_sent=elements_sent,
+    messages_sent=messages_sent,
+    rounds=rounds,
+    path=even_path,
+)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dure.collectives.algorithms.algorithm import AllReduce
 from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction
 
@@ -80,3 +81,19 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 def rounds(size: int) -> int:
     """Transfers behind each other: 2·ceil(log2 N)."""
     return 2 * (size - 1).bit_length()
+
+
+def path(n: int, ranks: int) -> tuple[float, float]:
+    """The whole tensor at every level, up and down."""
+    levels = (ranks - 1).bit_length()
+    return 2 * levels * n, levels * n
+
+
+ALL_REDUCE = AllReduce(
+    name="tree",
+    all_reduce=all_reduce,
+    elements_sent=elements_sent,
+    messages_sent=messages_sent,
+    rounds=rounds,
+    path=path,
+)

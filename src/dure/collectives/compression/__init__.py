@@ -13,8 +13,9 @@ what `str` writes.
 """
 
 from dure.collectives.compression.cast import Cast
-from dure.collectives.compression.compression import Codec, Compression, Compressor
+from dure.collectives.compression.compression import Compression, Compressor
 from dure.collectives.compression.error_feedback import ErrorFeedback
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.none import NoCompression
 from dure.collectives.compression.one_bit import OneBit
 from dure.collectives.compression.power_sgd import PowerSGD

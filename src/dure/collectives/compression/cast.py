@@ -25,7 +25,8 @@ from torch import Tensor
 
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.compression.bucket import Bucket
-from dure.collectives.compression.compression import Codec, Compression, Compressor
+from dure.collectives.compression.compression import Compression, Compressor
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.none import PlainCodec, elements_sent
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression.bucket import Bucket
-from dure.collectives.compression.gathered import GatheredCompressor
+from dure.collectives.compression.gathered import Codec, GatheredCompressor
 from dure.collectives.group import Group
 from dure.settings import write
 
@@ -55,28 +55,6 @@ class Compressor(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`. Raises ValueError if it is another bucket's."""
-
-
-class Codec(Protocol):
-    """Bytes of a bucket's vector, and back. The vector has shape (n,) and the bucket's `work`
-    dtype."""
-
-    bucket: Bucket
-    nbytes: int
-    """Length of a payload: the same for every content."""
-
-    def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
-        """Fills `payload`, uint8 of shape (nbytes,). seed, position: what random numbers are a
-        function of."""
-
-    def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
-        """into += sign · (what the payload decodes to); sign is 1 or -1."""
-
-    def is_finite(self, payload: Tensor) -> bool:
-        """Whether it decodes to finite numbers only."""
-
-    def check(self, payload: Tensor) -> None:
-        """Raises ValueError for bytes that `encode` cannot have written."""
 
 
 @dataclass(frozen=True)

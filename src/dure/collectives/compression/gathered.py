@@ -9,7 +9,7 @@ compressed once more, so nothing but a rank's own encoding is approximate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,25 +17,48 @@ from torch import Tensor
 from dure.collectives.algorithms import auto
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm
+from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.error_feedback import ErrorFeedback
 from dure.collectives.group import Group
 
-if TYPE_CHECKING:
-    from dure.collectives.compression.compression import Codec
+
+class Codec(Protocol):
+    """Bytes of a bucket's vector, and back. The vector has shape (n,) and the bucket's `work`
+    dtype."""
+
+    bucket: Bucket
+    nbytes: int
+    """Length of a payload: the same for every content."""
+
+    def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
+        """Fills `payload`, uint8 of shape (nbytes,). seed, position: what random numbers are a
+        function of."""
+
+    def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
+        """into += sign · (what the payload decodes to); sign is 1 or -1."""
+
+    def is_finite(self, payload: Tensor) -> bool:
+        """Whether it decodes to finite numbers only."""
+
+    def check(self, payload: Tensor) -> None:
+        """Raises ValueError for bytes that `encode` cannot have written."""
 
 
 def carrier(
     algorithm: Algorithm, group: Group, payload: Tensor
 ) -> Literal["ring", "one_shot", "native"]:
     """The all-gather that stands for an all-reduce by `algorithm`."""
-    if algorithm == "ring" or algorithm == "native":
-        return algorithm
-    kind = payload.device.type
-    made_for_it = (
-        auto.choose(len(payload), group.size, backend=group.backend(payload.device), device=kind)
-        == "native"
+    if algorithm == "ring":
+        return "ring"
+    if algorithm == "native":
+        return "native"
+    choice = auto.choose(
+        len(payload),
+        group.size,
+        backend=group.backend(payload.device),
+        device=payload.device.type,
     )
-    return "native" if algorithm == "auto" and made_for_it else "one_shot"
+    return "native" if algorithm == "auto" and choice == "native" else "one_shot"
 
 
 class GatheredCompressor:

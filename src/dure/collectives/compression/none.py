@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dure.collectives.all_reduce import MODULES, Algorithm, all_reduce
+from dure.collectives.algorithms.table import ALL_REDUCES
+from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.compression.bucket import Bucket, one_piece
-from dure.collectives.compression.compression import Codec, Compression, Compressor
+from dure.collectives.compression.compression import Compression, Compressor
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import in_blocks, numbers
 from dure.collectives.group import Group
 
@@ -46,11 +48,11 @@ class NoCompression(Compression):
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
     """Elements that a rank sends in an all-reduce. Raises ValueError for `auto`, which may be any
     of the others."""
-    if algorithm not in MODULES:
+    if algorithm not in ALL_REDUCES:
         raise ValueError(
-            f"what {algorithm!r} sends depends on its choice; name one of {', '.join(MODULES)}"
+            f"what {algorithm!r} sends depends on its choice; name one of {', '.join(ALL_REDUCES)}"
         )
-    return int(MODULES[algorithm].elements_sent(n, size, rank)) if size > 1 else 0
+    return ALL_REDUCES[algorithm].elements_sent(n, size, rank) if size > 1 else 0
 
 
 class PlainCodec:

@@ -38,8 +38,9 @@ from torch import Tensor
 
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.compression.bucket import Bucket
-from dure.collectives.compression.compression import Codec, Compression, Compressor
+from dure.collectives.compression.compression import Compression, Compressor
 from dure.collectives.compression.error_feedback import ErrorFeedback
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.none import elements_sent
 from dure.collectives.group import Group
 from dure.randomness.seeds import generator

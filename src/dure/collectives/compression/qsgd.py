@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dure.collectives.compression.bucket import Bucket
-from dure.collectives.compression.compression import Codec, Compression
+from dure.collectives.compression.compression import Compression
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import BLOCK, numbers, pack, packed_bytes, unpack
 from dure.randomness.seeds import derive
 

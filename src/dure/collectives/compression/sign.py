@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from dure.collectives.compression.bucket import Bucket
-from dure.collectives.compression.compression import Codec, Compression
+from dure.collectives.compression.compression import Compression
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import (
     bits_table,
     in_columns,

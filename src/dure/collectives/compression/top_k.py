@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from dure.collectives.compression.bucket import Bucket
-from dure.collectives.compression.compression import Codec, Compression
+from dure.collectives.compression.compression import Compression
+from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import numbers
 
 SAMPLE = 1 << 14

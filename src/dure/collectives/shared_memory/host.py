@@ -166,6 +166,9 @@ class Host(ABC):
         self.tell: Callable[[PeerLostError], PeerLostError] = lambda loss: loss
         self.remote: Callable[[], PeerLostError | None] = lambda: None
 
+    in_c = False
+    """Whether this is the C core."""
+
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
         """`all_reduce(tensor, op)` in the line's turn, for those who count microseconds.
 
@@ -276,6 +279,10 @@ class Host(ABC):
         """Gives back what the operating system has lent."""
         self._watch.close()
 
+    def is_over(self) -> bool:
+        """Whether the group has ended: the short way to ask, before each message."""
+        return self._published_loss() is not None
+
     # What follows from it.
 
     def abort(self, loss: PeerLostError) -> PeerLostError:
@@ -359,3 +366,8 @@ class Host(ABC):
     def end(self, reason: str) -> None:
         """Ends the group for all ranks, for a reason that lies with this one."""
         self.abort(PeerLostError((self.members.names[self.members.rank],), *self._now(), reason))
+
+    def failed(self, error: Exception) -> None:
+        """Ends the group because a call has failed here. Arguments are checked before a call
+        begins, so that this is a surprise: the others are told, and do not wait."""
+        self.end(f"failed ({type(error).__name__}: {error})")

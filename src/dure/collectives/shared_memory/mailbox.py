@@ -13,8 +13,6 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import addressof, c_char
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,48 +28,74 @@ from dure.errors import MismatchError, PeerLostError
 _HEADER = struct.Struct("<qqq")  # bytes, tag, dtype
 HEADER_BYTES = _HEADER.size
 ANY = -1
-_SOON = 0.001  # seconds after which the thread takes over what nobody waits for
-_ASIDE_BYTES = (
-    64 << 20
-)  # of messages that nobody has asked for, from each source, before it has to wait
-_QUIET_ROUNDS = 50  # of these, after which the thread rests
+_SOON = 0.001
+"""Seconds after which the thread takes over what nobody waits for."""
+_ASIDE_BYTES = 64 << 20
+"""Of messages that nobody has asked for, from each source, before it has to wait."""
+_QUIET_ROUNDS = 50
+"""Of `_SOON`, after which the thread rests."""
 
 
-class Letter(Work):
-    """A send or receive under way. peer: its other end, or ANY. `wait` carries it on itself."""
+class Letter:
+    """A send or receive under way. peer: its other end, or ANY; name: what errors call it.
+
+    Whoever holds the mailbox's lock may finish it, and anybody may look whether it is `done`.
+    """
 
     def __init__(self, mailbox: Mailbox, tensor: Tensor, peer: int, tag: int, name: str) -> None:
-        super().__init__([tensor])
-        self._mailbox = mailbox
+        self.mailbox = mailbox
         self.tensor = tensor
         self.dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-        self.peer, self.tag, self.name = peer, tag, name
-        self.moved = 0  # bytes of header and body, for a send; of the body, for a receive
+        self.peer = peer
+        self.tag = tag
+        self.name = name
+        self.moved = 0  # bytes of header and body that have left, for a send
         self.header = b""
+        self.done = False
+        self.error: BaseException | None = None
+        self.receipt: Receipt | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It is done, or has failed."""
+        self.error = error
+        self.done = True  # the last thing that is said: who sees it may read the rest
+        if self.receipt is not None:
+            self.receipt.finish(error)
 
     def delivered(self, source: int) -> None:
         if self.dense is not self.tensor:
             with torch.inference_mode():
                 self.tensor.copy_(self.dense)
-        self.source = source
+        if self.receipt is not None:
+            self.receipt.source = source
         self.finish()
 
+
+class Receipt(Work):
+    """A letter as torch knows it, for those who go on while it is under way. `wait` carries it on
+    itself."""
+
+    def __init__(self, letter: Letter) -> None:
+        super().__init__([letter.tensor])
+        self._letter = letter
+
     def _await(self, seconds: float | None) -> bool:
-        return self._mailbox.carry_until(self, seconds)
+        return self._letter.mailbox.carry_until(self._letter, seconds)
 
 
 @dataclass
 class _Stream:
-    """What comes in from one source: a header, then a body for a receive that has asked for it or
+    """What comes in from one source: a header, then a body, for a receive that has asked for it or
     to put aside."""
 
     header: Any = field(default_factory=lambda: (c_char * _HEADER.size)())
-    read: int = 0
+    read: int = 0  # bytes, of the header or of the body
     length: int = -1  # of the body; -1 while the header is not complete
-    tag: int = 0
     kind: int = 0
     body: Tensor | None = None
     letter: Letter | None = None
+    fits: bool = False  # whether the body goes where the letter wants it
+    aside: _Aside | None = None
 
 
 @dataclass
@@ -88,11 +112,16 @@ class Mailbox:
     """All sends and receives of a rank with the ranks of its host.
 
     number_of: dtype to the number by which both ends know it.
+
+    One lock guards all that is under way. Any thread that waits for a letter carries all letters
+    on, so that the one it waits for is moved by whoever holds the lock.
     """
 
     def __init__(self, host: Host, number_of: dict[torch.dtype, int]) -> None:
         self._host = host
         self._number_of = number_of
+        self._own = host.members.rank
+        self._others = [rank for rank in range(host.members.size) if rank != self._own]
         self._lock = threading.RLock()
         self._leaving: dict[int, deque[Letter]] = {}
         self._wanted: list[Letter] = []
@@ -101,129 +130,126 @@ class Mailbox:
         self._thread: threading.Thread | None = None
         self._work_to_do = threading.Event()
         self._closed = False
-        self._moves = self._carriers = 0
+        self._moves = 0  # how often anything has moved, by which the thread sees that others carry
+        self._carriers = 0  # threads that carry letters on at this time
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Letter:
-        """Starts to send; the tensor may be changed when the letter is done."""
-        letter = self._letter(tensor, to, tag)
-        with self._carrying(), self._lock:
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        """Starts to send; the tensor may be changed when the work is done."""
+        letter = self._letter_to(tensor, to, tag)
+        receipt = letter.receipt = Receipt(letter)
+        with self._lock:
             self._raise_if_over()
-            if to == self._host.members.rank:
+            if to == self._own:
                 kind = self._number_of[tensor.dtype]
                 self._arrived(_Aside(to, tag, kind, bytes_of(letter.dense.clone()), complete=True))
                 letter.finish()
             else:
                 self._leaving.setdefault(to, deque()).append(letter)
-                self._step()
+                self._step(self._carriers)
         self._care_for(letter)
+        return receipt
+
+    def _letter_to(self, tensor: Tensor, to: int, tag: int) -> Letter:
+        name = f"send(to rank {self._host.members.names[to]}, tag {tag})"
+        letter = Letter(self, tensor, to, tag, name)
+        letter.header = _HEADER.pack(letter.dense.nbytes, tag, self._number_of[tensor.dtype])
         return letter
 
-    def _letter(self, tensor: Tensor, to: int, tag: int) -> Letter:
-        letter = Letter(self, tensor, to, tag, f"send(to rank {self._name(to)}, tag {tag})")
-        letter.header = self._header(letter.dense, tag)
-        return letter
-
-    def _header(self, dense: Tensor, tag: int) -> bytes:
-        return _HEADER.pack(dense.nbytes, tag, self._number_of[dense.dtype])
-
-    def post(self, tensor: Tensor, to: int, tag: int) -> Letter | None:
+    def post(self, tensor: Tensor, to: int, tag: int) -> Work | None:
         """`send` of a contiguous tensor, for those who count microseconds: None if all of it has
         left already."""
-        if to == self._host.members.rank:
+        if to == self._own:
             return self.send(tensor, to, tag)
+        nbytes = tensor.nbytes
+        header = _HEADER.pack(nbytes, tag, self._number_of[tensor.dtype])
         with self._lock:
             self._raise_if_over()
-            went, whole = 0, _HEADER.size + tensor.nbytes
-            if not self._leaving.get(to):
-                went = self._host.channel_write(
-                    to, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes
-                )
-                if went == whole:
+            went = 0
+            if not self._leaving.get(to):  # nothing is before it
+                went = self._host.channel_write(to, header, tensor.data_ptr(), nbytes)
+                if went == _HEADER.size + nbytes:
                     return None
-            letter = self._letter(tensor, to, tag)
+            letter = self._letter_to(tensor, to, tag)
             letter.moved = went
+            receipt = letter.receipt = Receipt(letter)
             self._leaving.setdefault(to, deque()).append(letter)
         self._care_for(letter)
-        return letter
+        return receipt
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Letter:
-        """Starts to receive from `source`, or from ANY; `letter.source` says from whom it came."""
-        letter = self._ask_for(tensor, source, tag)
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """Starts to receive from `source`, or from ANY; the work's `source` says from whom it
+        came."""
+        letter = self._letter_from(tensor, source, tag)
+        receipt = letter.receipt = Receipt(letter)
+        with self._lock:
+            self._raise_if_over()
+            self._ask(letter)
+            self._step(self._carriers)
         self._care_for(letter)
-        return letter
+        return receipt
+
+    def _letter_from(self, tensor: Tensor, source: int, tag: int) -> Letter:
+        whom = "any rank" if source == ANY else f"rank {self._host.members.names[source]}"
+        return Letter(self, tensor, source, tag, f"recv(from {whom}, tag {tag})")
 
     def fetch(self, tensor: Tensor, source: int, tag: int) -> None:
         """Receives, and waits for it: the thread, which would be in the way, is not woken."""
+        stream = self._streams[source]
         with self._lock:
             self._raise_if_over()
-            if tensor.is_contiguous() and self._is_next(source) and self._take(tensor, source, tag):
-                return
-        self._ask_for(tensor, source, tag).wait()
+            # Whether what is asked for now is the next thing to come out of the channel: nobody
+            # has asked before, nothing was put aside, and no message has come in part.
+            is_next = not (self._wanted or self._aside or stream.length >= 0 or stream.read)
+            if is_next and source != self._own and tensor.is_contiguous():
+                nbytes = tensor.nbytes
+                header = _HEADER.pack(nbytes, tag, self._number_of[tensor.dtype])
+                if self._host.channel_take(source, header, tensor.data_ptr(), nbytes):
+                    return
+            letter = self._letter_from(tensor, source, tag)
+            self._ask(letter)
+        self.carry_until(letter, None)
+        if letter.error is not None:
+            raise letter.error
 
-    def _is_next(self, source: int) -> bool:
-        """Whether what is asked for now is the next thing to come out of the channel; the lock is
+    def _ask(self, letter: Letter) -> None:
+        """Matches a receive with what was put aside, or lets it wait for what comes; the lock is
         held."""
-        stream = self._streams[source]
-        return (
-            not (self._wanted or self._aside or stream.length >= 0 or stream.read)
-            and source != self._host.members.rank
-        )
-
-    def _take(self, tensor: Tensor, source: int, tag: int) -> bool:
-        """Takes a message that has come whole, if it is the one that is asked for."""
-        return self._host.channel_take(
-            source, self._header(tensor, tag), tensor.data_ptr(), tensor.nbytes
-        )
-
-    def _ask_for(self, tensor: Tensor, source: int, tag: int) -> Letter:
-        whom = "any rank" if source == ANY else f"rank {self._name(source)}"
-        letter = Letter(self, tensor, source, tag, f"recv(from {whom}, tag {tag})")
-        with self._carrying(), self._lock:
-            self._raise_if_over()
-            for aside in self._aside:
-                if aside.letter is None and _matches(letter, aside.source, aside.tag):
-                    aside.letter = letter
-                    if aside.complete:
-                        self._hand_over(aside)
-                    break
-            else:
-                self._wanted.append(letter)
-            self._step()
-        return letter
+        for aside in self._aside:
+            wanted = letter.tag == aside.tag and letter.peer in (ANY, aside.source)
+            if wanted and aside.letter is None:
+                aside.letter = letter
+                if aside.complete:
+                    self._hand_over(aside)
+                return
+        self._wanted.append(letter)
 
     def carry_until(self, letter: Letter, seconds: float | None) -> bool:
         """Carries all messages on until this one is done; False after `seconds`."""
         start = looked = time.monotonic()
-        with self._carrying():
-            while not letter.is_completed():
+        with self._lock:
+            self._carriers += 1
+        try:
+            while not letter.done:
+                # The bell is read before the channels are: what comes after that rings again.
                 seen = self._host.bell()
                 with self._lock:
-                    moved = self._step()
-                if letter.is_completed():
+                    moved = self._step(self._carriers - 1)
+                if letter.done:
                     break
                 now = time.monotonic()
                 if seconds is not None and now - start >= seconds:
                     return False
-                if (
-                    now - looked >= TICK
-                ):  # by the clock: others may talk on while this one's peer is lost
+                # by the clock: others may talk on while this one's peer is lost
+                if now - looked >= TICK:
                     looked = now
                     if (loss := self._look_around(letter, now - start)) is not None:
                         self._end(self._host.abort(loss))
                 if not moved:
                     self._host.bell_wait(seen, TICK)
-        return True
-
-    @contextmanager
-    def _carrying(self) -> Iterator[None]:
-        """While more than one thread carries, each wakes the others when something has moved."""
-        with self._lock:
-            self._carriers += 1
-        try:
-            yield
         finally:
             with self._lock:
                 self._carriers -= 1
+        return True
 
     def close(self) -> bool:
         """No more messages: what is still under way fails. Whether nobody uses the host's channels
@@ -231,7 +257,7 @@ class Mailbox:
         self._closed = True
         self._end(self._left())
         self._work_to_do.set()
-        self._host.ring(self._host.members.rank)
+        self._host.ring(self._own)
         if self._thread is not None:
             self._thread.join(1)
         until = time.monotonic() + 1
@@ -240,12 +266,13 @@ class Mailbox:
         return not self._carriers and (self._thread is None or not self._thread.is_alive())
 
     def _left(self) -> PeerLostError:
-        return PeerLostError((self._own_name(),), "send or recv", "this group", "left the group")
+        return PeerLostError((self._name(),), "send or recv", "this group", "left the group")
 
     # Progress; the lock is held.
 
-    def _step(self) -> bool:
-        """Moves whatever can be moved; whether anything was."""
+    def _step(self, others: int) -> bool:
+        """Moves whatever can be moved; whether anything was. others: how many other threads carry,
+        and may wait for what this one has done."""
         moved = False
         for to, letters in self._leaving.items():
             while letters and self._push(to, letters[0]):
@@ -253,16 +280,13 @@ class Mailbox:
                 if letters[0].moved < len(letters[0].header) + letters[0].dense.nbytes:
                     break
                 letters.popleft().finish()
-        for source in range(self._host.members.size):
-            if source != self._host.members.rank:
-                while self._pull(source):
-                    moved = True
+        for source in self._others:
+            if self._pull(source, self._streams[source]):
+                moved = True
         if moved:
             self._moves += 1
-            if self._carriers > 1:
-                self._host.ring(
-                    self._host.members.rank
-                )  # another thread may wait for what this one has done
+            if others:
+                self._host.ring(self._own)
         return moved
 
     def _push(self, to: int, letter: Letter) -> bool:
@@ -274,45 +298,58 @@ class Mailbox:
         letter.moved += went
         return went > 0 or letter.moved == _HEADER.size + body.nbytes
 
-    def _pull(self, source: int) -> bool:
-        stream = self._streams[source]
-        if stream.length < 0:
-            address = addressof(stream.header) + stream.read
-            moved = self._host.channel_read(source, address, _HEADER.size - stream.read)
+    def _pull(self, source: int, stream: _Stream) -> bool:
+        """Takes what has come from a source, message after message; whether anything had."""
+        read = self._host.channel_read
+        pulled = False
+        while True:
+            if stream.length < 0:
+                address = addressof(stream.header) + stream.read
+                moved = read(source, address, _HEADER.size - stream.read)
+                stream.read += moved
+                pulled = pulled or moved > 0
+                if stream.read < _HEADER.size or not self._open(source, stream):
+                    return pulled
+            body = stream.body
+            assert body is not None
+            left = stream.length - stream.read
+            moved = read(source, body.data_ptr() + stream.read, left) if left else 0
             stream.read += moved
-            return moved > 0 if stream.read < _HEADER.size else self._open(source, stream)
-        assert stream.body is not None
-        left = stream.length - stream.read
-        moved = (
-            self._host.channel_read(source, stream.body.data_ptr() + stream.read, left)
-            if left
-            else 0
-        )
-        stream.read += moved
-        if stream.read == stream.length:
+            pulled = pulled or moved > 0 or not left
+            if stream.read < stream.length:
+                return pulled
             self._shut(source, stream)
-            return True
-        return moved > 0
+            if not self._wanted:
+                # What comes next may stay where it is, for whoever asks for it to take it there.
+                return pulled
 
     def _open(self, source: int, stream: _Stream) -> bool:
         """A header is there: where does its body go? False: nowhere yet, and there is too much put
         aside already."""
-        length, stream.tag, stream.kind = _HEADER.unpack(stream.header)
-        stream.letter = next(
-            (letter for letter in self._wanted if _matches(letter, source, stream.tag)), None
-        )
-        if stream.letter is not None:
-            self._wanted.remove(stream.letter)
-        elif self._full(source):
+        length, tag, kind = _HEADER.unpack(stream.header)
+        letter = self._wanted_by(source, tag)
+        if letter is None and self._full(source):
             return False
-        stream.length, stream.read = length, 0
-        if stream.letter is not None and self._fits(stream.letter, stream.length, stream.kind):
-            stream.body = bytes_of(stream.letter.dense)
-        else:
-            stream.body = torch.empty(stream.length, dtype=torch.uint8)
-        if stream.letter is None:
-            self._aside.append(_Aside(source, stream.tag, stream.kind, stream.body))
+        stream.length = length
+        stream.kind = kind
+        stream.read = 0
+        stream.letter = letter
+        stream.fits = letter is not None and self._fits(letter, length, kind)
+        if letter is not None and stream.fits:
+            stream.body = letter.dense
+            return True
+        stream.body = torch.empty(length, dtype=torch.uint8)
+        if letter is None:
+            stream.aside = _Aside(source, tag, kind, stream.body)
+            self._aside.append(stream.aside)
         return True
+
+    def _wanted_by(self, source: int, tag: int) -> Letter | None:
+        """The first receive that waits for such a message; it waits no longer."""
+        for index, letter in enumerate(self._wanted):
+            if letter.tag == tag and letter.peer in (ANY, source):
+                return self._wanted.pop(index)
+        return None
 
     def _full(self, source: int) -> bool:
         """Whether a source has to wait until somebody asks for its messages.
@@ -328,27 +365,24 @@ class Mailbox:
 
     def _shut(self, source: int, stream: _Stream) -> None:
         """A body is complete."""
-        body, letter, length = stream.body, stream.letter, stream.length
-        stream.read, stream.length, stream.body, stream.letter = 0, -1, None, None
-        assert body is not None
-        if letter is None:
-            aside = next(aside for aside in self._aside if aside.body is body)
+        letter, aside, length = stream.letter, stream.aside, stream.length
+        stream.read = 0
+        stream.length = -1
+        stream.body = stream.letter = stream.aside = None
+        if aside is not None:
             aside.complete = True
             if aside.letter is not None:
                 self._hand_over(aside)
-        elif not self._fits(letter, length, stream.kind):
-            letter.finish(self._misfit(letter, source, length))
-        else:
+        elif letter is not None and stream.fits:
             letter.delivered(source)
+        elif letter is not None:
+            letter.finish(self._misfit(letter, source, length))
 
     def _arrived(self, aside: _Aside) -> None:
         """A rank's message to itself."""
-        aside.letter = next(
-            (letter for letter in self._wanted if _matches(letter, aside.source, aside.tag)), None
-        )
+        aside.letter = self._wanted_by(aside.source, aside.tag)
         self._aside.append(aside)
         if aside.letter is not None:
-            self._wanted.remove(aside.letter)
             self._hand_over(aside)
 
     def _hand_over(self, aside: _Aside) -> None:
@@ -368,7 +402,7 @@ class Mailbox:
         sent = f"send of {nbytes} bytes with tag {letter.tag}"
         asked = f"recv of {letter.dense.nbytes} bytes of {str(letter.tensor.dtype).removeprefix('torch.')}"
         names = self._host.members.names
-        return MismatchError("a message", (((names[source],), sent), ((self._own_name(),), asked)))
+        return MismatchError("a message", (((names[source],), sent), ((self._name(),), asked)))
 
     # Trouble, and the thread.
 
@@ -376,16 +410,13 @@ class Mailbox:
         ended = self._host.aborted()
         if ended is not None:
             return ended
-        others = [
-            rank for rank in range(self._host.members.size) if rank != self._host.members.rank
-        ]
-        peers = others if letter.peer == ANY else [letter.peer]
+        peers = self._others if letter.peer == ANY else [letter.peer]
         step = f"call {self._host.current()[0]}"
         loss = self._host.loss_among(peers, letter.name, step)
-        if loss is not None and (letter.peer != ANY or len(loss.ranks) == len(others)):
+        if loss is not None and (letter.peer != ANY or len(loss.ranks) == len(self._others)):
             with self._lock:  # what it sent before it died has arrived by now
-                self._step()
-            return loss if not letter.is_completed() else None
+                self._step(self._carriers - 1)
+            return loss if not letter.done else None
         if waited >= self._host.timeout:
             return self._host.silent(peers, letter.name, step)
         return self._host.remote()
@@ -397,18 +428,19 @@ class Mailbox:
             asides = [aside.letter for aside in self._aside]
             sends = [letter for letters in self._leaving.values() for letter in letters]
             for letter in {*streams, *asides, *sends, *self._wanted}:
-                if letter is not None and not letter.is_completed():
+                if letter is not None and not letter.done:
                     letter.finish(loss)
             self._leaving.clear()
             self._wanted.clear()
 
     def _raise_if_over(self) -> None:
-        loss = self._left() if self._closed else self._host.aborted()
-        if loss is not None:
-            raise loss
+        if self._closed:
+            raise self._left()
+        if self._host.is_over():
+            raise self._host.aborted() or AssertionError("over without a reason")
 
     def _care_for(self, letter: Letter) -> None:
-        if letter.is_completed() or self._work_to_do.is_set():
+        if letter.done or self._work_to_do.is_set():
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._carry, name="dure mailbox", daemon=True)
@@ -435,20 +467,29 @@ class Mailbox:
                 self._work_to_do.wait()
                 quiet = 0
             before = self._moves
-            time.sleep(_SOON)  # whoever waits for a message carries it himself, and faster
+            time.sleep(_SOON)  # a thread that waits for a message carries it itself, and faster
             if not self._pending() or self._moves != before:
                 quiet += not self._pending()
                 continue
             quiet = 0
-            with self._carrying():
-                while not self._closed:
-                    seen = self._host.bell()
-                    with self._lock:
-                        moved = self._step()
-                        if not self._pending():
-                            break
-                    if not moved:
-                        self._host.bell_wait(seen, TICK)
+            self._carry_on()
+
+    def _carry_on(self) -> None:
+        """Moves all messages until none is under way."""
+        with self._lock:
+            self._carriers += 1
+        try:
+            while not self._closed:
+                seen = self._host.bell()
+                with self._lock:
+                    moved = self._step(self._carriers - 1)
+                    if not self._pending():
+                        return
+                if not moved:
+                    self._host.bell_wait(seen, TICK)
+        finally:
+            with self._lock:
+                self._carriers -= 1
 
     def _pending(self) -> bool:
         return bool(self._wanted or any(self._leaving.values()) or self._coming())
@@ -458,12 +499,5 @@ class Mailbox:
             aside.letter is not None for aside in self._aside
         )
 
-    def _name(self, rank: int) -> int:
-        return self._host.members.names[rank]
-
-    def _own_name(self) -> int:
-        return self._name(self._host.members.rank)
-
-
-def _matches(letter: Letter, source: int, tag: int) -> bool:
-    return letter.peer in (ANY, source) and letter.tag == tag
+    def _name(self) -> int:
+        return self._host.members.names[self._own]

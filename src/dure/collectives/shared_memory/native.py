@@ -233,6 +233,8 @@ class NativeHost(Host):
     before sleeping.
     """
 
+    in_c = True
+
     def __init__(
         self,
         members: Members,
@@ -469,6 +471,9 @@ class NativeHost(Host):
     def _published_loss(self) -> bytes | None:
         reason: bytes | None = self._c.core_aborted(self._core)
         return reason
+
+    def is_over(self) -> bool:
+        return self._c.core_aborted(self._core) is not None
 
     def leave(self) -> None:
         self._c.core_leave(self._core)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from dure.errors import DureError
+
 
 class Work(dist.Work):
     """One call, under way or done. The first to wait for a failed one gets its error, as does
@@ -146,11 +148,12 @@ class Line:
 
     A synchronous call runs on the caller's thread if nobody is before it. Calls run in inference
     mode, so that they may write to parameters, and to tensors that were made in inference mode, as
-    calls in C++ may.
+    calls in C++ may. failed: told of an error that is this rank's alone.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, failed: Callable[[Exception], None] | None = None) -> None:
         self._name = name
+        self._failed = failed
         self.turn = threading.Lock()  # held by whoever runs a call
         self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = (
             queue.SimpleQueue()
@@ -177,14 +180,34 @@ class Line:
 
     def now(self, call: Callable[[], None]) -> None:
         """Runs a call and returns when it is done."""
-        if self.begin():
-            try:
-                with torch.inference_mode():
-                    call()
-            finally:
-                self.end()
+        if not self.begin():
+            self.later(call, ()).wait()
             return
-        self.later(call, ()).wait()
+        try:
+            with torch.inference_mode():
+                self._tried(call)
+        finally:
+            self.end()
+
+    def promptly(self, call: Callable[[], None]) -> None:
+        """`now`, for a call of microseconds of the C core, which knows nothing of torch's modes."""
+        if not self.begin():
+            self.now(call)
+            return
+        try:
+            self._tried(call)
+        finally:
+            self.end()
+
+    def _tried(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except DureError:  # which the others get as well
+            raise
+        except Exception as error:
+            if self._failed is not None:
+                self._failed(error)
+            raise
 
     def later(self, call: Callable[[], None], tensors: Sequence[Tensor]) -> Work:
         """Puts a call at the end of the line."""
@@ -218,7 +241,7 @@ class Line:
             error: BaseException | None = None
             try:
                 with torch.inference_mode():
-                    call()
+                    self._tried(call)
             except BaseException as raised:
                 error = raised
             finally:

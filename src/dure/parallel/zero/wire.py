@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,15 +14,10 @@ from dure.collectives.algorithms import native, one_shot, ring
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
-from dure.collectives.shared_memory.backend import SharedMemoryGroup
-from dure.collectives.shared_memory.calls import AVG, SUM
 
 Value = TypeVar("Value")
 Algorithm = Literal["native", "ring", "one_shot"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-
-_AVERAGING = ("dure", "nccl")
-"""Backends that divide a sum on their way; the others leave that to be done behind them."""
 
 
 class Span(NamedTuple):
@@ -83,16 +77,14 @@ class Wire:
         planned: bool = False,
     ) -> None:
         check_algorithm("way to send", algorithm, ALGORITHMS)
-        self.group, self.algorithm, self.beside, self.mean = group, algorithm, beside, mean
-        backend = group.process_group
-        self.planned = planned and beside and algorithm == "native" and native.is_planned(group)
+        self.group = group
+        self.algorithm = algorithm
+        self.beside = beside
+        self.mean = mean
+        carrier = group.transport
+        self.planned = planned and beside and algorithm == "native" and carrier.apart
+        self.split_phase = not beside and algorithm == "native" and carrier.split_phase
         self._last_end = 0.0
-        self.split_phase = (
-            not beside
-            and algorithm == "native"
-            and isinstance(backend, SharedMemoryGroup)
-            and backend.split_phase
-        )
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
 
@@ -137,7 +129,7 @@ class Wire:
         divides = (
             self.mean
             and self.algorithm == "native"
-            and self.group.backend(message.device) in _AVERAGING
+            and self.group.transport.averages(message.device)
         )
 
         def work() -> None:
@@ -166,9 +158,8 @@ class Wire:
         """
         if not (self.split_phase or self.planned) or not message.numel():
             return lambda own: self._reduce_scatter(message, into)
-        backend = self.group.process_group
-        assert isinstance(backend, SharedMemoryGroup)
-        start = backend.prepare_reduce_scatter(into, message, AVG if self.mean else SUM)
+        op = dist.ReduceOp.AVG if self.mean else dist.ReduceOp.SUM
+        start = self.group.transport.prepare_reduce_scatter(into, message, op)
         name = "native reduce-scatter"
 
         def begin(own: Sequence[Tensor]) -> Handle[None]:
@@ -179,9 +170,9 @@ class Wire:
         return begin
 
     def _begin_all_gather(self, whole: Tensor, own: Tensor) -> Handle[None]:
-        backend, name = self.group.process_group, "native all-gather"
-        assert isinstance(backend, SharedMemoryGroup)
-        end = self.group.perform(name, lambda: backend.begin_all_gather(whole, own), whole)
+        name = "native all-gather"
+        begin = self.group.transport.begin_all_gather
+        end = self.group.perform(name, lambda: begin(whole, own), whole)
         self.count(own)
         return Later(self._ending(name, end))
 
@@ -207,11 +198,8 @@ class Wire:
     def meet(self) -> None:
         """Waits until all ranks are here."""
         if self.group.size > 1:
-            started, backend = time.perf_counter(), self.group.process_group
-            if isinstance(backend, SharedMemoryGroup):
-                self._plainly("meeting", backend.meet)
-            else:
-                self.group.perform("meeting", lambda: dist.barrier(group=backend), torch.empty(0))
+            started = time.perf_counter()
+            self._plainly("meeting", self.group.transport.meet)
             self.waits.append(Span("wait for all ranks", started, time.perf_counter()))
 
     def count(self, chunk: Tensor) -> None:

@@ -120,7 +120,7 @@ def test_reductions_are_right_and_the_same_on_all_ranks(
         for op in (OPERATIONS.index("sum"), OPERATIONS.index("avg")):
             given = [torch.arange(1000.0) + 7 * r for r in range(size)]
             own = given[rank].clone()
-            world().begin_all_reduce(own, op)()  # done at once where a host has several ranks
+            world().begun.begin_all_reduce(own, op)()  # done at once where a host has several ranks
             same_bits(own, reduced(given, op))
         noise = random_bits(100_000, torch.float32, rank)
         dist.all_reduce(noise)
@@ -148,7 +148,7 @@ def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hos
             given = [((torch.arange(1000 + 7 * number) + r) % 4).to(dtype) for r in range(2)]
             own = given[rank].clone()
             everybodys.append((own, reduced(given, op)))
-            ends.append(world().begin_all_reduce(own, op))
+            ends.append(world().begun.begin_all_reduce(own, op))
             if number % 5 == 0:  # what is not planned goes its own way meanwhile
                 one = torch.ones(3)
                 dist.all_reduce(one)
@@ -160,7 +160,8 @@ def test_several_sums_may_be_under_way_between_ranks_that_are_alone_on_their_hos
         idle = over_the_cable(dist.barrier)
         sums = over_the_cable(
             lambda: [
-                end() for end in [world().begin_all_reduce(torch.ones(S // 16)) for _ in range(4)]
+                end()
+                for end in [world().begun.begin_all_reduce(torch.ones(S // 16)) for _ in range(4)]
             ]
         )
         for sent, more in zip(sums, idle, strict=True):
@@ -177,8 +178,11 @@ def test_scatters_and_gathers_may_be_under_way_too(hosts: TwoHosts, core: Core) 
             given = [((torch.arange(2 * n) + r) % 4).to(dtype) for r in range(2)]
             own, whole = torch.empty(n, dtype=dtype), torch.empty(2 * n, dtype=dtype)
             whole[rank * n : (rank + 1) * n] = given[rank][:n]
-            begun = world().begin_reduce_scatter(own, given[rank].clone(), op)
-            ends += [begun.end, world().begin_all_gather(whole, whole[rank * n : (rank + 1) * n])]
+            begun = world().begun.begin_reduce_scatter(own, given[rank].clone(), op)
+            ends += [
+                begun.end,
+                world().begun.begin_all_gather(whole, whole[rank * n : (rank + 1) * n]),
+            ]
             assert begun.is_read()
             everybodys.append((own, reduced(given, op)[rank * n : (rank + 1) * n]))
             everybodys.append((whole, torch.cat([each[:n] for each in given])))
@@ -189,8 +193,8 @@ def test_scatters_and_gathers_may_be_under_way_too(hosts: TwoHosts, core: Core) 
         idle = over_the_cable(dist.barrier)
         whole, own = torch.ones(S // 4), torch.ones(S // 8)
         for begin in (
-            lambda: world().begin_reduce_scatter(own, whole).end,
-            lambda: world().begin_all_gather(whole, own),
+            lambda: world().begun.begin_reduce_scatter(own, whole).end,
+            lambda: world().begun.begin_all_gather(whole, own),
         ):
             dist.barrier()  # what was sent before has left
             for sent, more in zip(over_the_cable(lambda begin=begin: begin()()), idle, strict=True):  # type: ignore[misc]
@@ -405,20 +409,21 @@ def test_a_rank_killed_while_megabytes_cross_is_named(
 
 
 def planned_sums() -> None:
-    for end in [world().begin_all_reduce(torch.ones(500_000)) for _ in range(4)]:
+    for end in [world().begun.begin_all_reduce(torch.ones(500_000)) for _ in range(4)]:
         end()
 
 
 def planned_scatters() -> None:
     for begun in [
-        world().begin_reduce_scatter(torch.ones(500_000), torch.ones(1_000_000)) for _ in range(4)
+        world().begun.begin_reduce_scatter(torch.ones(500_000), torch.ones(1_000_000))
+        for _ in range(4)
     ]:
         begun.end()
 
 
 def planned_gathers() -> None:
     for end in [
-        world().begin_all_gather(torch.ones(1_000_000), torch.ones(500_000)) for _ in range(4)
+        world().begun.begin_all_gather(torch.ones(1_000_000), torch.ones(500_000)) for _ in range(4)
     ]:
         end()
 
@@ -428,7 +433,7 @@ def test_planned_calls_that_differ_are_told_on_both_hosts_and_the_group_works_on
     hosts: TwoHosts,
 ) -> None:
     def body(rank: int) -> None:
-        ends = [world().begin_all_reduce(torch.ones(n)) for n in (10, 500_000 + rank, 10)]
+        ends = [world().begun.begin_all_reduce(torch.ones(n)) for n in (10, 500_000 + rank, 10)]
         ends[0]()
         with raises(MismatchError) as caught:
             ends[1]()

@@ -9,8 +9,6 @@ static struct channel *channel_of(struct core *core, int from, int to) {
     return (struct channel *)(core->channels + index * (sizeof(struct channel) + core->channel_bytes));
 }
 
-static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
 /* Bytes [at, at + n) of the ring, from or to plain memory. */
 static void fill_ring(char *ring, uint64_t capacity, uint64_t at, const char *from, uint64_t n) {
     if (n == 0) return;

@@ -6,8 +6,6 @@
 
 #include <string.h>
 
-static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
 /* Bytes [from, to) of an input made of parts, to `into`. */
 static void gather_parts(const struct part *parts, int n_parts, uint64_t from, uint64_t to, char *into) {
     uint64_t start = 0;

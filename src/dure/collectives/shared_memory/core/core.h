@@ -232,8 +232,22 @@ char *stage_of(struct core *core, int rank, uint64_t window);
 /* split_phase.c: what other calls begin with. Ends the calls that are under way. */
 int end_all(struct core *core);
 
-/* reducing.c: of the call core->at, whose tensors lie in pools: takes on a share of `owner`'s part, and sums it; returns
- * its elements, 0 if others have taken on all. What nobody has taken on. Takes on all of what is left of all parts. */
+/* summing.c: elements that are dealt out among ranks. */
+struct range {
+    uint64_t from, to;
+};
+
+uint64_t least(uint64_t a, uint64_t b);
+struct range part_of(uint64_t n, uint64_t width, int rank, int size);
+char *result_of(struct core *core, int rank, uint64_t window);
+int wants(const struct core *core, const struct call *call);
+
+/* summing.c, of the call core->at, once all have arrived. `ranks_in_pools`: how many ranks have their tensors in a
+ * pool; the others are for calls where all have. `sum_share`, `sum_share_of`: takes on a share of `owner`'s part, and
+ * sums it; returns its elements, 0 if others have taken on all. `left_of`: what nobody has taken on. `sum_all_parts`:
+ * takes on all of what is left of all parts. */
+int ranks_in_pools(struct core *core);
+uint64_t sum_share(struct core *core, const struct call *call, int owner, uint64_t share);
 uint64_t sum_share_of(struct core *core, const struct call *call, int owner);
 uint64_t left_of(const struct core *core, const struct call *call, int owner);
 void sum_all_parts(struct core *core, const struct call *call);

@@ -13,28 +13,6 @@
 
 #include <string.h>
 
-struct range {
-    uint64_t from, to;
-};
-
-
-static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
-/* The part of n elements that a rank sums; parts begin on cache lines. */
-static struct range part_of(uint64_t n, uint64_t width, int rank, int size) {
-    uint64_t line = LINE / width, step = (n + (uint64_t)size * line - 1) / ((uint64_t)size * line) * line;
-    struct range part = {least(n, step * (uint64_t)rank), least(n, step * ((uint64_t)rank + 1))};
-    return part;
-}
-
-static char *result_of(struct core *core, int rank, uint64_t window) {
-    return stage_of(core, rank, window) + 2 * core->stage_bytes;
-}
-
-static int wants(const struct core *core, const struct call *call) {
-    return call->root < 0 || call->root == core->rank;
-}
-
 static int reduce_slots(struct core *core, const struct call *call, char *tensor) {
     const char *srcs[core->size];
     memcpy(slot_of(core, core->rank), tensor, call->bytes);
@@ -45,50 +23,6 @@ static int reduce_slots(struct core *core, const struct call *call, char *tensor
     for (int rank = 0; rank < core->size; rank++) srcs[rank] = rank == core->rank ? tensor : slot_of(core, rank);
     core_reduce(&tensor, 1, srcs, core->size, call->count, call->dtype, call->op);
     return DONE;
-}
-
-static char *in_pool(struct core *core, int rank) {
-    return core->pools[rank] + core->seats[rank].calls[core->at % CALLS].pool;
-}
-
-static void sum_pools(struct core *core, const struct call *call, struct range range) {
-    const char *srcs[core->size];
-    char *dsts[core->size];
-    uint64_t width = core_width(call->dtype);
-    int nd = 0;
-    for (int rank = 0; rank < core->size; rank++) {
-        char *tensor = in_pool(core, rank) + range.from * width;
-        srcs[rank] = tensor;
-        if (call->root < 0 || call->root == rank) dsts[nd++] = tensor;
-    }
-    core_reduce(dsts, nd, srcs, core->size, range.to - range.from, call->dtype, call->op);
-}
-
-/* Takes on at most `share` elements of `owner`'s part and sums them; how many. Who forms a sum does not change it. */
-static uint64_t sum_share(struct core *core, const struct call *call, int owner, uint64_t share) {
-    struct range part = part_of(call->count, core_width(call->dtype), owner, core->size);
-    uint64_t length = part.to - part.from;
-    uint64_t at = atomic_fetch_add(&core->seats[owner].taken[core->at % CALLS], share);
-    if (at >= length) return 0;
-    struct range range = {part.from + at, part.from + least(length, at + share)};
-    sum_pools(core, call, range);
-    return range.to - range.from;
-}
-
-uint64_t sum_share_of(struct core *core, const struct call *call, int owner) {
-    return sum_share(core, call, owner, core->share_bytes / core_width(call->dtype));
-}
-
-uint64_t left_of(const struct core *core, const struct call *call, int owner) {
-    struct range part = part_of(call->count, core_width(call->dtype), owner, core->size);
-    uint64_t length = part.to - part.from, taken = atomic_load(&core->seats[owner].taken[core->at % CALLS]);
-    return taken < length ? length - taken : 0;
-}
-
-void sum_all_parts(struct core *core, const struct call *call) {
-    for (int step = 0; step < core->size; step++)
-        while (sum_share_of(core, call, (core->rank + step) % core->size) > 0) {
-        }
 }
 
 /* A rank takes on its own part, and then, in calls that take milliseconds, what is left of the parts of ranks that do
@@ -158,20 +92,13 @@ static int reduce_windows(struct core *core, const struct call *call, char *tens
     return status;
 }
 
-/* How many ranks have their tensors in a pool; after the first sync. */
-static int pools(struct core *core) {
-    int count = 0;
-    for (int rank = 0; rank < core->size; rank++) count += core->seats[rank].calls[core->at % CALLS].place == POOL;
-    return count;
-}
-
 static int reduce_large(struct core *core, struct call *call, char *tensor) {
     if (call->place == STAGE) copy_in(core, call, window_at(core, call, 0), tensor);
     if (call->place == POOL) atomic_store(&core->seats[core->rank].taken[core->at % CALLS], 0);
     int status = core_sync(core);
     if (status != DONE) return status;
     if (!agreed(core)) return MISMATCH;
-    int pooled = pools(core);
+    int pooled = ranks_in_pools(core);
     if (pooled == core->size) return reduce_pools(core, call);
     if (pooled > 0) { /* some, not all: those in a pool are staged as well */
         if (call->place == POOL) copy_in(core, call, window_at(core, call, 0), tensor);

@@ -5,7 +5,7 @@
  * bytes, N ranks, it reads S and writes S / N bytes. Its own block of its own message nobody else reads, so that may lie
  * anywhere.
  *
- * All-reduce: as of tensors in pools at once (reducing.c), each rank sums its N-th part and writes it to all. Who begins
+ * All-reduce: as of tensors in pools at once (summing.c), each rank sums its N-th part and writes it to all. Who begins
  * one when all have begun it sums its part at once, while its message is in the cache and the others still compute, so
  * that ranks do not ask for memory at the same time. A rank that is behind the others leaves them some of its part: with
  * P seconds of work in a part and ranks that are e_i seconds ahead, all come to the end together if it does

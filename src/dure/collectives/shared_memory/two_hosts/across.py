@@ -48,7 +48,6 @@ from dure.collectives.shared_memory.calls import (
 )
 from dure.collectives.shared_memory.host import TICK, Deal, Host, Pull
 from dure.collectives.shared_memory.meeting import Meeting
-from dure.collectives.shared_memory.native import NativeHost
 from dure.collectives.shared_memory.portable import reduced
 from dure.collectives.shared_memory.two_hosts.duplex import Duplex, UnlikeCallsError, connection
 from dure.collectives.shared_memory.two_hosts.planned import (
@@ -141,7 +140,7 @@ class Across:
     def _for_plans(self, address: str | None) -> Planned:
         if self._size == 2:
             meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
-            made = connection(meeting, address, isinstance(self._host, NativeHost))
+            made = connection(meeting, address, self._host.in_c)
             if made is not None:
                 return OverDuplex(Duplex(made, first=self._here == 0), self._here)
         return OverGloo(self._group_of_leaders("planned"), self._size)
@@ -334,9 +333,14 @@ class Across:
         return UnderWay(finish, carried.ended)
 
     @property
+    def apart(self) -> bool:
+        """Whether every rank has a host of its own."""
+        return self._planned is not None
+
+    @property
     def sends_ahead(self) -> bool:
         """Whether what is begun here travels before the other host has begun it."""
-        return isinstance(self._planned, OverDuplex)
+        return self._planned is not None and self._planned.sends_ahead
 
     def close(self) -> None:
         """Whatever is still under way is lost."""

@@ -1,0 +1,114 @@
+"""What a group asks of the shared-memory backend: messages without torch's layers around them, the
+shortest sum, and begun calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.collectives.shared_memory.begun import BegunCalls
+from dure.collectives.shared_memory.calls import check_tensor, operation_of
+from dure.collectives.shared_memory.host import Host
+from dure.collectives.shared_memory.mailbox import HEADER_BYTES, Mailbox
+from dure.collectives.shared_memory.moves import Moves
+from dure.collectives.shared_memory.two_hosts.across import Across
+from dure.collectives.shared_memory.work import Line
+from dure.collectives.transport import Begun, Pending, Transport
+
+_DENSE = torch.strided
+
+
+class OverMemory(Transport):
+    """The transport of one rank. sum: the shortest way to a sum in place, as `Host.direct` has it.
+
+    here: the ranks of this host, whose places in it the mailbox knows; across: carries what goes to
+    others.
+    """
+
+    begins_reductions = True
+
+    def __init__(
+        self,
+        host: Host,
+        here: Sequence[int],
+        mailbox: Mailbox,
+        across: Across | None,
+        begun: BegunCalls,
+        moves: Moves,
+        line: Line,
+        sum: Callable[[Tensor], None],
+    ) -> None:
+        self._place = {rank: place for place, rank in enumerate(here)}
+        self._mailbox = mailbox
+        self._across = across
+        self._begun = begun
+        self._moves = moves
+        self._line = line
+        self._held = 0 if across is not None else host.channel_bytes
+        self.sum = sum  # type: ignore[assignment, method-assign]
+        self.apart = begun.apart
+        self.sends_ahead = begun.sends_ahead
+        self.split_phase = begun.split_phase
+
+    # Messages.
+
+    def post(self, tensor: Tensor, to: int) -> Pending | None:
+        tensor = _carried(tensor)
+        place = self._place.get(to)
+        if place is None:
+            return self._far().send(tensor, to, 0)
+        return self._mailbox.post(tensor, place, 0)
+
+    def expect(self, into: Tensor, source: int) -> Pending:
+        into = _carried(into)
+        place = self._place.get(source)
+        if place is None:
+            return self._far().receive(into, source, 0)
+        return self._mailbox.receive(into, place, 0)
+
+    def fetch(self, into: Tensor, source: int) -> None:
+        into = _carried(into)
+        place = self._place.get(source)
+        if place is None:
+            self._far().receive(into, source, 0).wait()
+        else:
+            self._mailbox.fetch(into, place, 0)
+
+    def _far(self) -> Across:
+        assert self._across is not None, "all ranks are here"
+        return self._across
+
+    def holds(self, messages: int, nbytes: int) -> bool:
+        return nbytes + messages * HEADER_BYTES <= self._held
+
+    # Reductions.
+
+    def averages(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def prepare_all_reduce(
+        self, tensor: Tensor, op: dist.ReduceOp.RedOpType
+    ) -> Callable[[], Callable[[], float]]:
+        return self._begun.prepare_all_reduce(tensor, operation_of(op))
+
+    def prepare_reduce_scatter(
+        self, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
+    ) -> Callable[[Sequence[Tensor]], Begun]:
+        return self._begun.prepare_reduce_scatter(output, source, operation_of(op))
+
+    def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
+        return self._begun.begin_all_gather(output, source)
+
+    def meet(self) -> None:
+        self._line.now(self._moves.barrier)
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """As it is sent: a complex number is two numbers. Raises ValueError for what cannot be."""
+    if tensor.is_complex() or tensor.is_neg() or not tensor.is_cpu or tensor.layout != _DENSE:
+        check_tensor(tensor)
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor
