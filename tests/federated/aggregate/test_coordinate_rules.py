@@ -13,7 +13,7 @@ from update_matrices import DIMENSIONS, SEEDS, close, combine, normal, tied
 
 from dure.federated.aggregate import Bulyan, Median, Rows, TrimmedMean
 from dure.federated.aggregate.bulyan import around_the_median
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 MATRICES = st.sampled_from([normal, tied])
 

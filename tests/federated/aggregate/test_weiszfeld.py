@@ -14,7 +14,7 @@ from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, row
 
 from dure.federated.aggregate import RFA, GeometricMedian, GeometricMedianOfMeans
 from dure.federated.aggregate.weiszfeld import coordinates, descent
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 Matrix = Callable[[int, int, int], torch.Tensor]
 POINTS = st.integers(1, 12)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dure.federated.aggregate import Aggregator, Collects, Folds, Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 TURN = Turn(seed=3, number=5)
 SEEDS = st.integers(0, 10_000)

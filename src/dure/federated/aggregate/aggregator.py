@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 from dure.settings import write
 
 

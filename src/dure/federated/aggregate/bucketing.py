@@ -23,7 +23,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects
 from dure.federated.aggregate.rows import Rows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from dure.federated.aggregate.krum import scores
 from dure.federated.aggregate.median import middle
 from dure.federated.aggregate.order import sorted_rows
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import Rows, is_finite
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner, text
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 MEAN = Mean()
 """What `Clipped` wraps unless another is given."""

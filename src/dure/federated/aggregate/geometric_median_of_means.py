@@ -26,7 +26,7 @@ from torch import Tensor
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.order import sorted_rows
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.median import Median
 from dure.federated.aggregate.rows import Rows
-from dure.federated.server.turn import Turn
+from dure.randomness.turn import Turn
 from dure.settings import write
 
 MEDIAN = Median()

@@ -23,8 +23,8 @@ from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import Rows
 from dure.federated.engines.products import Deferred
 from dure.federated.server.server_optimizer import ServerOptimizer, State
-from dure.federated.server.turn import Turn
 from dure.protocol.messages import Update
+from dure.randomness.turn import Turn
 
 
 @dataclass
