@@ -28,10 +28,12 @@ from dure.settings import write
 
 @dataclass(frozen=True)
 class Aggregator:
-    """What all have in common. collects: whether it needs all updates at once."""
+    """What all have in common. collects: whether it needs all updates at once. sums: whether it
+    does nothing with them but add them up, so that they need not be formed one by one."""
 
     name: ClassVar[str]
     collects: ClassVar[bool]
+    sums: ClassVar[bool] = False
 
     def check(self, updates: int) -> None:
         """Raises ValueError if `updates` a round are too few for what the aggregator promises."""

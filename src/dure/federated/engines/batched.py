@@ -34,7 +34,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError
 from dure.federated.engines.factored import which_pay
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import not_finite
 from dure.federated.engines.losses import cross_entropy
 from dure.federated.engines.memory import Memory
@@ -104,7 +104,7 @@ def batched_engine(
     )
 
 
-class BatchedEngine:
+class BatchedEngine(Engine):
     """Trains cohorts of clients; made by `batched_engine`. cohort: how many clients at once. why:
     it is this engine."""
 

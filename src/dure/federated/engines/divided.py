@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from dure.errors import DureError
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Worker:
 Member = TypeVar("Member", bound=Worker)
 
 
-class DividedEngine(ABC, Generic[Member]):
+class DividedEngine(Engine, ABC, Generic[Member]):
     """`workers` start with the first job. chunk: how many jobs one gets at once. window: how many
     chunks are computed ahead of what is asked for, at most. why: it is this engine."""
 

@@ -3,8 +3,7 @@ computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -56,18 +55,37 @@ class Trained(msgspec.Struct, frozen=True, gc=False):
     failure: str | None = None
 
 
-class Engine(Protocol):
-    """Whoever computes."""
+class Engine:
+    """Whoever computes: the base of all engines, which have at least a name and `train`."""
 
     name: str
-    why: str
+    why: str = ""
     """In a line, why it is this engine that computes; empty where it was asked for."""
-    cohort: int
+    batch_size: int | None = None
+    """Of a client's step; None is all of its data."""
+    cohort: int = 1
     """How many jobs it likes to have at once; more are no faster a job."""
+    chunk: int = 0
+    """How many jobs each of its processes gets at once; 0 where it has none."""
+    threads: int | None = None
+    """Of the operators in long steps of many clients, at least; None is as many as there are."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Does the jobs and gives the results in their order, a few at a time: never more than a
         cohort in memory."""
+        raise NotImplementedError
+
+    def at_once(self, job: Job) -> int:
+        """How many jobs like this one it likes to have at once."""
+        return 1
+
+    def alone(self, flops: Callable[[], float], threads: int | None) -> None:
+        """It has the cores of this process to itself, and may use so many threads for an operator;
+        None is as many as there are. flops: of an example's step."""
 
     def close(self) -> None:
         """Ends its processes, where it has any."""
+
+    def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+        """As `train`, towards a client's own model and not towards the next global one."""
+        return self.train(jobs)

@@ -26,7 +26,7 @@ from dure.contracts.lr_schedule import scale
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import to_device
@@ -50,7 +50,7 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
 step."""
 
 
-class LoopEngine:
+class LoopEngine(Engine):
     """Trains for one client after another. model: a fresh one, which becomes the engine's own.
 
     examples: of all clients, in the model's dtype. batch_size: of a client's step; None is all of

@@ -15,7 +15,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import failed, not_finite
 from dure.federated.engines.optimizers import optimizer_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -27,7 +27,7 @@ NUDGE = 1e-3
 the Hessian."""
 
 
-class MetaEngine:
+class MetaEngine(Engine):
     """alpha: the inner step. hessian_free: whether the second derivative is estimated, or left
     out."""
 

@@ -27,7 +27,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.batched import batched_engine
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import LoopEngine
 
 CHUNKS_AHEAD = 2
@@ -68,7 +68,7 @@ _SENT = ("weights", "buffers", "anchor", "correction")
 """The fields of a job that are put into the object store."""
 
 
-class RayEngine:
+class RayEngine(Engine):
     """batched: whether actors have the batched engine. workers: how many there are; None is one a
     core of the cluster.
 
