@@ -135,7 +135,8 @@ def from_bytes(content: bytearray) -> Message:
     try:
         decoder = msgspec.msgpack.Decoder(Message, dec_hook=tensor)
         message: Message = decoder.decode(memoryview(content)[HEAD : HEAD + header])
-    except (msgspec.DecodeError, RuntimeError) as error:  # torch's: a shape that it cannot have
+    except (msgspec.DecodeError, ValueError, RuntimeError) as error:
+        # Names that are no text, nests without an end, shapes that torch cannot have.
         raise MessageError(f"it is no message: {error}") from error
     if at != len(content):
         raise MessageError(f"the message has {len(content) - at} bytes that belong to nothing")
