@@ -17,11 +17,11 @@ import dure
 from dure.data.partition import IID
 from dure.errors import TooFewClientsError
 from dure.federated.aggregate import parse
-from dure.federated.client.personal import _over_clients
 from dure.federated.engines.meta import MetaEngine
+from dure.federated.server.by_client import over_clients
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.server_optimizer import Rule, ServerOptimizer
-from dure.protocol.messages import Update
+from dure.protocol.messages import Measured, Update
 from small import CLASSES, FEATURES, largest_difference, small_task
 
 
@@ -247,8 +247,7 @@ def test_an_optimizer_lives_as_long_as_its_steps() -> None:
 
 
 def test_clients_with_nothing_to_count_hide_nothing_of_the_others() -> None:
-    assert _over_clients("client_f1", [0.5, float("nan"), 1.0])["client_f1"] == 0.75
-    assert _over_clients("client_f1", [0.5, float("nan"), 1.0])["client_f1_p10"] == pytest.approx(
-        0.55
-    )
-    assert math.isnan(_over_clients("client_f1", [float("nan")])["client_f1"])
+    some = over_clients(Measured([0, 1, 2], {"client_f1": [0.5, float("nan"), 1.0]}))
+    assert some["client_f1"] == 0.75
+    assert some["client_f1_p10"] == pytest.approx(0.55)
+    assert math.isnan(over_clients(Measured([0], {"client_f1": [float("nan")]}))["client_f1"])

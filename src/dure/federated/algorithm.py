@@ -3,14 +3,15 @@ their answers mean.
 
 The default of every hook is FedAvg's. An algorithm is a file with a strategy (its hyperparameters)
 and, where it needs one, a class with the hooks that it changes. The two sides live in one class so
-that a file tells the whole story; a deployed client uses the client's hooks and the server the
-server's.
+that a file tells the whole story. Each half of a federation has an instance of its own: the server
+calls the server's hooks and the clients call the clients', and neither finds there what the other
+has put in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,11 +42,18 @@ class Start(NamedTuple):
 class Algorithm:
     """FedAvg, and the hooks in which others differ from it."""
 
-    mixes_models = False
+    mixes_models: ClassVar[bool] = False
     """Whether the server mixes in the clients' models, x_start + Δ, rather than add their
     changes."""
 
-    passes = 1
+    answers: ClassVar[bool] = False
+    """Whether `answer` is its own: a client then sends something else than what it computed."""
+
+    divides: ClassVar[bool] = False
+    """Whether a part of the model belongs to each client, so that `shared` leaves it out and `kept`
+    tells of it."""
+
+    passes: int = 1
     """Gradients that a client computes of each example of a step, for its virtual time."""
 
     # The server's side
@@ -54,9 +62,9 @@ class Algorithm:
         """What of the model's weights the server has, and sends."""
         return list(weights)
 
-    def whole(self, shared: Sequence[Tensor], memories: Mapping[int, Memory]) -> list[Tensor]:
+    def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
         """The model that is measured: the shared weights, and where there is more, what clients
-        have there."""
+        have `kept` there."""
         return list(shared)
 
     def down(self) -> Sequence[Tensor]:
@@ -96,3 +104,8 @@ class Algorithm:
         """The client's own model, given the shared weights; None where it has none but the global
         one."""
         return None
+
+    def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
+        """What clients have in place of what `shared` leaves out: the mean over those that took
+        part. memories: of each of them."""
+        return ()

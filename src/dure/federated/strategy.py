@@ -1,7 +1,10 @@
-"""What all federated strategies have in common: their fields, and the learner that runs them.
+"""What all federated strategies have in common: their fields, and the two halves that run them.
 
-    repeat: the coordinator asks clients; a carrier takes the assignments to them and their updates
-            back; the coordinator makes a new model of the updates
+    server half     dure.federated.server    the global model, who is asked when, how updates become one
+    clients' half   dure.federated.client    examples, what clients keep, local training
+
+A carrier takes messages between the two (`dure.protocol`): in a simulation, which joins them in one
+process under a virtual clock, as they are.
 
 A subclass is an algorithm: it adds its hyperparameters and says what its clients and its server do
 (`algorithm`), when the server asks and combines (`pacing`), and how it moves the model
@@ -10,51 +13,38 @@ A subclass is an algorithm: it adds its hyperparameters and says what its client
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.contracts.strategy import Kind, Learner, Place, examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
-from dure.errors import LossNotFiniteError
 from dure.federated import aggregate
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start
-from dure.federated.client.clients import Clients, LocalWork, check_poison, poisoned
+from dure.federated.client.clients import Clients, LocalWork
 from dure.federated.client.personal import Personal
+from dure.federated.client.poisoning import check_poison, poisoned
 from dure.federated.engines.choose import Setting, check_engine, engine_for
-from dure.federated.engines.job import Engine
+from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.server import sampling
-from dure.federated.server.coordinator import Coordinator, Result
-from dure.federated.server.global_model import GlobalModel
-from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing, Rounds
-from dure.federated.server.sampling import Selection, Uniform, clients_per_round
+from dure.federated.server.sampling import Selection, Uniform
+from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
-from dure.fleet.arrival import Still
-from dure.fleet.attacks import Backdoor, NoAttack
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count, liars
-from dure.machine.threads import flops_per_step
-from dure.protocol.carrier import Flight
+from dure.protocol.carrier import Carrier
 from dure.randomness.seeds import generator
-from dure.record.meter import Meter
 from dure.settings import parse_fields
-from dure.tasks.evaluation import evaluate, ratio
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
-
-MOST_METERS = 1_000
-"""With more clients than this, one meter counts for all of them."""
 
 
 @dataclass(frozen=True)
@@ -214,15 +204,16 @@ class Federated:
         self.check_task(task)
         clients = self._count(task)
         if clients is not None:  # without keys it is the partition that refuses
-            self.rule().check(self._updates(clients))
             pacing = self.pacing(clients)
-            if isinstance(pacing, Rounds):
-                pacing.check(clients)
+            self.rule().check(pacing.updates(clients))
+            pacing.check(clients)
 
     def check_under(self, task: Task, conditions: Conditions) -> None:
         """Raises ValueError for liars that there cannot be, and an engine that cannot compute the
         task."""
-        clients, attack, attackers = self._count(task), conditions.attack, conditions.attackers
+        clients = self._count(task)
+        attack = conditions.attack
+        attackers = conditions.attackers
         if clients is not None and attackers and not count(clients, attackers):
             raise ValueError(
                 f"attackers is {attackers}, but this share of {clients} clients is none: give a "
@@ -234,21 +225,10 @@ class Federated:
 
     def _count(self, task: Task) -> int | None:
         """How many clients there are, where that is known before the data are divided."""
+        if self.clients is not None:
+            return self.clients
         keys = task.train.keys
-        return (
-            self.clients
-            if self.clients is not None
-            else len(set(keys))
-            if keys is not None
-            else None
-        )
-
-    def _updates(self, clients: int) -> int:
-        """Updates that usually make a new model."""
-        pacing = self.pacing(clients)
-        return (
-            clients_per_round(clients, self.fraction) if isinstance(pacing, Rounds) else pacing.size
-        )
+        return None if keys is None else len(set(keys))
 
     def divide(self, task: Task, seed: int) -> Parts:
         """The examples of each client. Raises ValueError if the partition does not fit the data."""
@@ -260,240 +240,121 @@ class Federated:
             self.partition, self.divide(task, seed), task.train.labels(), task.train.classes
         )
 
+    # The two halves
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        return FederatedLearner(task, place, seed, self)
-
-
-class FederatedLearner:
-    """The server's side, the clients' side, and the carrier between them."""
-
-    unit = "round"
-    where = "server"
-
-    def __init__(self, task: Task, place: Place, seed: int, strategy: Federated) -> None:
+        """Both halves in this process, joined by the place's carrier."""
         assert place.carrier is not None
         assert place.conditions is not None
-        self.task, self.place, self.seed, self.strategy = task, place, seed, strategy
-        conditions: Conditions = place.conditions
-        self.model = seeded_model(task, seed)
-        self.flat, self.buffers = FlatParameters(self.model), Buffers(self.model)
-        examples, self.test_examples = examples_for(self.model, task)
-        own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
-        attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
-        lying = partial(_liars, len(own), conditions.attackers, seed, conditions.attackers_change)
-        self.personal = Personal(task, examples, held_out, seed, strategy.fine_tune)
+        model = seeded_model(task, seed)
+        clients = self.clients_half(task, model, place.conditions, seed)
+        place.ending.callback(clients.close)
+        carrier = place.carrier(clients, seed)
+        return self.server_half(task, model, place, carrier, seed)
+
+    def server_half(
+        self, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
+    ) -> Server:
+        """The server, which learns of its clients through the carrier. model: the run's, which
+        becomes the server's own."""
+        train, test = examples_for(model, task)
+        clients = len(carrier.join().sizes)
+        attack = None
+        lying = None
+        if place.conditions is not None and place.conditions.attackers:
+            attack = place.conditions.attack
+            lying = _lying(place.conditions, clients, seed)
+        return Server(
+            task=task,
+            model=model,
+            test=test,
+            algorithm=self.algorithm(_start(task, model, clients)),
+            rule=self.rule(),
+            optimizer=self.optimizer(),
+            pacing=self.pacing(clients),
+            carrier=carrier,
+            group=place.group,
+            seed=seed,
+            sample=test or train,
+            batch_size=self.batch_size,
+            attack=attack,
+            liars=lying,
+        )
+
+    def clients_half(
+        self, task: Task, model: nn.Module, conditions: Conditions, seed: int
+    ) -> Clients:
+        """All clients of the federation, with their examples. model: the run's, which stays as it
+        is."""
+        examples, _ = examples_for(model, task)
+        parts = self.divide(task, seed)
+        own, held_out = _held_out(parts, self.held_out, seed)
+        personal = Personal(task, examples, held_out, seed, fine_tune=self.fine_tune)
+        attack = conditions.attack if conditions.attackers else None
+        lying = _lying(conditions, len(own), seed)
         if attack is not None and attack.poisons:
             examples, own = poisoned(examples, own, lying(0), attack)
-        weights = self.flat.copy()
-        pacing = strategy.pacing(len(own))
-        self.algorithm = strategy.algorithm(
-            Start(self.model, weights, len(own), _learning_rate(task, self.model))
-        )
-        answers = type(self.algorithm).answer is Algorithm.answer
-        sums = (
-            answers and attack is None and type(strategy.rule()) is Mean
-        )  # nobody looks at single updates
-        self.clients = Clients(
-            own,
-            strategy.work(),
-            self.algorithm,
-            lambda jobs, chosen, chunk, threads: strategy.engine(
+        algorithm = self.algorithm(_start(task, model, len(own)))
+        synchronous = self.pacing(len(own)).synchronous
+        # Where nobody looks at single updates, an engine need not form them.
+        sums = not algorithm.answers and attack is None and self.rule().sums
+
+        def engine(
+            jobs: Sequence[Job], chosen: str | None, chunk: int, threads: int | None
+        ) -> Engine:
+            return self.engine(
                 Setting(
-                    *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
-                    *(
-                        conditions.processes,
-                        chosen or conditions.engine,
-                        pacing.synchronous,
-                        sums,
-                        chunk,
-                        threads,
-                    ),
+                    task=task,
+                    model=seeded_model(task, seed),
+                    examples=examples,
+                    batch_size=self.batch_size,
+                    seed=seed,
+                    jobs=jobs,
+                    processes=conditions.processes,
+                    wanted=chosen or conditions.engine,
+                    together=synchronous,
+                    sums=sums,
+                    chunk=chunk,
+                    threads=threads,
                 )
-            ),
-            seed,
-            None if isinstance(conditions.arrival, Still) else conditions.arrival.present,
-            attack,
-            lying,
-            strategy.sends_partial_work,
-            task.lr_schedule,
-            _threads(conditions.processes),
+            )
+
+        return Clients(
+            parts=own,
+            work=self.work(),
+            algorithm=algorithm,
+            engine=engine,
+            personal=personal,
+            seed=seed,
+            present=None if conditions.arrival.still else conditions.arrival.present,
+            attack=attack,
+            liars=lying,
+            partial=self.sends_partial_work,
+            lr_schedule=task.lr_schedule,
+            threads=_threads(conditions.processes),
         )
-        self.carrier = place.carrier(self.clients, seed)
-        buffers = [buffer.clone() for buffer in self.buffers.of(self.model)]
-        shared = self.algorithm.shared(weights)
-        model = GlobalModel(shared, buffers, strategy.rule(), strategy.optimizer())
-        self.coordinator = Coordinator(model, pacing, self.algorithm, self.clients.sizes, seed)
-        asked = pacing.asked(seed, 0, len(own)) if isinstance(pacing, Rounds) else pacing.size
-        self.units_per_epoch = 1 if isinstance(pacing, Rounds) else max(1, round(len(own) / asked))
-        self.server = place.group.meter
-        self.server.name = "server"
-        self.counted = _meters(len(own))
-        self.log = Log(None if attack is None else lying)
-        place.ending.callback(self.clients.close)
-
-    def flops_per_step(self) -> float:
-        typical = sum(self.clients.sizes) / len(self.clients.sizes)
-        batch = min(self.strategy.batch_size or typical, typical)
-        return flops_per_step(self.model, self.test_examples or self.personal.examples, batch)
-
-    def advance(self, wish: int) -> Progress:
-        """One new global model: assignments out, local training, updates back, the updates
-        combined."""
-        coordinator, round = self.coordinator, self.coordinator.round
-        before = coordinator.model.weights
-        started = time.perf_counter()
-        ways_back = [one.mark() for one in (coordinator, self.carrier, self.clients)]
-        try:
-            combine = self.carrier.carry(coordinator)
-            for update in self.carrier.updates(coordinator, combine.tickets):
-                self.log.saw(update)
-                checked = (
-                    self.clients.attack is None and not update.buffers
-                )  # the engine has seen to its weights
-                coordinator.fold(update, finite=checked)
-        except LossNotFiniteError:  # what is kept then is the state before the round
-            for back in ways_back:
-                back()
-            raise
-        trained = time.perf_counter()
-        self.server.compute("local training", started, trained, round + 1)
-        result = coordinator.finish(self.carrier.now)
-        self.clients.keep([ticket for ticket in combine.tickets if ticket not in result.refused])
-        self.clients.forget(list(result.refused))
-        self.server.compute("aggregate", trained, time.perf_counter(), round + 1)
-        flown = self.carrier.flown
-        self.carrier.flown = []
-        self._count(flown)
-        self.log.flew(flown, result, round, before, coordinator.model.weights)
-        return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
-
-    def _count(self, flown: list[Flight]) -> None:
-        """Bytes of the server and of the clients, and the clients' seconds, which are their
-        devices'."""
-        for flight in flown:
-            self.server.sent(flight.down)
-            meter = self.counted[flight.client if len(self.counted) > 1 else 0]
-            meter.received(flight.down)
-            if flight.up:
-                meter.sent(flight.up)
-                self.server.received(flight.up)
-            meter.counters.compute_seconds += flight.compute_seconds
-            meter.counters.communication_seconds += flight.transfer_seconds
-
-    def _numbers(self, flown: list[Flight], result: Result) -> dict[str, float]:
-        outcomes = [flight.outcome for flight in flown]
-        staleness = result.staleness
-        return {
-            "virtual_seconds": self.carrier.now,
-            "updates": float(len(result.clients)),
-            "late": float(outcomes.count("late")),
-            "failed": float(sum(one not in ("late", "accepted") for one in outcomes)),
-            "refused": float(len(result.refused)),
-            "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
-        }
-
-    def _load_global(self) -> None:
-        coordinator = self.coordinator
-        self.flat.load(self.algorithm.whole(coordinator.model.weights, self.clients.memories))
-        self.buffers.load(self.model, coordinator.model.buffers)
-
-    def evaluate(self) -> dict[str, float]:
-        self._load_global()
-        return {
-            **evaluate(
-                self.task, self.model, self.test_examples, self.place.group, self.coordinator.round
-            ),
-            **self._opened(),
-            **self.personal.measured(
-                self.algorithm, self.coordinator.model, self.clients, self.carrier.now
-            ),
-        }
-
-    @torch.no_grad()
-    def _opened(self) -> dict[str, float]:
-        """The share of the test examples of other classes that a backdoor's trigger turns to its
-        target."""
-        attack, examples = self.clients.attack, self.test_examples
-        if not isinstance(attack, Backdoor) or examples is None:
-            return {}
-        self.model.eval()
-        turned, of = 0, 0
-        for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-            inputs, targets = examples.batch(part)
-            some = attack.turned(self.model(attack.triggered(inputs)), targets)
-            turned, of = turned + some[0], of + some[1]
-        self.model.train()
-        return {"test_backdoor": ratio(turned, of)}
-
-    def weights(self) -> dict[str, Tensor]:
-        self._load_global()
-        return dict(self.model.state_dict())
-
-    def state(self) -> dict[str, Any]:
-        self._load_global()
-        return {
-            "coordinator": self.coordinator.state(),
-            "carrier": self.carrier.state(),
-            "clients": self.clients.state(),
-            "log": self.log.state(),
-            "measured": self.personal.latest,
-            "engine": [
-                self.clients.chosen,
-                self.clients.why,
-                self.clients.chunk,
-                self.clients.threads,
-            ],
-            "buffers": passing_buffers(self.model),
-        }
-
-    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
-        self.coordinator.restore(state["coordinator"])
-        self.carrier.restore(state["carrier"])
-        self.clients.restore(state["clients"])
-        self.clients.chosen, self.clients.why, self.clients.chunk, self.clients.threads = state[
-            "engine"
-        ]
-        self.log.restore(state["log"])
-        self.personal.latest = state.get("measured", {})
-
-    def facts(self) -> dict[str, Any]:
-        """Who took part when, and how it went, for the report."""
-        return {
-            "engine": self.clients.chosen,
-            "why": self.clients.why,
-            **self.log.facts(),
-            **self.personal.facts(),
-        }
-
-    def meters(self) -> Sequence[Meter]:
-        return [self.server, *self.counted]
 
 
-def _liars(clients: int, attackers: float, seed: int, change: bool, turn: int) -> Collection[int]:
+def _start(task: Task, model: nn.Module, clients: int) -> Start:
+    optimizer = optimizer_of(task, list(model.parameters()))
+    lr = float(optimizer.param_groups[0].get("lr", float("nan")))
+    return Start(model, FlatParameters(model).copy(), clients, lr)
+
+
+def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], Collection[int]]:
     """Who lies in a round: the same all along, or others in every round."""
-    return liars(clients, attackers, seed, turn if change else None)
+
+    def lying(round: int) -> Collection[int]:
+        turn = round if conditions.attackers_change else None
+        return liars(clients, conditions.attackers, seed, turn)
+
+    return lying
 
 
 def _threads(processes: int | None) -> int:
     """That steps of many clients may have: all that torch has before a run has fewer for the steps
     of one client."""
     return torch.get_num_threads() if processes is None else min(processes, torch.get_num_threads())
-
-
-def _meters(clients: int) -> list[Meter]:
-    if clients <= MOST_METERS:
-        return [Meter(f"client {client}") for client in range(clients)]
-    together = Meter(f"{clients} clients")
-    together.stands_for = clients
-    return [together]
-
-
-def _learning_rate(task: Task, model: nn.Module) -> float:
-    return float(
-        optimizer_of(task, list(model.parameters())).param_groups[0].get("lr", float("nan"))
-    )
 
 
 def _held_out(

@@ -32,9 +32,11 @@ from dure.settings import listed, read, write
 
 @dataclass(frozen=True)
 class Arrival:
-    """What all settings have in common: a name, a text form, and `present`."""
+    """What all settings have in common: a name, a text form, and `present`. still: whether all is
+    there always, so that nobody need ask."""
 
     name: ClassVar[str]
+    still: ClassVar[bool] = False
 
     def present(self, n: int, now: float) -> Tensor:
         """Which of its n examples a client has at time `now` (seconds, >= 0).
@@ -54,6 +56,7 @@ class Still(Arrival):
     """Every client has all its data all the time."""
 
     name: ClassVar[str] = "still"
+    still: ClassVar[bool] = True
 
     def present(self, n: int, now: float) -> Tensor:
         return torch.arange(n)

@@ -42,9 +42,11 @@ periods apart."""
 
 @dataclass(frozen=True)
 class Availability:
-    """What all settings have in common: a name, a text form, `next` and `until`."""
+    """What all settings have in common: a name, a text form, `next` and `until`. always: whether
+    every client is always there, so that nobody need ask."""
 
     name: ClassVar[str]
+    always: ClassVar[bool] = False
 
     def next(self, client: int, now: float, seed: int) -> float:
         """The first time at or after `now` (seconds, >= 0) at which `client` is there; inf if
@@ -66,6 +68,7 @@ class Always(Availability):
     """Every client is always there."""
 
     name: ClassVar[str] = "always"
+    always: ClassVar[bool] = True
 
     def next(self, client: int, now: float, seed: int) -> float:
         return now

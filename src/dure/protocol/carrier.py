@@ -1,27 +1,31 @@
 """Between a coordinator and its clients: what the one asks for, and who carries it to the others.
 
 A coordinator answers with actions; a carrier (a simulation under a virtual clock, a server on a
-network) does them and tells it what came of them. Neither knows the other's kind.
+network) does them and tells it what came of them. Neither knows the other's kind. All that passes
+between the two halves is a message of `dure.protocol.messages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from dure.protocol.messages import (
+    Assignment,
+    Join,
+    Kept,
+    Measure,
+    Measured,
+    Refuse,
+    Settled,
+    Update,
+)
 
 
 class Assign(NamedTuple):
-    """Send this to its client. assignment: has ticket, client, nbytes and deadline."""
+    """Send this to its client."""
 
-    assignment: Any
-
-
-class Refuse(NamedTuple):
-    """Tell the client that its update does not count, and why."""
-
-    ticket: int
-    client: int
-    reason: str
+    assignment: Assignment
 
 
 class Combine(NamedTuple):
@@ -39,15 +43,20 @@ class Coordinator(Protocol):
 
     wake: float
 
-    def update(self, ticket: int, now: float) -> list[Action]: ...
+    def update(self, ticket: int, now: float) -> list[Action]:
+        """An update has arrived, and lies with the carrier."""
 
-    def failed(self, ticket: int, reason: str, now: float) -> list[Action]: ...
+    def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
+        """There will be none."""
 
-    def tick(self, now: float) -> list[Action]: ...
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
 
-    def assignment(self, ticket: int) -> Any: ...
+    def assignment(self, ticket: int) -> Assignment:
+        """What a client with an open ticket was sent."""
 
-    def waits_for(self, ticket: int) -> bool: ...
+    def waits_for(self, ticket: int) -> bool:
+        """Whether an update with this ticket would count."""
 
 
 class Work(NamedTuple):
@@ -63,40 +72,81 @@ class Order(NamedTuple):
     """An assignment that a client works on. began: when it was handed out; work: as much of it as
     it does."""
 
-    assignment: Any
+    assignment: Assignment
     began: float
     work: Work
 
 
 class Clients(Protocol):
-    """The clients' side. partial: whether they send what they have when time runs out, rather than
-    nothing."""
+    """The clients' side, where all clients live in one process.
+
+    partial: whether they send what they have when time runs out, rather than nothing. checked:
+    whether the numbers of what they send are finite, but for buffers.
+    """
 
     partial: bool
+    checked: bool
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Examples of each of them."""
+    def join(self) -> Join:
+        """Their introduction."""
 
-    def work(self, assignment: Any, now: float, most: float | None = None) -> Work:
+    def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
         """What the assignment takes, of at most so many examples."""
 
-    def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Any]:
+    def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates of `orders`, in their order. ahead: others that will be asked for soon."""
+
+    def settle(self, settled: Settled) -> None:
+        """What became of updates."""
+
+    def measure(self, measure: Measure) -> Measured:
+        """The model, and their own, on what they have held out."""
+
+    def kept(self) -> Kept:
+        """What they have in place of a part of the model."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """How they compute, for the report."""
+
+    def mark(self) -> Callable[[], None]:
+        """A way back to this moment, as long as nothing is settled."""
+
+    def state(self) -> Any:
+        """What clients keep, as a tree for checkpoints."""
+
+    def restore(self, state: Any) -> None:
+        """The inverse of `state`."""
 
 
 class Carrier(Protocol):
     """now: seconds on the federation's clock. flown: what became of assignments since it was last
-    emptied."""
+    emptied. checked: whether whoever computed an update has seen to it that its numbers are finite,
+    but for buffers; never true of what comes over a network."""
 
     now: float
     flown: list[Flight]
+    checked: bool
+
+    def join(self) -> Join:
+        """Who the clients are."""
 
     def carry(self, coordinator: Coordinator) -> Combine:
         """Carries messages until the coordinator can make a new model."""
 
-    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Any]:
+    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
         """The updates of these tickets, one after another."""
+
+    def settle(self, settled: Settled) -> None:
+        """Tells clients what became of their updates."""
+
+    def measure(self, measure: Measure) -> Measured:
+        """Has clients measure a model."""
+
+    def kept(self) -> Kept:
+        """Asks clients what they have in place of a part of the model."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What is known here of how clients compute, for the report."""
 
     def mark(self) -> Callable[[], None]:
         """A way back to this moment, taken before each `carry`."""

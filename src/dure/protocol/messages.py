@@ -1,8 +1,19 @@
-"""What travels between server and client: an assignment down, an update up.
+"""What server and clients say to each other. Nothing else passes between them.
+
+    clients -> server    Join        how many examples each of us has
+    server -> client     Assignment  train from these weights
+    client -> server     Update      how my weights moved
+    server -> clients    Settled     these updates made the new model, and those did not count
+    server -> client     Refuse      your update does not count, and why
+    server -> clients    Measure     how good is this model on what you held out?
+    clients -> server    Measured    so good
+    server -> clients    Ask         what do you have in place of a part of the model?
+    clients -> server    Kept        this, in the mean
 
 Weights and updates are lists of flat tensors, one a dtype of the model (`dure.tensors.flat`);
-buffers are in the model's own order. A client that trains without a server's knowledge does not
-exist: each assignment has a ticket, which its update gives back.
+buffers are in the model's own order. Each assignment has a ticket, which its update gives back: an
+update that nobody asked for does not exist. In one process a message is handed over as it is, and
+its tensors with it; `dure.protocol.encoding` makes bytes of it.
 """
 
 from __future__ import annotations
@@ -10,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from msgspec.structs import force_setattr
 from torch import Tensor
 
 
@@ -19,36 +29,35 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-class Assignment(msgspec.Struct, frozen=True, gc=False):
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Clients introduce themselves. sizes: how many examples each has; its place here is its
+    number."""
+
+    sizes: Sequence[int]
+
+
+class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The server asks a client to train from these weights.
 
-    round: the number of the global model that these are. deadline: when the update has to be there,
-    in the coordinator's time; None where nobody waits for it. extra: what an algorithm sends
-    besides, as SCAFFOLD's control. nbytes: of it all, counted where it is not given. turn: where
-    the client's batches and draws go on, the round by default; without rounds, where a client may
-    be handed the same weights again, how often it has answered.
+    round: the number of the global model that these are. turn: where the client's batches and draws
+    go on: the round, and without rounds, where a client may be handed the same weights again, how
+    often it has answered. extra: what an algorithm sends besides, such as SCAFFOLD's control.
+    deadline: when the update has to be there, in the server's time; None where nobody waits for it.
+    nbytes: of all its tensors.
     """
 
     ticket: int
     client: int
     round: int
+    turn: int
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor]
+    nbytes: int
     extra: Sequence[Tensor] = ()
     deadline: float | None = None
-    nbytes: int = 0
-    turn: int = -1
-
-    def __post_init__(self) -> None:
-        if not self.nbytes:
-            force_setattr(
-                self, "nbytes", nbytes(self.weights) + nbytes(self.buffers) + nbytes(self.extra)
-            )
-        if self.turn < 0:
-            force_setattr(self, "turn", self.round)
 
 
-class Update(msgspec.Struct, frozen=True, gc=False):
+class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A client's answer: how its weights moved. The model itself never leaves the client.
 
     delta: weights after training less the weights received. buffers: after training. examples: n_k,
@@ -69,3 +78,56 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         return nbytes(self.delta) + nbytes(self.buffers) + nbytes(self.extra)
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """What became of the updates of a new model, by their tickets.
+
+    kept: they count, so that their clients keep what they have learned for the next time. dropped:
+    they did not.
+    """
+
+    kept: Sequence[int]
+    dropped: Sequence[int]
+
+
+class Refuse(msgspec.Struct, frozen=True, tag=True):
+    """The update with this ticket does not count, for this reason. client: -1 where nobody knows
+    whose it is."""
+
+    ticket: int
+    client: int
+    reason: str
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """Clients are to measure this model, and their own, on what they have held out.
+
+    round: the number of the global model. weights, buffers: what the server has of it. now: on the
+    federation's clock, for clients whose data come and go.
+    """
+
+    round: int
+    weights: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    now: float
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """clients: who have measured. values: of each metric, one number a client, in their order."""
+
+    clients: Sequence[int]
+    values: dict[str, list[float]]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Where a part of the model belongs to each client: what have they there?"""
+
+
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """tensors: the mean of what those have there who took part; none where nobody has anything."""
+
+    tensors: Sequence[Tensor]
+
+
+Message = Join | Assignment | Update | Settled | Refuse | Measure | Measured | Ask | Kept

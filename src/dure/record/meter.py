@@ -12,7 +12,7 @@ it: no second counts twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -86,6 +86,23 @@ class Meter:
 
     def received(self, nbytes: int) -> None:
         self.counters.bytes_received += nbytes
+
+    def exchanged(self, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Many messages, by their bytes."""
+        self.counters.bytes_sent += sum(sent)
+        self.counters.messages_sent += len(sent)
+        self.counters.bytes_received += sum(received)
+
+    def answered(self, down: int, up: int, transfer: float, compute: float) -> None:
+        """A simulated client was sent `down` bytes and has answered with `up`; 0 is no answer.
+        transfer, compute: its device's seconds."""
+        counters = self.counters
+        counters.bytes_received += down
+        if up:
+            counters.bytes_sent += up
+            counters.messages_sent += 1
+        counters.compute_seconds += compute
+        counters.communication_seconds += transfer
 
     def compute(self, name: str, start: float, end: float, step: int) -> None:
         """The worker computed from `start` to `end` (seconds of `time.perf_counter`)."""

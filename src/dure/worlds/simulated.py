@@ -17,20 +17,44 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from dure.contracts.strategy import Kind, Place
 from dure.errors import TooFewClientsError
 from dure.fleet.conditions import Conditions
-from dure.protocol.carrier import Assign, Clients, Combine, Coordinator, Flight, Order, Refuse, Work
+from dure.protocol.carrier import (
+    Action,
+    Clients,
+    Combine,
+    Coordinator,
+    Flight,
+    Order,
+    Work,
+)
+from dure.protocol.messages import (
+    Assignment,
+    Join,
+    Kept,
+    Measure,
+    Measured,
+    Refuse,
+    Settled,
+    Update,
+)
 from dure.randomness.seeds import derive
 from dure.worlds.here import refuse_under_torchrun, run_here
 
 Value = TypeVar("Value")
 
-DROPPED, LEFT, AWAY = "dropped out", "went offline", "offline"
+DROPPED = "dropped out"
+LEFT = "went offline"
+AWAY = "offline"
+
+MOST_TRIPS = 10_000
+"""So many times on the way and at work are remembered: clients are asked the same again."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +88,8 @@ class Simulated(Conditions):
 
 
 class Underway(NamedTuple):
-    """An assignment on its way. ends: when its update arrives, or it fails for `reason`."""
+    """An assignment on its way. ends: when its update arrives, or it fails for `reason`. transfer,
+    compute: the seconds that it takes as a whole."""
 
     client: int
     round: int
@@ -76,20 +101,53 @@ class Underway(NamedTuple):
     transfer: float
     compute: float
 
+    def landed(self, outcome: str, up: int) -> Flight:
+        """What became of it in the end. An assignment that failed took its share of the time."""
+        share = 1.0
+        if self.reason is not None:
+            share = (self.ends - self.began) / max(self.transfer + self.compute, 1e-300)
+        return Flight(
+            client=self.client,
+            round=self.round,
+            began=self.began,
+            ended=self.ends,
+            outcome=outcome,
+            down=self.down,
+            up=up,
+            transfer_seconds=share * self.transfer,
+            compute_seconds=share * self.compute,
+        )
+
 
 class Simulation:
-    """The clock and the queue."""
+    """The clock and the queue: it joins the two halves of a federation in one process, and hands
+    messages over as they are."""
 
     def __init__(self, conditions: Conditions, clients: Clients, seed: int) -> None:
-        self.conditions, self.clients, self.seed = conditions, clients, seed
+        self.conditions = conditions
+        self.clients = clients
+        self.seed = seed
+        self.checked = clients.checked
         self.now = 0.0
         self.flown: list[Flight] = []
+        self._count = len(clients.join().sizes)
         self._queue: list[tuple[float, int, int]] = []
+        """(when, which in the order of making, ticket)."""
         self._made = 0
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Underway] = {}
         self._gone: set[int] = set()
         """Those who were found to be away for good; who is not asked is not looked for."""
+        self._seconds = lru_cache(maxsize=MOST_TRIPS)(self._trip)
+
+    def _trip(self, client: int, examples: int, down: int, up: int) -> tuple[float, float, float]:
+        """Seconds of download, computing and upload."""
+        return self.conditions.devices.of(client, self.seed).seconds(examples, down, up)
+
+    # What the server asks of a carrier
+
+    def join(self) -> Join:
+        return self.clients.join()
 
     def carry(self, coordinator: Coordinator) -> Combine:
         """Lets time pass until the coordinator can make a new model.
@@ -98,55 +156,76 @@ class Simulation:
         """
         combine = self._do(coordinator, coordinator.tick(self.now))
         while combine is None:
-            combine = self._next(coordinator)
+            actions = self._next(coordinator)
+            if actions:
+                combine = self._do(coordinator, actions)
         return combine
 
-    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Any]:
+    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
         """What the clients computed: now, as the coordinator takes it."""
-        orders = [self._order(coordinator, ticket, self._arrived.pop(ticket)) for ticket in tickets]
+        orders = []
+        for ticket in tickets:
+            flight = self._arrived.pop(ticket)
+            orders.append(Order(coordinator.assignment(ticket), flight.began, flight.work))
+        return self.clients.train(orders, self._ahead(coordinator) if self._underway else [])
+
+    def _ahead(self, coordinator: Coordinator) -> list[Order]:
+        """What is on its way and will be asked for, in the order in which it arrives."""
         soon = sorted(
             (flight.ends, ticket)
             for ticket, flight in self._underway.items()
             if flight.reason is None
         )
-        ahead = [
-            self._order(coordinator, ticket, self._underway[ticket])
-            for _, ticket in soon
-            if coordinator.waits_for(ticket)
-        ]
-        return self.clients.train(orders, ahead)
+        orders = []
+        for _, ticket in soon:
+            if coordinator.waits_for(ticket):
+                flight = self._underway[ticket]
+                orders.append(Order(coordinator.assignment(ticket), flight.began, flight.work))
+        return orders
 
-    @staticmethod
-    def _order(coordinator: Coordinator, ticket: int, flight: Underway) -> Order:
-        return Order(coordinator.assignment(ticket), flight.began, flight.work)
+    def settle(self, settled: Settled) -> None:
+        self.clients.settle(settled)
 
-    def _next(self, coordinator: Coordinator) -> Combine | None:
-        """The next event."""
-        if not self._underway and len(self._gone) == len(self.clients.sizes):
+    def measure(self, measure: Measure) -> Measured:
+        return self.clients.measure(measure)
+
+    def kept(self) -> Kept:
+        return self.clients.kept()
+
+    def facts(self) -> Mapping[str, Any]:
+        return self.clients.facts()
+
+    # Events
+
+    def _next(self, coordinator: Coordinator) -> list[Action]:
+        """The next event, and what the coordinator wants done then."""
+        if not self._underway and len(self._gone) == self._count:
             raise TooFewClientsError(
                 f"no client will be there again after {self.now:g} seconds: by the availability "
                 f"{self.conditions.availability} all have left for the last time"
             )
-        soonest = self._queue[0][0] if self._queue else math.inf
-        if coordinator.wake < soonest:
+        if not self._queue or coordinator.wake < self._queue[0][0]:
+            assert coordinator.wake < math.inf, (
+                "a coordinator that waits for nobody says when it wants to be told"
+            )
             self.now = max(self.now, coordinator.wake)
-            return self._do(coordinator, coordinator.tick(self.now))
-        assert self._queue, "a coordinator that waits for nobody says when it wants to be told"
+            return coordinator.tick(self.now)
         self.now, _, ticket = heapq.heappop(self._queue)
         flight = self._underway.pop(ticket)
         if flight.reason is not None:
             actions = coordinator.failed(ticket, flight.reason, self.now)
-            self._land(flight, flight.reason, 0)
-        else:
-            self._arrived[ticket] = flight
-            actions = coordinator.update(ticket, self.now)
-            late = any(isinstance(action, Refuse) and action.ticket == ticket for action in actions)
-            if late:
-                del self._arrived[ticket]
-            self._land(flight, "late" if late else "accepted", flight.work.up)
-        return self._do(coordinator, actions)
+            self.flown.append(flight.landed(flight.reason, up=0))
+            return actions
+        self._arrived[ticket] = flight
+        actions = coordinator.update(ticket, self.now)
+        outcome = "accepted"
+        if actions and _refused(ticket, actions):
+            outcome = "late"
+            del self._arrived[ticket]
+        self.flown.append(flight.landed(outcome, flight.work.up))
+        return actions
 
-    def _do(self, coordinator: Coordinator, actions: list[Any]) -> Combine | None:
+    def _do(self, coordinator: Coordinator, actions: list[Action]) -> Combine | None:
         """Does what the coordinator wants done now."""
         combine = None
         waiting = list(reversed(actions))
@@ -156,122 +235,117 @@ class Simulation:
                 combine = action
             elif isinstance(action, Refuse):
                 self._arrived.pop(action.ticket, None)
-            elif isinstance(action, Assign):
-                waiting.extend(reversed(self._send(coordinator, action.assignment)))
+            else:
+                failed = self._send(action.assignment)
+                if failed is not None:
+                    now = self.now
+                    waiting += reversed(coordinator.failed(action.assignment.ticket, failed, now))
         return combine
 
-    def _send(self, coordinator: Coordinator, assignment: Any) -> list[Any]:
-        """An assignment goes out; what the coordinator says where its client is not there."""
-        client, now, known = assignment.client, self.now, self.conditions
-        there = known.availability.next(client, now, self.seed)
-        if there > now:
-            if math.isinf(there):
-                self._gone.add(client)
-            return coordinator.failed(assignment.ticket, AWAY, now)
-        device = known.devices.of(client, self.seed)
+    def _send(self, assignment: Assignment) -> str | None:
+        """An assignment goes out; the reason where its client is not there."""
+        known = self.conditions
+        now = self.now
+        client = assignment.client
+        leaves = math.inf
+        if not known.availability.always:
+            there = known.availability.next(client, now, self.seed)
+            if there > now:
+                if math.isinf(there):
+                    self._gone.add(client)
+                return AWAY
+            leaves = known.availability.until(client, now, self.seed)
+        size = assignment.nbytes
         work = self.clients.work(assignment, now)
-        down, compute, up = device.seconds(work.examples, assignment.nbytes, work.up)
+        down, compute, up = self._seconds(client, work.examples, size, work.up)
         deadline = assignment.deadline
         if deadline is not None and self.clients.partial and now + down + compute + up > deadline:
-            left = (deadline - now - down - up) * device.examples_per_second
-            work = self.clients.work(assignment, now, left)
-            down, compute, up = device.seconds(work.examples, assignment.nbytes, work.up)
-        ends, reason = now + down + compute + up, None
-        leaves = known.availability.until(client, now, self.seed)
+            left = deadline - now - down - up
+            speed = known.devices.of(client, self.seed).examples_per_second
+            work = self.clients.work(assignment, now, left * speed)
+            down, compute, up = self._seconds(client, work.examples, size, work.up)
+        ends = now + down + compute + up
+        reason = None
         if leaves < ends:
-            ends, reason = leaves, LEFT
+            ends = leaves
+            reason = LEFT
         elif known.drop_out and self._drawn("drop out", assignment.ticket) < known.drop_out:
-            ends, reason = (
-                now + self._drawn("dropped out when", assignment.ticket) * (ends - now),
-                DROPPED,
-            )
+            ends = now + self._drawn("dropped out when", assignment.ticket) * (ends - now)
+            reason = DROPPED
         self._underway[assignment.ticket] = Underway(
-            *(
-                client,
-                assignment.round,
-                now,
-                ends,
-                reason,
-                work,
-                assignment.nbytes,
-                down + up,
-                compute,
-            )
+            client=client,
+            round=assignment.round,
+            began=now,
+            ends=ends,
+            reason=reason,
+            work=work,
+            down=size,
+            transfer=down + up,
+            compute=compute,
         )
         heapq.heappush(self._queue, (ends, self._made, assignment.ticket))
         self._made += 1
-        return []
+        return None
 
     def _drawn(self, purpose: str, ticket: int) -> float:
         return derive(self.seed, purpose, ticket) / 2**63
 
-    def _land(self, flight: Underway, outcome: str, up: int) -> None:
-        share = (
-            1.0
-            if flight.reason is None
-            else (flight.ends - flight.began) / max(flight.transfer + flight.compute, 1e-300)
-        )
-        self.flown.append(
-            Flight(
-                *(flight.client, flight.round, flight.began, flight.ends, outcome, flight.down, up),
-                *(share * flight.transfer, share * flight.compute),
-            )
-        )
+    # Checkpoints
 
     def mark(self) -> Callable[[], None]:
-        kept = (
-            self.now,
-            self._made,
-            list(self.flown),
-            list(self._queue),
-            dict(self._underway),
-            dict(self._arrived),
-        )
+        clients_back = self.clients.mark()
+        now = self.now
+        made = self._made
+        flown = list(self.flown)
+        queue = list(self._queue)
+        underway = dict(self._underway)
+        arrived = dict(self._arrived)
 
         def back() -> None:
+            clients_back()
+            self.now = now
+            self.flown = flown
+            self._made = made
+            self._queue = queue
+            self._underway = underway
+            self._arrived = arrived
             self._gone = set()
-            self.now, self._made, self.flown, self._queue, self._underway, self._arrived = kept
 
         return back
 
     def state(self) -> dict[str, Any]:
+        """The clock's, and in a part of its own what the clients keep."""
         return {
             "now": self.now,
             "made": self._made,
             "queue": [list(event) for event in self._queue],
             "underway": _written(self._underway),
             "arrived": _written(self._arrived),
+            "clients": self.clients.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.now, self._made = state["now"], state["made"]
+        self.now = state["now"]
+        self._made = state["made"]
         self._queue = [(ends, made, ticket) for ends, made, ticket in state["queue"]]
-        self._underway, self._arrived = _read(state["underway"]), _read(state["arrived"])
+        self._underway = _read(state["underway"])
+        self._arrived = _read(state["arrived"])
         self._gone = set()
+        self.clients.restore(state["clients"])
 
 
-def _written(flights: dict[int, Underway]) -> list[list[Any]]:
-    return [
-        [
-            ticket,
-            f.client,
-            f.round,
-            f.began,
-            f.ends,
-            f.reason,
-            list(f.work),
-            f.down,
-            f.transfer,
-            f.compute,
-        ]
-        for ticket, f in flights.items()
-    ]
+def _refused(ticket: int, actions: Sequence[Action]) -> bool:
+    return any(isinstance(action, Refuse) and action.ticket == ticket for action in actions)
 
 
-def _read(rows: list[list[Any]]) -> dict[int, Underway]:
-    flights = {}
-    for ticket, client, number, began, ends, reason, work, down, transfer, compute in rows:
-        flights[ticket] = Underway(
-            client, number, began, ends, reason, Work(*work), down, transfer, compute
-        )
-    return flights
+def _written(flights: dict[int, Underway]) -> dict[int, dict[str, Any]]:
+    return {
+        ticket: {**flight._asdict(), "work": flight.work._asdict()}
+        for ticket, flight in flights.items()
+    }
+
+
+def _read(written: dict[int, dict[str, Any]]) -> dict[int, Underway]:
+    return {
+        ticket: Underway(**{**one, "work": Work(**one["work"])}) for ticket, one in written.items()
+    }

@@ -21,14 +21,17 @@ from dure.errors import LossNotFiniteError, WorkerFailedError
 from dure.federated.algorithm import Start
 from dure.federated.algorithms.fed_async import staleness_weight
 from dure.federated.algorithms.fed_per import PersonalLayers
+from dure.federated.client.clients import Clients
 from dure.federated.engines.job import Job
 from dure.federated.engines.meta import MetaEngine
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.sampling import Weighted
+from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
-from dure.federated.strategy import Federated, FederatedLearner
+from dure.federated.strategy import Federated
 from dure.protocol.messages import Update
 from dure.tensors.flat import FlatParameters
+from dure.worlds.simulated import Simulation
 from small import examples, largest_difference, network, same_bits, small_task
 
 ENGINE = pytest.mark.parametrize("engine", ["loop", "batched"])
@@ -43,19 +46,26 @@ def train(
 
 def learner(
     strategy: Federated, rounds: int, task: dure.Task | None = None, **world: Any
-) -> FederatedLearner:
+) -> Server:
     """A learner after so many rounds, to look into."""
-    kept: list[FederatedLearner] = []
+    kept: list[Server] = []
 
     def program(place: Place) -> None:
         one = strategy.learner(task or small_task(), place, 0)
-        assert isinstance(one, FederatedLearner)
+        assert isinstance(one, Server)
         for _ in range(rounds):
             one.advance(0)
         kept.append(one)
 
     dure.Simulated(**{"engine": "loop", **world}).run(program, lambda event: None)
     return kept[0]
+
+
+def clients_of(one: Server) -> Clients:
+    """The other half, which the simulation has."""
+    assert isinstance(one.carrier, Simulation)
+    assert isinstance(one.carrier.clients, Clients)
+    return one.carrier.clients
 
 
 def by_hand(
@@ -138,23 +148,27 @@ def test_the_server_s_control_is_the_mean_of_all_clients_controls(fraction: floa
         dure.Scaffold(clients=5, fraction=fraction, batch_size=4, partition="quantity-skew:0.5"), 6
     )
     (control,) = one.algorithm.state()
-    total = sum((memory[0] for memory in one.clients.memories.values()), torch.zeros_like(control))
+    total = sum(
+        (memory[0] for memory in clients_of(one).memories.values()), torch.zeros_like(control)
+    )
     assert float((control - total / 5).abs().max()) < 1e-12
     assert float(control.abs().max()) > 1e-3
 
 
 def test_a_client_that_does_not_take_part_keeps_its_control() -> None:
     one = learner(dure.Scaffold(clients=5, fraction=0.2, batch_size=4), 1)
-    (asked,) = one.clients.memories
-    before = one.clients.memories[asked][0].clone()
+    (asked,) = clients_of(one).memories
+    before = clients_of(one).memories[asked][0].clone()
     while asked not in one.log.turns or one.log.turns[asked] < 2:
-        others = {client: memory[0].clone() for client, memory in one.clients.memories.items()}
+        others = {client: memory[0].clone() for client, memory in clients_of(one).memories.items()}
         one.advance(0)
         changed = [
-            c for c, value in others.items() if not torch.equal(value, one.clients.memories[c][0])
+            c
+            for c, value in others.items()
+            if not torch.equal(value, clients_of(one).memories[c][0])
         ]
         assert len(changed) <= 1
-    assert not torch.equal(before, one.clients.memories[asked][0])
+    assert not torch.equal(before, clients_of(one).memories[asked][0])
 
 
 class Point(nn.Module):
@@ -239,7 +253,7 @@ def test_controls_count_alike_however_updates_count(by_examples: bool) -> None:
     )
     one = learner(strategy, 4)
     (control,) = one.algorithm.state()
-    total = torch.stack([memory[0] for memory in one.clients.memories.values()]).sum(0)
+    total = torch.stack([memory[0] for memory in clients_of(one).memories.values()]).sum(0)
     assert float((control - total / 5).abs().max()) < 1e-12
 
 
@@ -252,13 +266,13 @@ def test_liars_forge_their_controls_too(
     monkeypatch.setattr(
         Coordinator,
         "fold",
-        lambda self, update, finite: arrived.append(update) or fold(self, update),
+        lambda self, update, **known: arrived.append(update) or fold(self, update),
     )
     strategy = dure.Scaffold(clients=5, batch_size=4)
     honest, honestly = learner(strategy, 1), list(arrived)
     arrived.clear()
     lying = learner(strategy, 1, attack=attack, attackers=2)
-    liars = set(lying.clients.liars(0))
+    liars = set(clients_of(lying).liars(0))
     assert len(liars) == 2
     for mine, theirs in zip(arrived, honestly, strict=True):
         for part in ("delta", "extra"):
@@ -332,9 +346,9 @@ def test_chosen_by_their_sizes_clients_count_alike(engine: str, steps: int) -> N
         turns = dict(one.log.turns)
         one.advance(0)
         asked = [client for client, count in one.log.turns.items() if count > turns.get(client, 0)]
-        order = Weighted().order(0, number, 0, one.clients.sizes)
+        order = Weighted().order(0, number, 0, clients_of(one).sizes)
         assert set(asked) == {order(0), order(1), order(2)}
-        parts = [one.clients.parts[client] for client in asked]
+        parts = [clients_of(one).parts[client] for client in asked]
         models = torch.stack(
             [by_hand(one.task, part, before, steps, 0.3, 0.3, 0.0, 0.0) for part in parts]
         )
@@ -351,9 +365,9 @@ def test_in_a_run_clients_take_part_as_often_as_they_have_examples() -> None:
         fraction=0.2, selection="weighted", equal_weights=True, local_steps=1, **UNEQUAL
     )
     one, rounds = learner(strategy, 300), 300
-    assert max(one.clients.sizes) > 3 * min(one.clients.sizes)
-    for client, size in enumerate(one.clients.sizes):
-        p = size / sum(one.clients.sizes)
+    assert max(clients_of(one).sizes) > 3 * min(clients_of(one).sizes)
+    for client, size in enumerate(clients_of(one).sizes):
+        p = size / sum(clients_of(one).sizes)
         assert abs(one.log.turns[client] - rounds * p) < 4 * math.sqrt(rounds * p * (1 - p))
 
 
@@ -532,7 +546,7 @@ def test_a_client_that_is_handed_a_model_again_goes_on_with_its_next_batches(
     monkeypatch.setattr(
         Coordinator,
         "fold",
-        lambda self, update, finite: arrived.append(update) or fold(self, update),
+        lambda self, update, **known: arrived.append(update) or fold(self, update),
     )
     drops = small_task(
         model=lambda: nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4), nn.Linear(9, 3)).double()
@@ -582,13 +596,13 @@ def test_a_little_is_sent_by_all_liars_of_a_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         Coordinator,
         "fold",
-        lambda self, update, finite: arrived.append(update) or fold(self, update),
+        lambda self, update, **known: arrived.append(update) or fold(self, update),
     )
     strategy = dure.FedAvg(clients=7, batch_size=4)
     learner(strategy, 1)
     computed = {update.client: update.delta[0] for update in arrived}
     arrived.clear()
-    liars = set(learner(strategy, 1, attack="alie:1.5", attackers=3).clients.liars(0))
+    liars = set(clients_of(learner(strategy, 1, attack="alie:1.5", attackers=3)).liars(0))
     honest = torch.stack([computed[client] for client in range(7) if client not in liars])
     assert len(arrived) == 7
     assert len(honest) == 4
@@ -615,7 +629,7 @@ def test_parts_of_a_model_join_to_what_they_were() -> None:
     model = network()
     weights = FlatParameters(model).copy()
     one = PersonalLayers(Start(model, weights, 4, 0.1), 2)
-    joined = one.whole(one.shared(weights), {})
+    joined = one.whole(one.shared(weights), [])
     assert torch.equal(joined[0], weights[0])
     assert len(one.shared(weights)[0]) == 6 * 12 + 12
 
@@ -642,7 +656,7 @@ def test_own_models_are_worth_more_where_clients_are_unlike() -> None:
         assert (measured["client_accuracy_p10"] or 0) <= (measured["client_accuracy"] or 0)
 
 
-def ditto(lam: float) -> FederatedLearner:
+def ditto(lam: float) -> Server:
     task = small_task(lr=0.05)
     return learner(
         dure.Ditto(clients=3, batch_size=None, local_steps=5, lam=lam, held_out=0.0), 4, task
@@ -653,15 +667,15 @@ def test_ditto_with_no_pull_trains_alone_and_with_a_strong_one_stays_near_the_gl
     None
 ):
     free, held = ditto(0.0), ditto(15.0)
-    task, parts = small_task(lr=0.05), free.clients.parts
+    task, parts = small_task(lr=0.05), clients_of(free).parts
     for client in range(3):
         inputs, targets = task.train.batch(parts[client])
         alone = dure.Task(network, F.cross_entropy, (inputs, targets), None, task.optimizer)
         run = dure.train(alone, dure.SingleWorker(None), stop=dure.Stop(steps=20))
         flat = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
-        assert float((free.clients.memories[client][0] - flat).abs().max()) < 1e-12
+        assert float((clients_of(free).memories[client][0] - flat).abs().max()) < 1e-12
         near = [
-            float((one.clients.memories[client][0] - one.coordinator.model.weights[0]).norm())
+            float((clients_of(one).memories[client][0] - one.coordinator.model.weights[0]).norm())
             for one in (free, held)
         ]
         assert near[1] < near[0]
@@ -680,14 +694,16 @@ def unlike() -> dure.Task:
     return small_task(model=normed, train=train, test=None, lr=0.05)
 
 
-def loss_of(one: FederatedLearner, client: int, weights: Any, buffers: Any) -> float:
+def loss_of(one: Server, client: int, weights: Any, buffers: Any) -> float:
     """A model's loss on what a client holds out."""
     model = normed().eval()
     FlatParameters(model).load(weights)
     with torch.no_grad():
         for buffer, value in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(value)
-    inputs, targets = one.personal.examples.batch(one.personal.held_out[client])
+    inputs, targets = clients_of(one).personal.examples.batch(
+        clients_of(one).personal.held_out[client]
+    )
     return float(F.cross_entropy(model(inputs), targets).detach())
 
 
@@ -697,13 +713,13 @@ NATURAL: dict[str, Any] = {"clients": None, "partition": "natural-key", "batch_s
 def test_tuned_models_are_measured_with_their_own_buffers() -> None:
     one = learner(dure.FedAvg(held_out=0.2, fine_tune=3, **NATURAL), 3, unlike())
     measured, model, losses = one.evaluate(), one.coordinator.model, []
-    for client in one.personal.clients:
-        indices = one.clients.parts[client]
-        steps = 3 * one.clients.local.per_epoch(len(indices))
+    for client in clients_of(one).personal.clients:
+        indices = clients_of(one).parts[client]
+        steps = 3 * clients_of(one).local.per_epoch(len(indices))
         job = Job(
             client, model.number, indices, model.weights, model.buffers, model.number * steps, steps
         )
-        (tuned,) = one.clients.engine([]).train([job])
+        (tuned,) = clients_of(one).engine([]).train([job])
         losses.append(loss_of(one, client, [model.weights[0] + tuned.delta[0]], tuned.buffers))
     assert measured["personal_loss"] == pytest.approx(sum(losses) / 4, rel=1e-12)
 
@@ -711,8 +727,8 @@ def test_tuned_models_are_measured_with_their_own_buffers() -> None:
 def test_ditto_s_models_are_measured_with_the_buffers_that_they_keep() -> None:
     one = learner(dure.Ditto(fraction=0.5, **NATURAL), 3, unlike())
     measured, model, losses = one.evaluate(), one.coordinator.model, []
-    for client in one.personal.clients:
-        weights, *buffers = one.clients.memories.get(client, [*model.weights, *model.buffers])
+    for client in clients_of(one).personal.clients:
+        weights, *buffers = clients_of(one).memories.get(client, [*model.weights, *model.buffers])
         losses.append(loss_of(one, client, [weights], buffers))
     assert measured["personal_loss"] == pytest.approx(sum(losses) / 4, rel=1e-12)
 
@@ -726,7 +742,7 @@ def test_ditto_with_no_pull_has_the_buffers_of_training_alone() -> None:
         alone = dure.Task(
             normed,
             F.cross_entropy,
-            task.train.batch(one.clients.parts[client]),
+            task.train.batch(clients_of(one).parts[client]),
             None,
             task.optimizer,
         )
@@ -734,7 +750,7 @@ def test_ditto_with_no_pull_has_the_buffers_of_training_alone() -> None:
         assert all(
             torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
             for mine, theirs in zip(
-                one.clients.memories[client][1:], run.model.buffers(), strict=True
+                clients_of(one).memories[client][1:], run.model.buffers(), strict=True
             )
         )
 
@@ -756,15 +772,15 @@ def test_fine_tuning_takes_the_examples_that_are_there() -> None:
     one = learner(
         dure.FedAvg(clients=4, held_out=0.2, fine_tune=1), 1, arrival="arriving:0.5:86400"
     )
-    engine, seen = one.clients.engine([]), []
+    engine, seen = clients_of(one).engine([]), []
     train_all = engine.train
     engine.train = lambda jobs: train_all([seen.append(job) or job for job in jobs])  # type: ignore[method-assign,func-returns-value]
     one.evaluate()
     assert len(seen) == 4
     for job in seen:
-        there = one.clients.indices(job.client, one.carrier.now)
+        there = clients_of(one).indices(job.client, one.carrier.now)
         assert torch.equal(job.indices, there)
-        assert len(there) < len(one.clients.parts[job.client])
+        assert len(there) < len(clients_of(one).parts[job.client])
 
 
 def frozen() -> nn.Module:

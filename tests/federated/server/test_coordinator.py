@@ -19,13 +19,14 @@ from dure.federated.algorithm import Algorithm
 from dure.federated.algorithms.fed_async import Mixing
 from dure.federated.algorithms.fed_buff import Discounted
 from dure.federated.server import coordinator as module
-from dure.federated.server.coordinator import Coordinator, Result
+from dure.federated.server.combining import VAIN, Result
+from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.pacing import Buffered, Pacing, Rounds, asynchronous
 from dure.federated.server.sampling import Poisson, Uniform
 from dure.federated.server.server_optimizer import ServerOptimizer
-from dure.protocol.carrier import Assign, Combine, Refuse
-from dure.protocol.messages import Assignment, Update
+from dure.protocol.carrier import Assign, Combine
+from dure.protocol.messages import Assignment, Refuse, Update
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 
 SEEDS = st.integers(0, 1000)
@@ -590,8 +591,8 @@ def refuse_all(one: Coordinator, now: float = 0.0) -> None:
 
 def test_where_every_update_of_many_rounds_is_refused_it_gives_up_with_the_reason() -> None:
     one = server(3)
-    for number in range(2 * module.VAIN - 2):
-        if number == module.VAIN - 1:  # one that counts begins it anew
+    for number in range(2 * VAIN - 2):
+        if number == VAIN - 1:  # one that counts begins it anew
             play(one, in_order)
         refuse_all(one)
     again = server(3)

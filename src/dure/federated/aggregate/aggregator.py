@@ -31,11 +31,13 @@ class Aggregator:
     """What all have in common.
 
     name: what its text begins with; one of a user's own needs none. collects: whether it needs all
-    updates at once. wraps: whether its last field, `inner`, is another aggregator.
+    updates at once. sums: whether it does nothing with them but add them up, so that they need not
+    be formed one by one. wraps: whether its last field, `inner`, is another aggregator.
     """
 
     name: ClassVar[str]
     collects: ClassVar[bool]
+    sums: ClassVar[bool] = False
     wraps: ClassVar[bool] = False
 
     @classmethod

@@ -68,6 +68,7 @@ class Mean(Folds):
     finite."""
 
     name: ClassVar[str] = "mean"
+    sums: ClassVar[bool] = True
 
     def zero(self, like: Sequence[Tensor]) -> Folded:
         return zero(like)

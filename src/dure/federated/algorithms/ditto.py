@@ -55,6 +55,7 @@ class OwnModels(Algorithm):
     """A second job for each client, whose result it keeps: the weights, and behind them the
     buffers."""
 
+    answers = True
     passes = 2
 
     def __init__(self, lam: float) -> None:

@@ -68,6 +68,9 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 class PersonalLayers(Algorithm):
     """Flat weights in two parts: a mask of each tensor says which elements are personal."""
 
+    answers = True
+    divides = True
+
     def __init__(self, start: Start, layers: int) -> None:
         chosen = _layers(start.model)[-layers:] if layers else []
         own = {id(parameter) for module in chosen for parameter in module.parameters(recurse=False)}
@@ -91,13 +94,8 @@ class PersonalLayers(Algorithm):
             whole.append(weights)
         return whole
 
-    def whole(self, shared: Sequence[Tensor], memories: Mapping[int, Memory]) -> list[Tensor]:
-        kept = [memories[client] for client in sorted(memories)]
-        if not kept:
-            return self._joined(shared, self.initial)
-        return self._joined(
-            shared, [torch.stack(tensors).mean(0) for tensors in zip(*kept, strict=True)]
-        )
+    def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+        return self._joined(shared, kept or self.initial)
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
         return [replace(job, weights=self._joined(job.weights, memory or self.initial))]
@@ -111,3 +109,7 @@ class PersonalLayers(Algorithm):
 
     def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
         return Own(self._joined(shared, memory or self.initial))
+
+    def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
+        parts = [memories[client] for client in sorted(memories)]
+        return [torch.stack(tensors).mean(0) for tensors in zip(*parts, strict=True)]

@@ -81,6 +81,8 @@ class Scaffold(Federated):
 class Controls(Algorithm):
     """c on the server, c_i on the clients."""
 
+    answers = True
+
     def __init__(
         self, weights: Sequence[Tensor], clients: int, lr: float, by_examples: bool = False
     ) -> None:

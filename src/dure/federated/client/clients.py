@@ -1,32 +1,55 @@
-"""The clients' side of a federation, computed here: their examples, what they keep, and their local
-training.
+"""The client half of a federation: examples, what clients keep, and their local training.
 
 What a client computes depends on its assignment, its own examples and memory, and the seed; never
 on who else is visited, when, or by which engine, but for rounding. Liars are clients whose examples
 are poisoned, or whose updates are forged before they are sent; the server is not told who they are.
+
+Nothing of the server's is here, and nothing but messages goes to it (`dure.protocol.messages`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import repeat
 from typing import Any
 
-import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from dure.contracts.lr_schedule import LRSchedule, factor_at
-from dure.data.examples import DatasetExamples, Examples
 from dure.data.partition import Parts
-from dure.federated.algorithm import Algorithm, Memory
+from dure.federated.algorithm import Algorithm, Memory, Own
+from dure.federated.client.personal import Personal
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.fleet.attacks import Attack
 from dure.protocol.carrier import Order, Work
-from dure.protocol.messages import Assignment, Update
+from dure.protocol.messages import (
+    Ask,
+    Assignment,
+    Join,
+    Kept,
+    Measure,
+    Measured,
+    Message,
+    Refuse,
+    Settled,
+    Update,
+)
 
 SHOWN = 64
 """Assignments that are shown to the choice of an engine, at most."""
+
+TOGETHER = 50
+"""Clients whose models are tuned at once."""
+
+FEW = 1_000
+"""So many clients' examples are looked up once, and not for each assignment."""
+
+Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
+"""An engine for jobs like these. The rest is what an engine before it had, in a run that goes on:
+its name, its `chunk` and its `threads`."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +70,36 @@ class LocalWork:
 
     def per_epoch(self, examples: int) -> int:
         """Batches in one pass."""
-        return -(-examples // min(self.batch_size or examples, examples))
+        return -(-examples // self.batch(examples))
+
+    def batch(self, examples: int) -> int:
+        """Examples of a step that is not the last of a pass."""
+        return min(self.batch_size or examples, examples)
 
     def examples_in(self, steps: int, examples: int) -> int:
         """Examples processed in so many steps from the start of a pass."""
         epochs, rest = divmod(steps, self.per_epoch(examples))
-        return epochs * examples + rest * min(self.batch_size or examples, examples)
+        return epochs * examples + rest * self.batch(examples)
 
 
 class Clients:
-    """All of them.
+    """All clients of this process.
 
-    parts: the examples of each, as indices. present: which of n they have at a time; None is all.
-    attack, liars: what liars send, and who they are in a round. partial: whether clients send
-    unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's operators may
-    have.
+    parts: the examples of each, as indices. work: how much they train. engine: makes the engine
+    that computes. personal: what they have held out. present: which of n examples they have at a
+    time; None is all. attack, liars: what liars send, and who they are in a round. partial: whether
+    clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
+    operators may have.
     """
 
     def __init__(
         self,
+        *,
         parts: Sequence[Tensor],
         work: LocalWork,
         algorithm: Algorithm,
-        engine: Callable[[Sequence[Job], str | None, int, int | None], Engine],
+        engine: Make,
+        personal: Personal,
         seed: int,
         present: Callable[[int, float], Tensor] | None = None,
         attack: Attack | None = None,
@@ -78,11 +108,19 @@ class Clients:
         lr_schedule: LRSchedule | None = None,
         threads: int | None = None,
     ) -> None:
-        self.parts, self.local, self.algorithm, self.seed = parts, work, algorithm, seed
+        self.parts = list(parts) if len(parts) <= FEW else parts
+        self.local = work
+        self.algorithm = algorithm
+        self.personal = personal
+        self.seed = seed
         self.sizes: list[int] = (
             parts.sizes.tolist() if isinstance(parts, Parts) else [len(part) for part in parts]
         )
-        self.partial, self.present, self.attack, self.liars = partial, present, attack, liars
+        self.present = present
+        self.attack = attack
+        self.liars = liars
+        self.partial = partial
+        self.checked = attack is None  # by the engine
         self.lr_schedule = lr_schedule
         self.memories: dict[int, Memory] = {}
         self._make = engine
@@ -95,20 +133,55 @@ class Clients:
         """How many jobs each of its processes gets at once; 0 where it has none."""
         self.threads = threads
         self._pending: dict[int, tuple[int, Memory | None]] = {}
+        """Of each update that is not settled: its client, and what that keeps if it counts."""
         self._ready: dict[int, Update] = {}
+        """Updates that were computed before they were asked for."""
         self._typical = 0
+        """Jobs at which the engine was chosen."""
+        # Most clients do as much as others do, and the same again in the next round.
+        self._whole_work = lru_cache(maxsize=FEW)(self._work)
 
-    # What the carrier asks
+    # What is said to them
+
+    def receive(self, message: Message, now: float = 0.0) -> Message | None:
+        """What they answer to a message, None where that is nothing: for clients on a network.
+
+        Raises ValueError for a message that only a server gets.
+        """
+        match message:
+            case Assignment():
+                order = Order(message, now, self.work(message, now))
+                return next(self.train([order], []))
+            case Measure():
+                return self.measure(message)
+            case Ask():
+                return self.kept()
+            case Settled():
+                self.settle(message)
+            case Refuse():
+                self.settle(Settled([], [message.ticket]))
+            case _:
+                raise ValueError(f"clients are not told of {type(message).__name__}")
+        return None
+
+    def join(self) -> Join:
+        """Their introduction."""
+        return Join(self.sizes)
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
         """What an assignment takes. most: examples that can be processed in time; at least one step
         is done."""
-        examples, passes = self.count(assignment.client, now), self.algorithm.passes
+        client = assignment.client
+        examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
+        return self._whole_work(examples, assignment.nbytes, most)
+
+    def _work(self, examples: int, up: int, most: float | None) -> Work:
+        passes = self.algorithm.passes
         steps = self.local.steps_of(examples)
         if most is not None:
-            batch = min(self.local.batch_size or examples, examples)
-            steps = max(1, min(steps, int(most // (passes * batch)))) if most > 0 else 1
-        return Work(steps, passes * self.local.examples_in(steps, examples), assignment.nbytes)
+            in_time = int(most // (passes * self.local.batch(examples))) if most > 0 else 1
+            steps = max(1, min(steps, in_time))
+        return Work(steps, passes * self.local.examples_in(steps, examples), up)
 
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates, one after another; nobody keeps more than a cohort of them.
@@ -116,77 +189,87 @@ class Clients:
         ahead: computed together with these where they are fewer than the engine likes at once, and
         kept until they are asked for.
         """
-        computed = self._together(orders, ahead)
+        plainly = orders and not ahead and not self._ready
+        computed = self._trained(orders) if plainly else self._together(orders, ahead)
         return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
 
-    def _together(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
-        missing = [order for order in orders if order.assignment.ticket not in self._ready]
-        if missing and ahead:
-            more = [order for order in ahead if order.assignment.ticket not in self._ready]
-            if self._engine is None:
-                self.engine(
-                    [job for order in [*missing, *more][:SHOWN] for job in self._jobs(order)]
-                )
-            room = (self._engine.cohort if self._engine is not None else 1) - max(
-                len(missing), len(self._ready)
-            )
-            if room > 0 and more:
-                for update in self._trained([*missing, *more[:room]]):
-                    self._ready[update.ticket] = update
-                missing = []
-        computed = self._trained(missing) if missing else iter(())
-        for order in orders:
-            ready = self._ready.pop(order.assignment.ticket, None)
-            yield ready if ready is not None else next(computed)
-
-    # What clients keep
-
-    def keep(self, tickets: Sequence[int]) -> None:
-        """The server has accepted these updates: their clients keep what they learned for next
-        time."""
-        for ticket in tickets:
+    def settle(self, settled: Settled) -> None:
+        """Clients whose updates count keep what they learned for next time; the others forget."""
+        for ticket in settled.kept:
             client, memory = self._pending.pop(ticket, (-1, None))
             if memory is not None:
                 self.memories[client] = memory
-
-    def forget(self, tickets: Sequence[int]) -> None:
-        """These updates did not count."""
-        for ticket in tickets:
+        for ticket in settled.dropped:
             self._pending.pop(ticket, None)
 
+    def measure(self, measure: Measure) -> Measured:
+        """The model, and their own, on what they have held out; nothing where that is nothing."""
+        personal = self.personal
+        if not personal.clients:
+            return Measured([], {})
+        whole = Own(self.algorithm.whole(measure.weights, self.kept().tensors), measure.buffers)
+        values = _named("client", personal.over(repeat(whole)))
+        own = partial(self._own, measure, whole)
+        if personal.fine_tune:
+            values |= _named("personal", personal.over(self._tuned(own, measure)))
+        elif any(own(client) is not whole for client in personal.clients):
+            values |= _named("personal", personal.over(map(own, personal.clients)))
+        return Measured(personal.clients, values)
+
+    def kept(self) -> Kept:
+        """What they have in place of a part of the model, in the mean over those that took part."""
+        return Kept(self.algorithm.kept(self.memories))
+
+    def facts(self) -> dict[str, Any]:
+        """How they compute."""
+        return {"engine": self.chosen, "why": self.why}
+
+    # What they keep
+
     def mark(self) -> Callable[[], None]:
-        """A way back to this moment, as long as `keep` is not called."""
-        pending, ready = dict(self._pending), dict(self._ready)
+        """A way back to this moment, as long as nothing is settled."""
+        pending = dict(self._pending)
+        ready = dict(self._ready)
 
         def back() -> None:
-            self._pending, self._ready = pending, ready
+            self._pending = pending
+            self._ready = ready
 
         return back
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any]:
         """What clients keep, as a tree, and the updates that are ready: computed again in other
         company, they could be rounded in another way."""
-        ready = [
-            [
-                *(one.ticket, one.client, one.round, one.examples, one.samples, one.loss),
-                *(
-                    list(one.delta),
-                    list(one.buffers),
-                    list(one.extra),
-                    self._pending[one.ticket][1],
-                ),
-            ]
-            for one in self._ready.values()
-        ]
-        memories = [[client, memory] for client, memory in sorted(self.memories.items())]
-        return {"memories": memories, "ready": ready, "typical": self._typical}
+        return {
+            "memories": dict(sorted(self.memories.items())),
+            "ready": [
+                {"update": _written(one), "memory": self._pending[one.ticket][1]}
+                for one in self._ready.values()
+            ],
+            "engine": {
+                "name": self.chosen,
+                "why": self.why,
+                "chunk": self.chunk,
+                "threads": self.threads,
+                "typical": self._typical,
+            },
+        }
 
-    def restore(self, state: Any) -> None:
-        self.memories = {client: list(memory) for client, memory in state["memories"]}
-        self._pending, self._ready, self._typical = {}, {}, state["typical"]
-        for *update, memory in state["ready"]:
-            one = Update(*update)
-            self._ready[one.ticket], self._pending[one.ticket] = one, (one.client, memory)
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.memories = {client: list(memory) for client, memory in state["memories"].items()}
+        engine = state["engine"]
+        self.chosen = engine["name"]
+        self.why = engine["why"]
+        self.chunk = engine["chunk"]
+        self.threads = engine["threads"]
+        self._typical = engine["typical"]
+        self._pending = {}
+        self._ready = {}
+        for ready in state["ready"]:
+            one = Update(**ready["update"])
+            self._ready[one.ticket] = one
+            self._pending[one.ticket] = (one.client, ready["memory"])
 
     # How they compute
 
@@ -194,21 +277,6 @@ class Clients:
         """The examples that a client has at this time."""
         own = self.parts[client]
         return own if self.present is None else own[self.present(len(own), now)]
-
-    def count(self, client: int, now: float) -> int:
-        """How many examples a client has at this time."""
-        return self.sizes[client] if self.present is None else len(self.indices(client, now))
-
-    def job(self, order: Order) -> Job:
-        """FedAvg's job for an assignment."""
-        one: Assignment = order.assignment
-        indices = self.indices(one.client, order.began)
-        first = one.turn * self.local.steps_of(indices.numel())
-        return Job(
-            *(one.client, one.round, indices, one.weights, one.buffers, first, order.work.steps),
-            turn=one.turn,
-            lr_factor=factor_at(self.lr_schedule, one.round),
-        )
 
     def engine(self, jobs: Sequence[Job]) -> Engine:
         """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not:
@@ -218,12 +286,12 @@ class Clients:
             if again and jobs:
                 jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
             self._typical = len(jobs)
-            self._engine = self._make(jobs, self.chosen, self.chunk, self.threads)
-            self.chosen, self.why = self._engine.name, self.why if again else self._engine.why
-            self.chunk, self.threads = (
-                getattr(self._engine, "chunk", 0),
-                getattr(self._engine, "threads", None),
-            )
+            engine = self._make(jobs, self.chosen, self.chunk, self.threads)
+            self._engine = engine
+            self.chosen = engine.name
+            self.why = self.why if again else engine.why
+            self.chunk = engine.chunk
+            self.threads = engine.threads
         return self._engine
 
     def close(self) -> None:
@@ -232,40 +300,108 @@ class Clients:
             self._engine.close()
             self._engine = None
 
+    def _together(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
+        missing = [order for order in orders if order.assignment.ticket not in self._ready]
+        if missing and ahead:
+            more = [order for order in ahead if order.assignment.ticket not in self._ready]
+            room = self._cohort([*missing, *more]) - max(len(missing), len(self._ready))
+            if room > 0 and more:
+                for update in self._trained([*missing, *more[:room]]):
+                    self._ready[update.ticket] = update
+                missing = []
+        computed = self._trained(missing) if missing else iter(())
+        for order in orders:
+            ready = self._ready.pop(order.assignment.ticket, None)
+            yield ready if ready is not None else next(computed)
+
+    def _cohort(self, orders: Sequence[Order]) -> int:
+        """How many jobs the engine likes at once; orders: those at which it may be chosen."""
+        if self._engine is not None:
+            return self._engine.cohort
+        jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
+        return self.engine(jobs).cohort
+
     def _jobs(self, order: Order) -> list[Job]:
-        return self.algorithm.jobs(
-            self.job(order), order.assignment, self.memories.get(order.assignment.client)
+        """What an assignment is for the engine: FedAvg's job, and what the algorithm makes of
+        it."""
+        one = order.assignment
+        indices = self.indices(one.client, order.began)
+        job = Job(
+            client=one.client,
+            round=one.round,
+            indices=indices,
+            weights=one.weights,
+            buffers=one.buffers,
+            first_step=one.turn * self.local.steps_of(indices.numel()),
+            steps=order.work.steps,
+            turn=one.turn,
+            lr_factor=self._factor(one.round),
         )
+        return self.algorithm.jobs(job, one, self.memories.get(one.client))
+
+    def _factor(self, round: int) -> float:
+        return 1.0 if self.lr_schedule is None else factor_at(self.lr_schedule, round)
 
     def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
         asked = [self._jobs(order) for order in orders]
         flat = [job for jobs in asked for job in jobs]
         results = self.engine(flat).train(flat)
         for order, jobs in zip(orders, asked, strict=True):
-            yield self._update(order, jobs, [next(results) for _ in jobs])
+            yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
 
-    def _update(self, order: Order, jobs: list[Job], trained: list[Trained]) -> Update:
-        one: Assignment = order.assignment
-        memory = self.memories.get(one.client)
-        delta, extra, memory = self.algorithm.answer(jobs, trained, one, memory)
-        self._pending[one.ticket] = one.client, memory
+    def _update(self, asked: Assignment, jobs: list[Job], trained: list[Trained]) -> Update:
+        memory = self.memories.get(asked.client)
+        delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
+        self._pending[asked.ticket] = (asked.client, memory)
         first = trained[0]
-        examples = jobs[0].indices.numel()
         return Update(
-            one.ticket,
-            one.client,
-            one.round,
-            examples,
-            first.samples,
-            first.loss,
-            delta,
-            first.buffers,
-            extra,
+            ticket=asked.ticket,
+            client=asked.client,
+            round=asked.round,
+            examples=jobs[0].indices.numel(),
+            samples=first.samples,
+            loss=first.loss,
+            delta=delta,
+            buffers=first.buffers,
+            extra=extra,
+        )
+
+    def _own(self, measure: Measure, whole: Own, client: int) -> Own:
+        """What the algorithm keeps for a client; the global model where that is nothing."""
+        kept = self.algorithm.own(measure.weights, self.memories.get(client))
+        if kept is None:
+            return whole
+        return kept if kept.buffers is not None else kept._replace(buffers=measure.buffers)
+
+    def _tuned(self, own: Callable[[int], Own], measure: Measure) -> Iterator[Own]:
+        """The models of those who are measured, after `fine_tune` epochs on the data that each has
+        now."""
+        clients = self.personal.clients
+        for start in range(0, len(clients), TOGETHER):
+            some = clients[start : start + TOGETHER]
+            jobs = [self._tuning(client, own(client), measure) for client in some]
+            for job, result in zip(jobs, self.engine(jobs).tune(jobs), strict=True):
+                weights = [w + d for w, d in zip(job.weights, result.delta, strict=True)]
+                yield Own(weights, result.buffers)
+
+    def _tuning(self, client: int, model: Own, measure: Measure) -> Job:
+        indices = self.indices(client, measure.now)
+        steps = self.personal.fine_tune * self.local.per_epoch(len(indices))
+        assert model.buffers is not None
+        return Job(
+            client=client,
+            round=measure.round,
+            indices=indices,
+            weights=model.weights,
+            buffers=model.buffers,
+            first_step=measure.round * steps,
+            steps=steps,
+            lr_factor=self._factor(max(measure.round - 1, 0)),  # of the last round
         )
 
     def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
-        """The updates as they are sent: those of liars are not what they computed. Whoever knows
-        the honest ones knows those that are combined with its own."""
+        """The updates as they are sent: those of liars are not what they computed. A liar that
+        knows the honest ones knows those that are combined with its own."""
         lying = [
             position
             for position, update in enumerate(updates)
@@ -275,52 +411,28 @@ class Clients:
             return updates
         turn = max(update.round for update in updates)
         clients = [update.client for update in updates]
-        forged = attack.forge(
-            [[*update.delta, *update.extra] for update in updates], lying, self.seed, turn, clients
-        )
+        honest = [[*update.delta, *update.extra] for update in updates]
+        forged = attack.forge(honest, lying, self.seed, turn, clients=clients)
         return [
             replace(update, delta=sent[: len(update.delta)], extra=sent[len(update.delta) :])
             for update, sent in zip(updates, forged, strict=True)
         ]
 
 
-def poisoned(
-    examples: Examples, parts: Sequence[Tensor], liars: Collection[int], attack: Attack
-) -> tuple[Examples, list[Tensor]]:
-    """(the examples and, behind them, those of liars as the attack spoils them; the parts, where
-    liars have these).
-
-    Raises ValueError for examples that the attack cannot spoil.
-    """
-    classes = check_poison(examples, attack)
-    inputs, targets = [examples.inputs], [examples.targets]
-    new, end = list(parts), len(examples)
-    for client in liars:
-        own_inputs, own_targets = attack.poison(*examples.batch(parts[client]), classes)
-        inputs.append(own_inputs)
-        targets.append(own_targets)
-        new[client] = torch.arange(end, end + len(parts[client]))
-        end += len(parts[client])
-    return Examples(torch.cat(inputs), torch.cat(targets), None, examples.classes), new
+def _named(whose: str, values: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {f"{whose}_{name}": numbers for name, numbers in values.items()}
 
 
-def check_poison(examples: Examples, attack: Attack) -> int:
-    """How many classes the examples have, 0 where they have none.
-
-    Raises ValueError for examples that are no plain tensors, or that the attack cannot spoil.
-    """
-    if isinstance(examples, DatasetExamples) or not (
-        isinstance(examples.inputs, Tensor) and isinstance(examples.targets, Tensor)
-    ):
-        raise ValueError(
-            f"{attack} spoils examples that are two tensors, inputs and targets; these are "
-            f"something else"
-        )
-    labels = examples.labels()
-    classes = (
-        len(examples.classes)
-        if examples.classes
-        else (int(labels.max()) + 1 if labels is not None else 0)
-    )
-    attack.poison(*examples.batch(torch.tensor([0])), classes)
-    return classes
+def _written(update: Update) -> dict[str, Any]:
+    """As a tree for checkpoints."""
+    return {
+        "ticket": update.ticket,
+        "client": update.client,
+        "round": update.round,
+        "examples": update.examples,
+        "samples": update.samples,
+        "loss": update.loss,
+        "delta": list(update.delta),
+        "buffers": list(update.buffers),
+        "extra": list(update.extra),
+    }

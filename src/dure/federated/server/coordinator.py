@@ -1,6 +1,6 @@
 """The coordinator: the server of a federation as a state machine, without I/O, threads or clock.
 
-It is told what happened, and when, and answers with what is to be done; whoever drives it (a
+It is told what happened, and when, and answers with what is to be done. Who drives it (a
 simulation, a network) carries the messages:
 
     check_in(client, now)  leave(client)        who is there, where they say so themselves
@@ -11,15 +11,13 @@ simulation, a network) carries the messages:
     -> Assign(assignment)    Refuse(ticket, client, reason)    Combine(tickets)
 
 After `Combine` the driver gives it those updates, one after another in the order of the tickets, by
-`fold`, and calls `finish`, which makes the new global model. So a mean needs the memory of one
-model, however many clients there are, and the model depends on what clients sent and not on who was
-faster: tickets are in order of client. Until `finish` the updates are still the driver's: a state
-taken between two `fold`s is that before the first, and who goes on from it gives all of `combining`
-again.
+`fold`, and calls `finish`, which makes the new global model (`dure.federated.server.combining`).
+The tickets are in order of client, so the model depends on what clients sent and not on who was
+faster. Until `finish` the updates are still the driver's: a state taken between two `fold`s is that
+before the first, and a driver that goes on from it gives all of `combining` again.
 
-When it asks whom and when it combines is its pacing's to say (`dure.federated.server.pacing`); what
-it makes of updates is the model's and the algorithm's. `state` and `restore` at any point go on
-with the same bits.
+Its pacing says when it asks whom and when it combines (`dure.federated.server.pacing`). `state` and
+`restore` at any point go on with the same bits.
 
 Source: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019;
 McMahan et al. 2017.
@@ -35,15 +33,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dure.errors import TooFewClientsError, TooFewUpdatesError
+from dure.errors import TooFewClientsError
 from dure.federated.algorithm import Algorithm
+from dure.federated.server.combining import Combining, Result
 from dure.federated.server.global_model import GlobalModel
-from dure.federated.server.pacing import Pacing, Rounds
+from dure.federated.server.pacing import Pacing
 from dure.federated.server.sampling import Candidates
-from dure.federated.server.unfit import unfit
-from dure.protocol.carrier import Action, Assign, Combine, Refuse
-from dure.protocol.messages import Assignment, Update
-from dure.randomness.permutation import Permutation
+from dure.protocol.carrier import Action, Assign, Combine
+from dure.protocol.messages import Assignment, Refuse, Update, nbytes
 from dure.randomness.seeds import derive
 
 RETRY = 60.0
@@ -51,21 +48,6 @@ RETRY = 60.0
 
 ATTEMPTS = 10_000
 """Times that it tries to begin a round, or to find a client, before it gives up."""
-
-VAIN = 100
-"""Models in a row that may be made of nothing, since every update was refused, before it gives
-up."""
-
-
-class Result(NamedTuple):
-    """What a new model was made of. loss: mean over the samples, None of none; refused: by `fold`,
-    ticket to reason."""
-
-    loss: float | None
-    samples: int
-    clients: list[int]
-    staleness: list[int]
-    refused: dict[int, str]
 
 
 class Open(NamedTuple):
@@ -75,11 +57,24 @@ class Open(NamedTuple):
     reported: bool = False
 
 
+class Sent(NamedTuple):
+    """What is sent to the next client. nbytes: of all its tensors."""
+
+    number: int
+    weights: list[Tensor]
+    buffers: list[Tensor]
+    extra: Sequence[Tensor]
+    nbytes: int
+
+
 @dataclass
 class Coordinator:
     """The server's state. sizes: examples of each client, as far as the server knows them.
 
-    present: who has checked in; None takes all for reachable until `failed` says otherwise.
+    present: who has checked in; None takes all for reachable until `failed` says otherwise. wake:
+    when it wants to be told that time has passed. tickets: how many were given out. open: those of
+    which no model has been made. busy: the ticket of each client at work. began: whether a round is
+    under way.
     """
 
     model: GlobalModel
@@ -95,22 +90,36 @@ class Coordinator:
     deadline: float = math.inf
     began: bool = False
     _attempt: int = 0
-    _vain: int = 0
+    """Times that the round began again, or that nobody was found."""
     _position: int = 0
-    _asked: int = 0
-    _reports: int = 0
-    _answered: set[int] = field(default_factory=set)
-    _answers: dict[int, int] = field(default_factory=dict)
-    _news: list[int] = field(default_factory=list)
-    _combining: list[int] = field(default_factory=list)
-    _awaited: set[int] = field(default_factory=set)
+    """Where in the order of clients it looks for the next one."""
     _probes: int = 0
-    _found: tuple[int, int, int] = (-1, 0, 0)
+    """Clients that it has looked at in vain since somebody could have come."""
+    _asked: int = 0
+    """Clients that were asked for the next model, without those that failed."""
+    _reports: int = 0
+    """Updates that have arrived and are not combined."""
+    _answered: set[int] = field(default_factory=set)
+    """In rounds: the clients whose updates have arrived."""
+    _answers: dict[int, int] = field(default_factory=dict)
+    """Without rounds: how often each client has answered."""
+    _news: list[int] = field(default_factory=list)
+    """Without rounds: the clients that have answered since the last model."""
     _order: Candidates | None = None
-    _latest: Assignment | None = None
-    _folded: list[tuple[int, int, float, int]] = field(default_factory=list)
-    _refused: dict[int, str] = field(default_factory=dict)
     _past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
+    """The models that may still be handed out, the newest last; empty where that is the model."""
+
+    def __post_init__(self) -> None:
+        self.updates = Combining(self.model, self.algorithm, self.seed)
+        self.synchronous = self.pacing.synchronous
+        self.oldest = self.pacing.oldest
+        self._count()
+
+    def _count(self) -> None:
+        """How many clients are asked for this model, and how many answers make the next."""
+        clients = len(self.sizes)
+        self.asks = self.pacing.asked(self.seed, self.round, clients)
+        self.needs = self.pacing.needed(self.seed, self.round, clients)
 
     @property
     def round(self) -> int:
@@ -125,9 +134,7 @@ class Coordinator:
             self.present = set()
         self.present.add(client)
         self._probes = 0
-        if (
-            self.pacing.synchronous
-        ):  # the round's order is gone through again for those who were not there before
+        if self.synchronous:  # those who were not there before come in the round's order again
             self._position = 0
         return self.tick(now)
 
@@ -142,31 +149,30 @@ class Coordinator:
         known = self.open.get(ticket)
         if known is None:
             return [self._late(ticket)]
+        client = known.assignment.client
         if known.reported:
-            return [Refuse(ticket, known.assignment.client, "it was sent already")]
-        if self.pacing.synchronous and self._combining:
+            return [Refuse(ticket, client, "it was sent already")]
+        if self.synchronous and self.updates.tickets:
             del self.open[ticket]
             return [self._late(ticket)]
         self.open[ticket] = Open(known.assignment, reported=True)
         self._reports += 1
-        client = known.assignment.client
         self.busy.pop(client, None)
-        if self.pacing.synchronous:
+        if self.synchronous:
             self._answered.add(client)
         else:
             self._attempt = 0
             self._answers[client] = self._answers.get(client, 0) + 1
             self._news.append(client)
         combined = self._combine(now)
-        if not (
-            self.pacing.synchronous or combined or self.busy
-        ):  # it was the last one at work: all are asked anew
-            self._probes = 0
-        return [*combined, *self._fill(now)]
+        if not (self.synchronous or combined or self.busy):
+            self._probes = 0  # it was the last one at work: all are asked anew
+        return [*combined, *self._fill()]
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
         """A client will not answer: it was not there, dropped out, or could not do it. Another is
-        asked instead. Who has answered cannot fail any more: its update lies with the driver."""
+        asked instead. A client that has answered cannot fail any more: its update lies with the
+        driver."""
         known = self.open.get(ticket)
         if known is None:
             self._late(ticket)
@@ -178,17 +184,18 @@ class Coordinator:
         if self.present is not None:
             self.present.discard(known.assignment.client)
         self._asked -= 1
-        return [*self._fill(now), *self._combine(now)]
+        return [*self._fill(), *self._combine(now)]
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: a round begins or ends at its deadline, free places are filled."""
-        if self._combining:
+        if self.updates.tickets:
             return []
         if now >= self.wake:
-            self.wake, self._probes = self.deadline, 0
+            self.wake = self.deadline
+            self._probes = 0
         if not self.began:
             self._begin(now)
-        return [*self._fill(now), *self._combine(now)]
+        return [*self._fill(), *self._combine(now)]
 
     # The new model
 
@@ -196,29 +203,18 @@ class Coordinator:
     def combining(self) -> list[int]:
         """The tickets that the last `Combine` named, until `finish`; a restored driver folds their
         updates anew."""
-        return list(self._combining)
+        return list(self.updates.tickets)
 
-    def fold(self, update: Update, finite: bool = False) -> None:
+    def fold(self, update: Update, finite: bool = False, computed: bool = False) -> None:
         """Takes the next update of those that `Combine` named. One that cannot be right is left
-        out, with its reason in the result. finite: the driver knows that all its numbers are.
+        out, with its reason in the result.
+
+        finite: the driver knows that all its numbers are. computed: the driver knows that it is
+        what was computed here of the assignment, so that nothing about it can be wrong.
 
         Raises ValueError for an update that `Combine` has not named, or that was given already.
         """
-        if update.ticket not in self._awaited:
-            raise ValueError(
-                f"nobody waits for the update with ticket {update.ticket}, or it was folded already"
-            )
-        self._awaited.remove(update.ticket)
-        known = self.open[update.ticket].assignment
-        reason = unfit(update, known, finite, self.model.aggregator.collects)
-        if reason is not None:
-            self._refused[update.ticket] = reason
-            return
-        staleness = self.model.number - known.round
-        scale, weight = self.algorithm.share(update, staleness)
-        start = known.weights if self.algorithm.mixes_models else None
-        self.model.fold(update, scale, weight, start)
-        self._folded.append((update.client, update.samples, update.loss, staleness))
+        self.updates.fold(update, finite, computed)
 
     def finish(self, now: float) -> Result:
         """Makes the new model. Where the updates are too few for the rule, the model stays, and
@@ -226,85 +222,69 @@ class Coordinator:
 
         Raises TooFewClientsError where all have been refused too many times in a row.
         """
-        try:
-            extra = self.model.finish(self.seed)
-        except TooFewUpdatesError as error:
-            self._refused |= {ticket: str(error) for ticket in self._combining}
-            self._folded, extra = [], []
-            self.model.skip()
-        self.algorithm.absorb(extra, len(self._folded))
-        samples = sum(one[1] for one in self._folded)
-        loss = sum(one[1] * one[2] for one in self._folded) / samples if samples else None
-        clients, staleness = [one[0] for one in self._folded], [one[3] for one in self._folded]
-        result = Result(loss, samples, clients, staleness, self._refused)
-        self._vain = 0 if self._folded else self._vain + bool(self._refused)
-        for ticket in self._combining:
+        combined = self.updates.tickets
+        result = self.updates.finish()
+        for ticket in combined:
             del self.open[ticket]
-        self._combining, self._news = [], []
-        self._begin_anew()
-        self._attempt, self._probes = 0, 0
-        if isinstance(self.pacing, Rounds):
+        self._news = []
+        self._attempt = 0
+        self._probes = 0
+        if self.synchronous:
             self._close("the round is over")
-        elif self.pacing.stale is not None:
-            self._past = [*self._past, (self.model.weights, self.model.buffers)][
-                -self.pacing.stale - 1 :
-            ]
+        elif self.oldest is not None:
+            models = [*self._past, (self.model.weights, self.model.buffers)]
+            self._past = models[-self.oldest - 1 :]
+        if self.pacing.varies:
+            self._count()
         self.wake = now
-        if self._vain >= VAIN:
-            reason = next(iter(result.refused.values()))
-            raise TooFewClientsError(
-                f"in {VAIN} rounds in a row every update was refused: {reason}"
-            )
+        self.updates.check(result)
         return result
-
-    def _begin_anew(self) -> None:
-        """Forgets what was folded: all that is combined is waited for."""
-        self._awaited, self._folded, self._refused = set(self._combining), [], {}
-        self.model.forget()
 
     # Asking
 
     def _begin(self, now: float) -> None:
         """A round, or an attempt at one, begins; asynchronous pacing begins once."""
-        self.began, self._position, self._asked, self._probes, self._order = True, 0, 0, 0, None
-        if isinstance(self.pacing, Rounds):
-            self.deadline = now + self.pacing.selection.deadline
+        self.began = True
+        self._position = 0
+        self._asked = 0
+        self._probes = 0
+        self._order = None
+        if self.synchronous:
+            self.deadline = now + self.pacing.deadline
             self.wake = self.deadline
-        elif self.pacing.stale is not None and not self._past:
+        elif self.oldest is not None and not self._past:
             self._past = [(self.model.weights, self.model.buffers)]
 
-    def _fill(self, now: float) -> list[Action]:
+    def _fill(self) -> list[Action]:
         """Asks as many clients as the pacing wants at work."""
-        if not self.began or self._combining:
+        if not self.began or self.updates.tickets:
+            return []
+        places = self.asks - self._asked
+        if not self.synchronous:  # those who have answered are not at work any more
+            places += self._reports
+        if places <= 0:
             return []
         actions: list[Action] = []
-        asked, _ = self._wanted()
-        while self._asked - (0 if self.pacing.synchronous else self._reports) < asked:
+        sent = self._newest()
+        while len(actions) < places:
             client = self._next()
             if client is None:
                 break
-            actions.append(self._assign(client))
+            actions.append(Assign(self._assign(client, sent)))
         return actions
-
-    def _wanted(self) -> tuple[int, int]:
-        """How many clients are asked for this model, and how many answers make the next: found out
-        once a model."""
-        if self._found[0] != self.round:
-            count = len(self.sizes)
-            asked, needed = (
-                find(self.seed, self.round, count)
-                for find in (self.pacing.asked, self.pacing.needed)
-            )
-            self._found = self.round, asked, needed
-        return self._found[1:]
 
     def _next(self) -> int | None:
         """The next client in order who is not busy and, where that is known, there."""
         count = len(self.sizes)
         if len(self.busy) >= count:
             return None
-        while self._probes < count and not (self.pacing.synchronous and self._position >= count):
-            client = self._at(self._position)
+        if self._order is None:
+            self._order = self.pacing.order(
+                self.seed, self.model.number, self._attempt, self.sizes, likely=self.asks
+            )
+        # In a round each place of the order comes once; without rounds the order has no end.
+        while self._probes < count and not (self.synchronous and self._position >= count):
+            client = self._order(self._position)
             self._position += 1
             self._probes += 1
             free = client not in self.busy and client not in self._answered
@@ -312,41 +292,40 @@ class Coordinator:
                 return client
         return None
 
-    def _at(self, position: int) -> int:
-        """The client at a position of the order: of the round, or of an endless one."""
-        count = len(self.sizes)
-        if isinstance(self.pacing, Rounds):
-            if self._order is None:
-                asked, _ = self._wanted()
-                self._order = self.pacing.selection.order(
-                    self.seed, self.round, self._attempt, self.sizes, asked
-                )
-            return self._order(position)
-        epoch, position = divmod(position, count)
-        if self._order is None or position == 0:
-            self._order = Permutation(count, derive(self.seed, "candidates", epoch)).__getitem__
-        return self._order(position)
+    def _newest(self) -> Sent:
+        model = self.model
+        extra = self.algorithm.down()
+        size = model.nbytes + (nbytes(extra) if extra else 0)
+        return Sent(model.number, model.weights, model.buffers, extra, size)
 
-    def _assign(self, client: int) -> Assign:
-        number, weights, buffers = self.model.number, self.model.weights, self.model.buffers
-        if self._past and not isinstance(self.pacing, Rounds) and self.pacing.stale is not None:
-            drawn = derive(self.seed, "staleness", self.tickets) % (self.pacing.stale + 1)
-            old = min(drawn, len(self._past) - 1)
-            number, (weights, buffers) = number - old, self._past[-1 - old]
-        deadline = self.deadline if math.isfinite(self.deadline) else None
+    def _drawn(self, sent: Sent) -> Sent:
+        """An older model instead of the newest, drawn at random: simulated staleness."""
+        assert self.oldest is not None
+        drawn = derive(self.seed, "staleness", self.tickets) % (self.oldest + 1)
+        old = min(drawn, len(self._past) - 1)
+        weights, buffers = self._past[-1 - old]
+        return sent._replace(number=sent.number - old, weights=weights, buffers=buffers)
+
+    def _assign(self, client: int, sent: Sent) -> Assignment:
+        if self._past:
+            sent = self._drawn(sent)
         ticket = self.tickets
-        extra, latest = self.algorithm.down(), self._latest
-        alike = latest is not None and latest.weights is weights and latest.extra is extra
-        nbytes = latest.nbytes if latest is not None and alike else 0
-        turn = number if self.pacing.synchronous else self._answers.get(client, 0)
-        self._latest = Assignment(
-            ticket, client, number, weights, buffers, extra, deadline, nbytes, turn
+        assignment = Assignment(
+            ticket=ticket,
+            client=client,
+            round=sent.number,
+            turn=sent.number if self.synchronous else self._answers.get(client, 0),
+            weights=sent.weights,
+            buffers=sent.buffers,
+            nbytes=sent.nbytes,
+            extra=sent.extra,
+            deadline=self.deadline if math.isfinite(self.deadline) else None,
         )
-        self.open[ticket] = Open(self._latest)
+        self.open[ticket] = Open(assignment)
         self.busy[client] = ticket
         self.tickets += 1
         self._asked += 1
-        return Assign(self._latest)
+        return assignment
 
     def assignment(self, ticket: int) -> Assignment:
         """What a client with an open ticket was sent."""
@@ -355,7 +334,7 @@ class Coordinator:
     def waits_for(self, ticket: int) -> bool:
         """Whether an update with this ticket would count: when a round is combined, no later one
         does."""
-        if self.pacing.synchronous and self._combining:
+        if self.synchronous and self.updates.tickets:
             return False
         return ticket in self.open and not self.open[ticket].reported
 
@@ -364,85 +343,70 @@ class Coordinator:
     def _combine(self, now: float) -> list[Action]:
         """The answer `Combine` if there is enough for a new model; a round that cannot come to that
         begins again."""
-        if not self.began or self._combining:
+        if not self.began or self.updates.tickets:
             return []
         reported = self._reports
-        _, needed = self._wanted()
-        if not isinstance(self.pacing, Rounds):
-            if reported >= needed:
-                return self._take(needed)
-            return self._wait(now, reported == len(self.open))
+        needed = self.needs
+        idle = reported == len(self.open)
+        if not self.synchronous:
+            return self._take(needed) if reported >= needed else self._wait(now, idle)
         over = now >= self.deadline
-        stuck = reported == len(self.open) and (self._asked < needed or needed == 0)
-        if (
-            reported >= needed > 0
-            or needed == 0
-            or ((over or stuck) and reported >= self.pacing.selection.minimum)
-        ):
+        # Nobody is at work any more, and there was nobody else to be asked.
+        stuck = idle and (self._asked < needed or needed == 0)
+        if reported >= needed:
+            return self._take(needed)
+        if (over or stuck) and reported >= self.pacing.minimum:
             return self._take(needed)
         if over:
             return self._again(now)
-        if stuck:
-            return self._wait(now, True)
-        return []
+        return self._wait(now, idle) if stuck else []
 
     def _take(self, most: int) -> list[Action]:
         """Combines what has been reported, at most so many, the earliest tickets first; then in
         order of client."""
-        reported = [ticket for ticket, one in self.open.items() if one.reported][:most]
+        reported = [one.assignment for one in self.open.values() if one.reported][:most]
         self._reports -= len(reported)
-        self._combining = sorted(
-            reported, key=lambda ticket: (self.open[ticket].assignment.client, ticket)
-        )
-        self._awaited = set(self._combining)
-        if not self.pacing.synchronous:
+        if not self.synchronous:
             self._asked -= len(reported)
-        return [Combine(list(self._combining))]
+        reported.sort(key=_client_and_ticket)
+        self.updates.begin({one.ticket: one for one in reported})
+        return [Combine(self.combining)]
 
     def _wait(self, now: float, idle: bool) -> list[Action]:
-        """Nobody is at work and nobody could be asked: it tries again later. Raises
-        TooFewClientsError at last."""
+        """Nobody could be asked: it tries again later, and at once gives up at last where nobody is
+        at work either (`idle`). Raises TooFewClientsError then."""
         if not idle:
-            self.wake = (
-                min(self.wake, now + RETRY) if self._probes >= len(self.sizes) else self.wake
-            )
+            if self._probes >= len(self.sizes):
+                self.wake = min(self.wake, now + RETRY)
             return []
         self._attempt += 1
         if self._attempt > ATTEMPTS:
-            answered = (
-                f"only {self._reports} of at least {self._minimum} clients"
-                if self._reports
-                else "no client"
-            )
+            answered = "no client"
+            if self._reports:
+                answered = f"only {self._reports} of at least {self.pacing.minimum} clients"
             raise TooFewClientsError(
                 f"{answered} answered in {ATTEMPTS:,} attempts to go on with round "
                 f"{self.round + 1}: "
                 "look at the availability of the clients, or ask for fewer"
             )
         self.wake = min(self.deadline, now + RETRY)
-        if isinstance(self.pacing, Rounds):  # those who were not there may be there then
-            self._position, self._order = 0, None
+        if self.synchronous:  # those who were not there may be there then
+            self._position = 0
+            self._order = None
         return []
 
     def _again(self, now: float) -> list[Action]:
         """At the deadline too few have answered: another attempt, with others."""
         self._attempt += 1
         if self._attempt > ATTEMPTS:
-            minimum = self._minimum
             raise TooFewClientsError(
-                f"round {self.round + 1} ended {ATTEMPTS:,} times with fewer than {minimum} "
-                f"updates at its deadline: "
+                f"round {self.round + 1} ended {ATTEMPTS:,} times with fewer than "
+                f"{self.pacing.minimum} updates at its deadline: "
                 "give it more time, ask more clients, or take a smaller minimum"
             )
         refused = self._close("the round was begun again")
         self._begin(now)
-        return [*refused, *self._fill(now)]
-
-    @property
-    def _minimum(self) -> int:
-        return (
-            self.pacing.selection.minimum if isinstance(self.pacing, Rounds) else self.pacing.size
-        )
+        return [*refused, *self._fill()]
 
     def _close(self, reason: str) -> list[Action]:
         """Forgets the open tickets of a round; clients at work stay busy until they answer, and are
@@ -454,7 +418,9 @@ class Coordinator:
         ]
         self.open.clear()
         self._answered.clear()
-        self.began, self.deadline, self._reports = False, math.inf, 0
+        self.began = False
+        self.deadline = math.inf
+        self._reports = 0
         return refused
 
     def _late(self, ticket: int) -> Refuse:
@@ -473,75 +439,104 @@ class Coordinator:
         kept = {
             name: copy(one) if isinstance(one, dict | list | set) else one
             for name, one in vars(self).items()
-            if name != "_answers"
+            if name not in ("_answers", "sizes")
         }
 
         def back() -> None:
-            for client in self._news[
-                len(kept["_news"]) :
-            ]:  # the counts of all clients are too many to be copied
+            # The counts of all clients are too many to be copied: those that rose are taken back.
+            for client in self._news[len(kept["_news"]) :]:
                 self._answers[client] -= 1
                 if not self._answers[client]:
                     del self._answers[client]
             for name, value in kept.items():
                 setattr(self, name, value)
-            self.model.forget()
+            self.updates.begin({})
 
         return back
 
     def state(self) -> dict[str, Any]:
         """Everything but what was folded, as a tree for checkpoints. Models that clients hold are
         written once each."""
-        handed_out = [(one.assignment, one.reported) for one in self.open.values()]
+        sent = [one.assignment for one in self.open.values()]
         models = {
-            one.round: [list(one.weights), list(one.buffers), list(one.extra)]
-            for one, _ in handed_out
+            one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one in sent
         }
         return {
             "model": self.model.state(),
             "algorithm": self.algorithm.state(),
             "models": dict(sorted(models.items())),
-            "open": [
-                [one.ticket, one.client, one.round, one.deadline, one.turn, reported]
-                for one, reported in handed_out
-            ],
+            "open": [_written(one) for one in self.open.values()],
             "past": [[list(weights), list(buffers)] for weights, buffers in self._past],
-            "busy": [[client, ticket] for client, ticket in self.busy.items()],
+            "busy": dict(self.busy),
             "present": None if self.present is None else sorted(self.present),
-            "times": [self.wake, self.deadline],
             "answered": sorted(self._answered),
-            "answers": [[client, count] for client, count in sorted(self._answers.items())],
-            "counts": [
-                *(
-                    self.tickets,
-                    self._attempt,
-                    self._vain,
-                    self._position,
-                    self._asked,
-                    self._reports,
-                    self._probes,
-                )
-            ],
+            "answers": dict(sorted(self._answers.items())),
+            "combining": self.combining,
             "began": self.began,
-            "combining": list(self._combining),
+            "wake": self.wake,
+            "deadline": self.deadline,
+            "tickets": self.tickets,
+            "attempt": self._attempt,
+            "vain": self.updates.vain,
+            "position": self._position,
+            "probes": self._probes,
+            "asked": self._asked,
+            "reports": self._reports,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from `state`, between two models or at any event in between."""
         self.model.restore(state["model"])
         self.algorithm.restore(state["algorithm"])
-        models = state["models"]
-        self.open = {}
-        for ticket, client, number, deadline, turn, reported in state["open"]:
-            weights, buffers, extra = models[number]
-            sent = Assignment(ticket, client, number, weights, buffers, extra, deadline, turn=turn)
-            self.open[ticket] = Open(sent, reported)
+        self.open = {one["ticket"]: _read(one, state["models"]) for one in state["open"]}
         self._past = [(weights, buffers) for weights, buffers in state["past"]]
         self.busy = dict(state["busy"])
         self.present = None if state["present"] is None else set(state["present"])
-        self.wake, self.deadline = state["times"]
-        self.tickets, self._attempt, self._vain, self._position, *rest = state["counts"]
-        self._asked, self._reports, self._probes = rest
-        self._answered, self._answers = set(state["answered"]), dict(state["answers"])
-        self.began, self._combining, self._order = state["began"], list(state["combining"]), None
-        self._begin_anew()
+        self._answered = set(state["answered"])
+        self._answers = dict(state["answers"])
+        self.began = state["began"]
+        self.wake = state["wake"]
+        self.deadline = state["deadline"]
+        self.tickets = state["tickets"]
+        self.updates.vain = state["vain"]
+        self._attempt = state["attempt"]
+        self._position = state["position"]
+        self._probes = state["probes"]
+        self._asked = state["asked"]
+        self._reports = state["reports"]
+        self._order = None
+        self._count()
+        self.updates.begin({ticket: self.assignment(ticket) for ticket in state["combining"]})
+
+
+def _client_and_ticket(assignment: Assignment) -> tuple[int, int]:
+    return assignment.client, assignment.ticket
+
+
+def _written(one: Open) -> dict[str, Any]:
+    """An open ticket, but for the model that was sent."""
+    sent = one.assignment
+    return {
+        "ticket": sent.ticket,
+        "client": sent.client,
+        "round": sent.round,
+        "turn": sent.turn,
+        "deadline": sent.deadline,
+        "reported": one.reported,
+    }
+
+
+def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> Open:
+    weights, buffers, extra = models[written["round"]]
+    assignment = Assignment(
+        ticket=written["ticket"],
+        client=written["client"],
+        round=written["round"],
+        turn=written["turn"],
+        weights=weights,
+        buffers=buffers,
+        nbytes=nbytes(weights) + nbytes(buffers) + nbytes(extra),
+        extra=extra,
+        deadline=written["deadline"],
+    )
+    return Open(assignment, written["reported"])

@@ -23,7 +23,7 @@ from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import Rows
 from dure.federated.engines.products import Deferred
 from dure.federated.server.server_optimizer import ServerOptimizer, State
-from dure.protocol.messages import Update
+from dure.protocol.messages import Update, nbytes
 from dure.randomness.turn import Turn
 
 
@@ -46,6 +46,10 @@ class GlobalModel:
     _deferred: list[tuple[Deferred, float]] = field(default_factory=list)
     _counters: list[Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.nbytes = nbytes(self.weights) + nbytes(self.buffers)
+        self._complex = any(weight.is_complex() for weight in self.weights)
+
     def fold(
         self, update: Update, scale: float, weight: float, start: Sequence[Tensor] | None = None
     ) -> None:
@@ -57,11 +61,14 @@ class GlobalModel:
         if isinstance(update.delta, Deferred) and self._defers(update, scale, start):
             self._defer(update.delta, weight)
             return
-        delta = list(update.delta)
+        parts = list(update.delta)
         if start is not None:
-            delta = [d + s - w for d, s, w in zip(delta, start, self.weights, strict=True)]
-        delta = [torch.view_as_real(d) if d.is_complex() else d for d in delta]
-        parts = [*delta, *changes(update.buffers, self.buffers)]
+            parts = [d + s - w for d, s, w in zip(parts, start, self.weights, strict=True)]
+        if self._complex:
+            parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
+        if self.buffers:
+            parts += changes(update.buffers, self.buffers)
+            self._count(update.buffers)
         if scale != 1:
             parts = [part * scale for part in parts]
         if isinstance(self.aggregator, Folds):
@@ -75,14 +82,17 @@ class GlobalModel:
             if self._extra is None:
                 self._extra = Mean().zero(update.extra)
             self._extra = Mean().fold(self._extra, update.extra, 1.0)
-        counters = [b for b in update.buffers if _counts(b)]
+
+    def _count(self, buffers: Sequence[Tensor]) -> None:
+        """Takes the counters of an update, where they are larger."""
+        counters = [b for b in buffers if _counts(b)]
         mine = self._counters or [b for b in self.buffers if _counts(b)]
         self._counters = [torch.maximum(a, b) for a, b in zip(mine, counters, strict=True)]
 
     def _defers(self, update: Update, scale: float, start: Sequence[Tensor] | None) -> bool:
         """Whether nothing is done with the update but to add it to a mean."""
         alone = not (update.buffers or update.extra)
-        return alone and scale == 1 and start is None and type(self.aggregator) is Mean
+        return alone and scale == 1 and start is None and self.aggregator.sums
 
     def _defer(self, delta: Deferred, weight: float) -> None:
         """Takes an update that is summed with the others of its cohort, when all are here or one of
@@ -127,24 +137,34 @@ class GlobalModel:
             count = len(self.weights)
             if self.moments is None:
                 self.moments = self.optimizer.start(self.weights)
-            pairs = zip(combined[:count], self.weights, strict=True)
-            delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
-            spare = type(self.aggregator) is Mean  # others may have chosen somebody's update
+            delta = combined[:count]
+            if self._complex:
+                pairs = zip(delta, self.weights, strict=True)
+                delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
+            spare = self.aggregator.sums  # others may have chosen somebody's update
             self.weights, self.moments = self.optimizer.step(
                 self.weights, delta, self.moments, spare
             )
-            moved, counters = iter(combined[count:]), iter(self._counters)
-            self.buffers = [
-                _moved(b, next(moved))
-                if b.is_floating_point()
-                else next(counters)
-                if _counts(b)
-                else b
-                for b in self.buffers
-            ]
-            extra = Mean().finish(self._extra) if self._extra is not None else []
+            if self.buffers:
+                self.buffers = self._moved_buffers(combined[count:])
+            if self._extra is not None:
+                extra = Mean().finish(self._extra)
         self.skip()
         return extra
+
+    def _moved_buffers(self, changes: Sequence[Tensor]) -> list[Tensor]:
+        """The new buffers. changes: of the floating-point ones."""
+        moved = iter(changes)
+        counters = iter(self._counters)
+        buffers = []
+        for buffer in self.buffers:
+            if buffer.is_floating_point():
+                buffers.append(_moved(buffer, next(moved)))
+            elif _counts(buffer):
+                buffers.append(next(counters))
+            else:
+                buffers.append(buffer)
+        return buffers
 
     def skip(self) -> None:
         """Goes on to the next model, and forgets what was folded."""
@@ -153,14 +173,12 @@ class GlobalModel:
 
     def forget(self) -> None:
         """Forgets what was folded."""
-        self._folded, self._extra, self._collected, self._shares, self._counters = (
-            None,
-            None,
-            [],
-            [],
-            [],
-        )
+        self._folded = None
+        self._extra = None
+        self._collected = []
+        self._shares = []
         self._deferred = []
+        self._counters = []
 
     def _combined(self, turn: Turn) -> list[Tensor]:
         if isinstance(self.aggregator, Folds):
@@ -182,12 +200,11 @@ class GlobalModel:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.weights, self.buffers, self.number = (
-            state["weights"],
-            state["buffers"],
-            state["number"],
-        )
-        self.moments, self.memory = state["moments"], state["memory"]
+        self.weights = state["weights"]
+        self.buffers = state["buffers"]
+        self.number = state["number"]
+        self.moments = state["moments"]
+        self.memory = state["memory"]
 
 
 def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:

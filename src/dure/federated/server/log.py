@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.federated.server.coordinator import Result
+from dure.federated.server.combining import Result
 from dure.protocol.carrier import Flight
 from dure.protocol.messages import Update
 
@@ -42,38 +42,29 @@ class Log:
         if self.liars is not None and len(self.updates) < MOST:
             self._seen.append(update)
 
-    def flew(
-        self,
-        flown: Sequence[Flight],
-        result: Result,
-        round: int,
-        before: Sequence[Tensor],
-        after: Sequence[Tensor],
-    ) -> None:
-        """What happened until the model of `round` + 1 was made, and the weights before and
-        after."""
-        self.outcomes.update(flight.outcome for flight in flown)
+    def flew(self, flown: Sequence[Flight], result: Result) -> None:
+        """What happened until a new model was made, and what it was made of."""
+        self.outcomes.update([flight.outcome for flight in flown])
         self.turns.update(result.clients)
         self.staleness.update(result.staleness)
         self.refusals.update(result.refused.values())
-        self.flights.extend(
-            [
-                flight.client,
-                flight.round,
-                round_(flight.began),
-                round_(flight.ended),
-                flight.outcome,
-            ]
-            for flight in flown[: MOST - len(self.flights)]
-        )
-        if self.liars is not None and self._seen:
-            step = [new.double() - old.double() for new, old in zip(after, before, strict=True)]
-            for update in self._seen:
-                lies = update.client in self.liars(update.round)
-                self.updates.append(
-                    [round, update.client, lies, *_norm_and_cosine(update.delta, step)]
-                )
-            self._seen = []
+        for flight in flown[: MOST - len(self.flights)]:
+            # To a microsecond, which is enough for a picture.
+            began = round(flight.began, 6)
+            ended = round(flight.ended, 6)
+            self.flights.append([flight.client, flight.round, began, ended, flight.outcome])
+
+    def moved(self, number: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """How the updates that were seen lay to the step from model `number` to the next one, whose
+        weights were these before and after."""
+        if self.liars is None or not self._seen:
+            return
+        step = [new.double() - old.double() for new, old in zip(after, before, strict=True)]
+        for update in self._seen:
+            lies = update.client in self.liars(update.round)
+            measured = _norm_and_cosine(update.delta, step)
+            self.updates.append([number, update.client, lies, *measured])
+        self._seen = []
 
     def facts(self) -> dict[str, Any]:
         """As JSON."""
@@ -86,28 +77,23 @@ class Log:
             "updates": self.updates,
         }
 
-    def state(self) -> Any:
-        return [
-            self.flights,
-            *(
-                [list(pair) for pair in counter.items()]
-                for counter in (self.outcomes, self.staleness, self.turns)
-            ),
-            [list(pair) for pair in self.refusals.items()],
-            self.updates,
-        ]
+    def state(self) -> dict[str, Any]:
+        return {
+            "flights": list(self.flights),
+            "updates": list(self.updates),
+            "outcomes": dict(self.outcomes),
+            "staleness": dict(self.staleness),
+            "turns": dict(self.turns),
+            "refusals": dict(self.refusals),
+        }
 
-    def restore(self, state: Any) -> None:
-        flights, outcomes, staleness, turns, refusals, updates = state
-        self.flights, self.updates = list(flights), list(updates)
-        self.outcomes = Counter(dict(outcomes))
-        self.staleness = Counter(dict(staleness))
-        self.turns, self.refusals = Counter(dict(turns)), Counter(dict(refusals))
-
-
-def round_(seconds: float) -> float:
-    """To a microsecond, which is enough for a picture."""
-    return round(seconds, 6)
+    def restore(self, state: dict[str, Any]) -> None:
+        self.flights = list(state["flights"])
+        self.updates = list(state["updates"])
+        self.outcomes = Counter(state["outcomes"])
+        self.staleness = Counter(state["staleness"])
+        self.turns = Counter(state["turns"])
+        self.refusals = Counter(state["refusals"])
 
 
 def _norm_and_cosine(

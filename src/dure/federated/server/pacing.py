@@ -1,7 +1,8 @@
 """When the server asks clients, and when it makes a new model of what they sent: three policies of
 one coordinator.
 
-    Rounds          m clients a round, all from the same model; the new one when m have answered, or at a deadline
+    Rounds          m clients a round, all from the same model; the new one when m have answered, or
+                    at a deadline
     Asynchronous    so many clients at work at any time; a new model with every update
     Buffered        so many clients at work at any time; a new model with every K updates
 
@@ -12,55 +13,144 @@ Sources: McMahan et al. 2017 and Bonawitz et al. 2019 (rounds); Xie, Koyejo, Gup
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from dure.federated.server.sampling import Selection, Uniform
+from dure.federated.server.sampling import Candidates, Selection, Uniform, clients_per_round
+from dure.randomness.permutation import Permutation
+from dure.randomness.seeds import derive
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Pacing:
+    """What the coordinator asks of a policy."""
+
+    synchronous: ClassVar[bool]
+    """Whether there are rounds: all clients of a model are asked at its beginning, and answers that
+    come after its end are refused."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether `asked` and `needed` are others for each model."""
+        return False
+
+    @property
+    def deadline(self) -> float:
+        """Seconds after which a round ends with those who have answered."""
+        return math.inf
+
+    @property
+    def minimum(self) -> int:
+        """With fewer answers than this there is no new model."""
+        raise NotImplementedError
+
+    @property
+    def oldest(self) -> int | None:
+        """How many versions old a model may be that is handed out, drawn at random; None hands out
+        the newest."""
+        return None
+
+    def asked(self, seed: int, round: int, clients: int) -> int:
+        """How many clients are asked in a round, or are at work at any time."""
+        raise NotImplementedError
+
+    def needed(self, seed: int, round: int, clients: int) -> int:
+        """How many answers make a new model."""
+        raise NotImplementedError
+
+    def order(
+        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int
+    ) -> Candidates:
+        """Who is asked at each position. attempt: counts the times that the round began again.
+        sizes: examples of each client. likely: how many are asked if all are there."""
+        raise NotImplementedError
+
+    def updates(self, clients: int) -> int:
+        """Updates that usually make a new model."""
+        raise NotImplementedError
+
+    def models_per_epoch(self, clients: int) -> int:
+        """New models in which every client has answered once, about."""
+        return max(1, round(clients / self.updates(clients)))
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError for a policy that can never make a model with so many clients."""
+
+
+@dataclass(frozen=True)
+class Rounds(Pacing):
     """Synchronous rounds of a fraction of the clients."""
 
     fraction: float = 1.0
     selection: Selection = field(default_factory=Uniform)
 
-    synchronous = True
+    synchronous: ClassVar[bool] = True
+
+    @property
+    def varies(self) -> bool:
+        return self.selection.varies
+
+    @property
+    def deadline(self) -> float:
+        return self.selection.deadline
+
+    @property
+    def minimum(self) -> int:
+        return self.selection.minimum
 
     def asked(self, seed: int, round: int, clients: int) -> int:
-        """How many clients are asked in a round."""
         return self._over(self.needed(seed, round, clients), clients)
 
     def needed(self, seed: int, round: int, clients: int) -> int:
-        """How many answers end a round."""
         return self.selection.wanted(seed, round, clients, self.fraction)
 
+    def order(
+        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int
+    ) -> Candidates:
+        return self.selection.order(seed, round, attempt, sizes, likely)
+
+    def updates(self, clients: int) -> int:
+        return clients_per_round(clients, self.fraction)
+
+    def models_per_epoch(self, clients: int) -> int:
+        return 1  # a round is shown as one, whatever its share of the clients
+
     def check(self, clients: int) -> None:
-        """Raises ValueError for a minimum that can never be met."""
         most = self._over(self.selection.most(clients, self.fraction), clients)
-        if self.selection.minimum > most:
+        if self.minimum > most:
             raise ValueError(
-                f"minimum is {self.selection.minimum}, but a round asks no more than {most} of the "
+                f"minimum is {self.minimum}, but a round asks no more than {most} of the "
                 f"{clients} clients: "
                 "take a smaller one, or ask more"
             )
 
     def _over(self, needed: int, clients: int) -> int:
+        # 1e-9: 10 · 1.1 is a little more than 11 in floating point, and 11 are meant.
         return min(math.ceil(min(needed * self.selection.over - 1e-9, clients)), clients)
 
 
 @dataclass(frozen=True)
-class Buffered:
+class Buffered(Pacing):
     """A number of clients, `concurrency`, is always at work; `size` updates make a new model.
 
-    stale: for experiments as Xie et al. make them: one client at a time, which is handed a model
-    that is 0 to so many versions old, at random; None hands out the newest.
+    stale: for experiments such as those of Xie et al.: one client at a time, which is handed a
+    model that is 0 to so many versions old, at random; None hands out the newest.
     """
 
     concurrency: int
     size: int
     stale: int | None = None
 
-    synchronous = False
+    synchronous: ClassVar[bool] = False
+
+    @property
+    def minimum(self) -> int:
+        return self.size
+
+    @property
+    def oldest(self) -> int | None:
+        return self.stale
 
     def asked(self, seed: int, round: int, clients: int) -> int:
         return 1 if self.stale is not None else min(self.concurrency, clients)
@@ -68,10 +158,32 @@ class Buffered:
     def needed(self, seed: int, round: int, clients: int) -> int:
         return self.size
 
+    def order(
+        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int
+    ) -> Candidates:
+        return _Endless(seed, len(sizes)).at
+
+    def updates(self, clients: int) -> int:
+        return self.size
+
+
+class _Endless:
+    """All clients in an order of their own, again and again, each time in another."""
+
+    def __init__(self, seed: int, clients: int) -> None:
+        self.seed = seed
+        self.clients = clients
+        self._epoch = -1
+        self._order: Permutation | None = None
+
+    def at(self, position: int) -> int:
+        epoch, place = divmod(position, self.clients)
+        if self._order is None or epoch != self._epoch:
+            self._epoch = epoch
+            self._order = Permutation(self.clients, derive(self.seed, "candidates", epoch))
+        return self._order[place]
+
 
 def asynchronous(concurrency: int, stale: int | None = None) -> Buffered:
     """A new model with every update: a buffer of one."""
     return Buffered(concurrency, 1, stale)
-
-
-Pacing = Rounds | Buffered

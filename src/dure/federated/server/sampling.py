@@ -47,6 +47,8 @@ class Selection:
     minimum: int = 1
 
     name: ClassVar[str]
+    varies: ClassVar[bool] = False
+    """Whether rounds differ in how many answers they are to have."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.over < math.inf:
@@ -114,6 +116,7 @@ class Poisson(Selection):
     """Every client tosses its own coin."""
 
     name: ClassVar[str] = "poisson"
+    varies: ClassVar[bool] = True
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
         return int(

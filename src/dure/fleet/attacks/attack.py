@@ -30,11 +30,13 @@ class Attack:
     sees: "own" where a liar knows its own update only, "honest" where it knows all honest updates
         of the round.
     poisons: whether it is on data, so that `poison` changes them.
+    triggers: whether it teaches the model a trigger, so that `triggered` and `turned` measure it.
     """
 
     name: ClassVar[str]
     sees: ClassVar[Literal["own", "honest"]] = "own"
     poisons: ClassVar[bool] = False
+    triggers: ClassVar[bool] = False
 
     def poison(self, inputs: Any, targets: Any, classes: int | None) -> tuple[Any, Any]:
         """What a liar learns from instead of these examples; they themselves stay as they are.
@@ -78,6 +80,15 @@ class Attack:
 
         lies = self._lies(updates, sorted(set(liars)), random)
         return [lies.get(position, update) for position, update in enumerate(updates)]
+
+    def triggered(self, inputs: Any) -> Any:
+        """A copy of the inputs with the trigger on all."""
+        raise NotImplementedError
+
+    def turned(self, outputs: Tensor, targets: Tensor) -> tuple[int, int]:
+        """(how many the model says are what the attack wants, of how many), of `triggered`
+        inputs."""
+        raise NotImplementedError
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random

@@ -57,6 +57,7 @@ class Backdoor(Attack):
 
     name: ClassVar[str] = "backdoor"
     poisons: ClassVar[bool] = True
+    triggers: ClassVar[bool] = True
     target: int = 0
     scale: float = 1.0
     share: float = 0.3

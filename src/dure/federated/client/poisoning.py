@@ -1,0 +1,55 @@
+"""Examples of clients that lie, as an attack on data spoils them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from dure.data.examples import DatasetExamples, Examples
+from dure.fleet.attacks import Attack
+
+
+def poisoned(
+    examples: Examples, parts: Sequence[Tensor], liars: Collection[int], attack: Attack
+) -> tuple[Examples, list[Tensor]]:
+    """(the examples, followed by those of liars as the attack spoils them; the parts, where liars
+    have these).
+
+    Raises ValueError for examples that the attack cannot spoil.
+    """
+    classes = check_poison(examples, attack)
+    inputs = [examples.inputs]
+    targets = [examples.targets]
+    new = list(parts)
+    end = len(examples)
+    for client in liars:
+        own_inputs, own_targets = attack.poison(*examples.batch(parts[client]), classes)
+        inputs.append(own_inputs)
+        targets.append(own_targets)
+        new[client] = torch.arange(end, end + len(parts[client]))
+        end += len(parts[client])
+    return Examples(torch.cat(inputs), torch.cat(targets), None, examples.classes), new
+
+
+def check_poison(examples: Examples, attack: Attack) -> int:
+    """How many classes the examples have, 0 where they have none.
+
+    Raises ValueError for examples that are no plain tensors, or that the attack cannot spoil.
+    """
+    if isinstance(examples, DatasetExamples) or not (
+        isinstance(examples.inputs, Tensor) and isinstance(examples.targets, Tensor)
+    ):
+        raise ValueError(
+            f"{attack} spoils examples that are two tensors, inputs and targets; these are "
+            f"something else"
+        )
+    labels = examples.labels()
+    classes = 0
+    if examples.classes:
+        classes = len(examples.classes)
+    elif labels is not None:
+        classes = int(labels.max()) + 1
+    attack.poison(*examples.batch(torch.tensor([0])), classes)
+    return classes

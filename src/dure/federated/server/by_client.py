@@ -1,0 +1,40 @@
+"""What clients say of a model, one number a client, as the report and the history have it.
+
+A tenth of the clients is at the worst tenth or worse: the 0.1 quantile, or 0.9 where lower is
+better. Losses have none. Every client counts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dure.protocol.messages import Measured
+from dure.record.history import lower_is_better
+
+
+def over_clients(measured: Measured) -> dict[str, float]:
+    """Means and worst tenths (`_p10`) of every metric."""
+    found: dict[str, float] = {}
+    for name, values in measured.values.items():
+        found |= _of(name, values)
+    return found
+
+
+def facts(measured: Measured) -> dict[str, Any]:
+    """Each client's, as JSON; empty where nothing was measured."""
+    if not measured.values:
+        return {}
+    return {"measured_clients": list(measured.clients), "by_client": measured.values}
+
+
+def _of(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean over clients, and the worst tenth: how fair a model is to them. A client that has
+    nothing to count is no part of either."""
+    of = torch.tensor(values, dtype=torch.float64)
+    mean = {name: float(of.nanmean())}
+    if "loss" in name:
+        return mean
+    return {**mean, f"{name}_p10": float(of.nanquantile(0.9 if lower_is_better(name) else 0.1))}

@@ -1,0 +1,122 @@
+"""From the updates that were combined to the next model: each is looked at, counted and folded.
+
+The coordinator says which tickets are combined. Their updates come one after another, in the order
+of the tickets, so that a mean needs the memory of one model. What was folded is kept nowhere: after
+a restart, all of them are given again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dure.errors import TooFewClientsError, TooFewUpdatesError
+from dure.federated.algorithm import Algorithm
+from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.unfit import unfit
+from dure.protocol.messages import Assignment, Update
+
+VAIN = 100
+"""Models in a row that may be made of nothing, since every update was refused, before the server
+gives up."""
+
+
+class Result(NamedTuple):
+    """What a new model was made of. loss: mean over the samples, None of none; refused: by `fold`,
+    ticket to reason."""
+
+    loss: float | None
+    samples: int
+    clients: list[int]
+    staleness: list[int]
+    refused: dict[int, str]
+
+
+class Folded(NamedTuple):
+    """What is remembered of an update that was folded."""
+
+    client: int
+    samples: int
+    loss: float
+    staleness: int
+
+
+@dataclass
+class Combining:
+    """vain: models in a row that were made of nothing. tickets: those that are combined now."""
+
+    model: GlobalModel
+    algorithm: Algorithm
+    seed: int
+    vain: int = 0
+    tickets: list[int] = field(default_factory=list)
+    _awaited: dict[int, Assignment] = field(default_factory=dict)
+    _folded: list[Folded] = field(default_factory=list)
+    _refused: dict[int, str] = field(default_factory=dict)
+
+    def begin(self, asked: Mapping[int, Assignment]) -> None:
+        """The updates of these tickets are combined, in this order; what was folded before is
+        forgotten."""
+        self.tickets = list(asked)
+        self._awaited = dict(asked)
+        self._folded = []
+        self._refused = {}
+        self.model.forget()
+
+    def fold(self, update: Update, finite: bool, computed: bool) -> None:
+        """Takes the next update; `Coordinator.fold` says the rest."""
+        asked = self._awaited.pop(update.ticket, None)
+        if asked is None:
+            raise ValueError(
+                f"nobody waits for the update with ticket {update.ticket}, or it was folded already"
+            )
+        if not computed:
+            reason = unfit(update, asked, finite, self.model.aggregator.collects)
+            if reason is not None:
+                self._refused[update.ticket] = reason
+                return
+        staleness = self.model.number - asked.round
+        scale, weight = self.algorithm.share(update, staleness)
+        start = asked.weights if self.algorithm.mixes_models else None
+        self.model.fold(update, scale, weight, start)
+        self._folded.append(Folded(update.client, update.samples, update.loss, staleness))
+
+    def finish(self) -> Result:
+        """Makes the new model; `Coordinator.finish` says the rest."""
+        extra: list[Tensor] = []
+        try:
+            extra = self.model.finish(self.seed)
+        except TooFewUpdatesError as error:
+            self._refused = dict.fromkeys(self.tickets, str(error))
+            self._folded = []
+            self.model.skip()
+        self.algorithm.absorb(extra, len(self._folded))
+        result = self._result()
+        if self._folded:
+            self.vain = 0
+        elif self._refused:
+            self.vain += 1
+        self.begin({})
+        return result
+
+    def check(self, result: Result) -> None:
+        """Raises TooFewClientsError where all updates were refused too many times in a row."""
+        if self.vain >= VAIN:
+            reason = next(iter(result.refused.values()))
+            raise TooFewClientsError(
+                f"in {VAIN} rounds in a row every update was refused: {reason}"
+            )
+
+    def _result(self) -> Result:
+        samples = sum([one.samples for one in self._folded])
+        loss = sum([one.samples * one.loss for one in self._folded])
+        return Result(
+            loss=loss / samples if samples else None,
+            samples=samples,
+            clients=[one.client for one in self._folded],
+            staleness=[one.staleness for one in self._folded],
+            refused=self._refused,
+        )

@@ -1,0 +1,281 @@
+"""The server half of a federation: the global model, who is asked when, and what came of it.
+
+    repeat: the coordinator asks clients; a carrier takes the assignments to them and their updates
+            back; the coordinator makes a new model of the updates
+
+It knows of its clients what they have said in messages (`dure.protocol.messages`), and of the
+carrier that it delivers them. Whether clients live in this process or far away makes no difference
+here; `Server` goes on from its own checkpoint, and what clients keep is theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.strategy import Progress
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.errors import LossNotFiniteError, RunFolderError
+from dure.federated.aggregate import Aggregator
+from dure.federated.algorithm import Algorithm
+from dure.federated.server import by_client
+from dure.federated.server.combining import Result
+from dure.federated.server.coordinator import Coordinator
+from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.log import Log
+from dure.federated.server.pacing import Pacing
+from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.fleet.attacks import Attack
+from dure.machine.threads import flops_per_step
+from dure.protocol.carrier import Carrier, Flight
+from dure.protocol.messages import Measure, Measured, Settled
+from dure.record.meter import Meter
+from dure.tasks.evaluation import evaluate, ratio
+from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.flat import FlatParameters
+
+VERSION = 2
+"""Of the state in checkpoints. Version 1, of dure up to 0.1.0, had no number of its own."""
+
+MOST_METERS = 1_000
+"""With more clients than this, one meter counts for all of them."""
+
+
+class Server:
+    """A learner: it advances one global model at a time.
+
+    model: the run's, of which the initial weights are taken. algorithm: its server hooks are
+    called. carrier: between here and the clients. group: of this process, whose meter is the
+    server's. sample: examples of which a step's operations are counted; batch_size: of such a step,
+    None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
+    round, for the report; None where that is not known.
+    """
+
+    unit = "round"
+    where = "server"
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        model: nn.Module,
+        test: Examples | None,
+        algorithm: Algorithm,
+        rule: Aggregator,
+        optimizer: ServerOptimizer,
+        pacing: Pacing,
+        carrier: Carrier,
+        group: Group,
+        seed: int,
+        sample: Examples,
+        batch_size: int | None,
+        attack: Attack | None = None,
+        liars: Callable[[int], Collection[int]] | None = None,
+    ) -> None:
+        self.task = task
+        self.model = model
+        self.test = test
+        self.algorithm = algorithm
+        self.carrier = carrier
+        self.group = group
+        self.sample = sample
+        self.batch_size = batch_size
+        self.attack = attack
+        self.flat = FlatParameters(model)
+        self.buffers = Buffers(model)
+        shared = algorithm.shared(self.flat.copy())
+        buffers = [buffer.clone() for buffer in self.buffers.of(model)]
+        sizes = carrier.join().sizes
+        self.coordinator = Coordinator(
+            model=GlobalModel(shared, buffers, rule, optimizer),
+            pacing=pacing,
+            algorithm=algorithm,
+            sizes=sizes,
+            seed=seed,
+        )
+        self.units_per_epoch = pacing.models_per_epoch(len(sizes))
+        self.meter = group.meter
+        self.meter.name = "server"
+        self.counted = _meters(len(sizes))
+        self.log = Log(liars)
+        self.measured = Measured([], {})
+        """What clients have said of the newest model that they measured."""
+
+    def flops_per_step(self) -> float:
+        sizes = self.coordinator.sizes
+        typical = sum(sizes) / len(sizes)
+        return flops_per_step(self.model, self.sample, min(self.batch_size or typical, typical))
+
+    # One model more
+
+    def advance(self, wish: int) -> Progress:
+        """One new global model: assignments out, local training, updates back, the updates
+        combined."""
+        coordinator = self.coordinator
+        number = coordinator.model.number
+        before = coordinator.model.weights
+        started = time.perf_counter()
+        ways_back = [self.carrier.mark(), coordinator.mark()]
+        try:
+            combine = self.carrier.carry(coordinator)
+            self._fold(combine.tickets)
+        except LossNotFiniteError:  # what is kept then is the state before the round
+            for back in ways_back:
+                back()
+            raise
+        trained = time.perf_counter()
+        self.meter.compute("local training", started, trained, number + 1)
+        result = coordinator.finish(self.carrier.now)
+        refused = result.refused
+        kept = [ticket for ticket in combine.tickets if ticket not in refused]
+        self.carrier.settle(Settled(kept, list(refused)))
+        self.meter.compute("aggregate", trained, time.perf_counter(), number + 1)
+        flown = self.carrier.flown
+        self.carrier.flown = []
+        self._count(flown)
+        self.log.flew(flown, result)
+        if self.log.liars is not None:
+            self.log.moved(number, before, coordinator.model.weights)
+        return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
+
+    def _fold(self, tickets: Sequence[int]) -> None:
+        """Takes the updates of these tickets, one after another."""
+        coordinator = self.coordinator
+        looks = self.log.liars is not None
+        # What was computed here, and is sent as it was computed, need not be looked at again. The
+        # engine that has computed it has seen to its weights, though not to its buffers.
+        checked = self.carrier.checked
+        as_computed = checked and not self.algorithm.answers
+        for update in self.carrier.updates(coordinator, tickets):
+            if looks:
+                self.log.saw(update)
+            plain = not update.buffers
+            coordinator.fold(update, finite=checked and plain, computed=as_computed and plain)
+
+    def _count(self, flown: Sequence[Flight]) -> None:
+        """Bytes of the server and of the clients, and the clients' seconds, which are their
+        devices'."""
+        together = len(self.counted) == 1
+        for flight in flown:
+            meter = self.counted[0 if together else flight.client]
+            meter.answered(
+                down=flight.down,
+                up=flight.up,
+                transfer=flight.transfer_seconds,
+                compute=flight.compute_seconds,
+            )
+        self.meter.exchanged(
+            sent=[flight.down for flight in flown],
+            received=[flight.up for flight in flown if flight.up],
+        )
+
+    def _numbers(self, flown: Sequence[Flight], result: Result) -> dict[str, float]:
+        outcomes = [flight.outcome for flight in flown]
+        late = outcomes.count("late")
+        staleness = result.staleness
+        return {
+            "virtual_seconds": self.carrier.now,
+            "updates": float(len(result.clients)),
+            "late": float(late),
+            "failed": float(len(outcomes) - late - outcomes.count("accepted")),
+            "refused": float(len(result.refused)),
+            "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
+        }
+
+    # What the model is worth
+
+    def evaluate(self) -> dict[str, float]:
+        """Of the global model: the test data's metrics, the share of them that a trigger turns,
+        what clients say of it."""
+        self._load_global()
+        number = self.coordinator.model.number
+        found = evaluate(self.task, self.model, self.test, self.group, number)
+        if self.attack is not None and self.attack.triggers and self.test is not None:
+            found["test_backdoor"] = self._turned(self.attack, self.test)
+        model = self.coordinator.model
+        measure = Measure(number, model.weights, model.buffers, self.carrier.now)
+        self.measured = self.carrier.measure(measure)
+        return found | by_client.over_clients(self.measured)
+
+    @torch.no_grad()
+    def _turned(self, attack: Attack, examples: Examples) -> float:
+        """The share of the test examples of other classes that a backdoor's trigger turns to its
+        target."""
+        self.model.eval()
+        turned = 0
+        of = 0
+        for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
+            inputs, targets = examples.batch(part)
+            some, among = attack.turned(self.model(attack.triggered(inputs)), targets)
+            turned += some
+            of += among
+        self.model.train()
+        return ratio(turned, of)
+
+    def _load_global(self) -> None:
+        model = self.coordinator.model
+        kept = self.carrier.kept().tensors if self.algorithm.divides else ()
+        self.flat.load(self.algorithm.whole(model.weights, kept))
+        self.buffers.load(self.model, model.buffers)
+
+    # Checkpoints
+
+    def weights(self) -> dict[str, Tensor]:
+        self._load_global()
+        return dict(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        """The server's, and the carrier's in a part of its own."""
+        self._load_global()
+        return {
+            "version": VERSION,
+            "server": {
+                "coordinator": self.coordinator.state(),
+                "log": self.log.state(),
+                "measured": {
+                    "clients": list(self.measured.clients),
+                    "values": self.measured.values,
+                },
+            },
+            "carrier": self.carrier.state(),
+            "buffers": passing_buffers(self.model),
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises RunFolderError for the state of another version."""
+        version = state.get("version", 1)
+        if version != VERSION:
+            raise RunFolderError(
+                f"the checkpoint was written by a dure whose federations have state version "
+                f"{version}, and this one reads version {VERSION}: resume it with that one"
+            )
+        load_weights(self.model, weights)
+        load_passing_buffers(self.model, state["buffers"])
+        server = state["server"]
+        self.coordinator.restore(server["coordinator"])
+        self.log.restore(server["log"])
+        self.measured = Measured(**server["measured"])
+        self.carrier.restore(state["carrier"])
+
+    # For the report
+
+    def facts(self) -> dict[str, Any]:
+        """Who took part when, and how it went."""
+        return {**self.carrier.facts(), **self.log.facts(), **by_client.facts(self.measured)}
+
+    def meters(self) -> Sequence[Meter]:
+        return [self.meter, *self.counted]
+
+
+def _meters(clients: int) -> list[Meter]:
+    if clients <= MOST_METERS:
+        return [Meter(f"client {client}") for client in range(clients)]
+    together = Meter(f"{clients} clients")
+    together.stands_for = clients
+    return [together]

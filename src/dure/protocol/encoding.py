@@ -1,0 +1,171 @@
+"""A message as bytes, and back.
+
+    bytes 0 to 3      "dure"
+    4 to 7            the version of this format, little-endian as all numbers here
+    8 to 15           H, the bytes of the header
+    16 to 23          D, the bytes of the data
+    from 24 on        the header: the message in MessagePack, with (dtype, shape) for each tensor
+    then the data     the elements of the tensors, in the header's order; the data and each tensor
+                      begin at the next multiple of 16
+
+Bytes come from anybody. The first 24 say how long the message is, so that a receiver refuses one
+that is too long before it has any memory for it (`length`). Every field is checked for its type,
+every dtype is one of a list, and the elements of a tensor have to lie within the data. The tensor
+is then a view of the bytes that are there already: nothing is copied, and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dure.protocol.messages import Message
+
+VERSION = 1
+
+HEAD = 24
+"""Bytes that say how long the message is."""
+
+_HEAD = struct.Struct("<4sIQQ")
+_MAGIC = b"dure"
+
+_ALIGNED = 16
+"""The bytes of the largest element, a complex number in double precision. Memory that Python
+allocates begins at such a multiple too, so no element lies across one."""
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex128,
+        torch.complex64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+if sys.byteorder != "little":  # elements travel as they lie in memory
+    raise ImportError("dure's messages are little-endian, and this machine is not")
+
+
+class MessageError(ValueError):
+    """The bytes are no message, or none of this version."""
+
+
+def to_bytes(message: Message) -> bytearray:
+    """The message in memory of its own.
+
+    Raises TypeError for a tensor of a dtype that no message can have.
+    """
+    tensors: list[Tensor] = []
+
+    def described(node: Any) -> Any:
+        if not isinstance(node, Tensor):
+            return list(node)  # a sequence of tensors that are formed when somebody looks at them
+        if node.dtype not in _NAMES:
+            raise TypeError(f"a message cannot have tensors of {node.dtype}")
+        tensors.append(node)
+        return _NAMES[node.dtype], tuple(node.shape)
+
+    header = msgspec.msgpack.Encoder(enc_hook=described).encode(message)
+    begin = _aligned(HEAD + len(header))
+    end = begin
+    for tensor in tensors:
+        end = _aligned(end) + tensor.nbytes
+    content = bytearray(end)
+    _HEAD.pack_into(content, 0, _MAGIC, VERSION, len(header), end - begin)
+    content[HEAD : HEAD + len(header)] = header
+    at = begin
+    for tensor in tensors:
+        at = _aligned(at)
+        _view(content, at, tensor.dtype, tensor.shape).copy_(tensor.detach())
+        at += tensor.nbytes
+    return content
+
+
+def length(head: bytes | bytearray, most: int | None = None) -> int:
+    """Bytes of the whole message that begins with `head`, its first `HEAD` bytes.
+
+    Raises MessageError if they begin no message of this version, or one of more than `most` bytes.
+    """
+    return sum(_lengths(head, most))
+
+
+def from_bytes(content: bytearray) -> Message:
+    """The inverse of `to_bytes`. The message's tensors are views of `content`.
+
+    Raises MessageError for bytes that are something else.
+    """
+    begin, size = _lengths(content)
+    if len(content) != begin + size:
+        raise MessageError(f"the message has {len(content)} bytes, and says {begin + size}")
+    header = _HEAD.unpack_from(content)[2]
+    at = begin
+
+    def tensor(kind: type, node: Any) -> Tensor:
+        """The next one. Raises MessageError if its elements do not lie within the data."""
+        nonlocal at
+        name, shape = msgspec.convert(node, tuple[str, tuple[int, ...]])
+        dtype = _DTYPES.get(name)
+        if dtype is None or any(extent < 0 for extent in shape):
+            raise MessageError(f"there is no tensor of {name} {list(shape)}")
+        at = _aligned(at)
+        # Counted as Python counts, without an end: shapes may be chosen so that 64 bits overflow.
+        end = at + math.prod(shape) * dtype.itemsize
+        if end > len(content):
+            raise MessageError(f"the tensor of {name} {list(shape)} is not there as a whole")
+        view = _view(content, at, dtype, shape)
+        at = end
+        return view
+
+    try:
+        decoder = msgspec.msgpack.Decoder(Message, dec_hook=tensor)
+        message: Message = decoder.decode(memoryview(content)[HEAD : HEAD + header])
+    except (msgspec.DecodeError, ValueError, RuntimeError) as error:
+        # Names that are no text, nests without an end, shapes that torch cannot have.
+        raise MessageError(f"it is no message: {error}") from error
+    if at != len(content):
+        raise MessageError(f"the message has {len(content) - at} bytes that belong to nothing")
+    return message
+
+
+def _lengths(head: bytes | bytearray, most: int | None = None) -> tuple[int, int]:
+    """(where the data begin, bytes of the data)."""
+    if len(head) < HEAD:
+        raise MessageError(f"a message begins with {HEAD} bytes, and these are {len(head)}")
+    magic, version, header, size = _HEAD.unpack_from(head)
+    if magic != _MAGIC:
+        raise MessageError("these bytes are no message of dure's")
+    if version != VERSION:
+        raise MessageError(f"the message is of version {version}, and this is version {VERSION}")
+    begin = _aligned(HEAD + header)
+    if most is not None and begin + size > most:
+        raise MessageError(f"the message has {begin + size} bytes, and may have {most}")
+    return begin, size
+
+
+def _view(
+    content: bytearray, at: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]
+) -> Tensor:
+    count = math.prod(shape)
+    if not count:  # which has no place in memory
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype, count=count, offset=at).view(shape)
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGNED) * _ALIGNED
