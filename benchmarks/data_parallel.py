@@ -19,7 +19,7 @@ exchange): what of the cost of an unhidden exchange is saved. Beside it stands w
 says.
 
     torch, 25 MB; torch, 1 MB   over gloo; bucket_cap_mb, the default and a better one
-    dure                        over dure's backend, buckets chosen by measurement
+    dure                        over dure's backend, buckets of 1 MB
     dure, ring                  the ring of dure.collectives in place of the backend's own all-reduce
     dure, ZeRO 2                gradients are scattered behind backward, parameters gathered behind the next forward
 
