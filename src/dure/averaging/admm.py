@@ -170,7 +170,7 @@ class ADMMLearner:
         trained = self.replica.train(self.shard.steps(self.round * own, own), weight, self._pull())
         moved = self._put_bodies()
         loss = trained.loss * counts[self.group.rank] / sum(counts)
-        met = self.meeting.meet(1 / ranks, loss, wish, round, [moved])
+        met = self.meeting.meet(1 / ranks, loss, wish, round, numbers=[moved])
         went = self._agree()
         primal = math.sqrt(max(0.0, met.numbers[0] - ranks * went))
         dual = self.rho * math.sqrt(ranks * went)

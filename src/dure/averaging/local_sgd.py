@@ -68,7 +68,7 @@ class LocalSGD:
     def label(self) -> str:
         parts = [f"{'post-' if self.local_from else ''}local SGD H={self.period}"]
         parts += [f"momentum {self.momentum}"] if self.momentum != "keep" else []
-        parts += [str(self.compression)] if not isinstance(self.compression, NoCompression) else []
+        parts += [str(self.compression)] if self.compression.compresses else []
         return " ".join(parts)
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -103,7 +103,11 @@ class LocalSGDLearner:
         self.model = self.replica.model
         self.batches = Batches(len(self.replica.train_examples), strategy.batch_size, seed)
         self.meeting = Meeting(
-            self.replica, place, strategy.all_reduce, strategy.momentum, strategy.compression
+            self.replica,
+            place,
+            strategy.all_reduce,
+            strategy.momentum,
+            compression=strategy.compression,
         )
         self.common = self.replica.flat.copy()
         self.where = f"rank {self.group.rank}"

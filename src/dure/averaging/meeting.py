@@ -1,17 +1,27 @@
-"""The synchronisation of ranks that train apart: one all-reduce of one flat message, once a round.
+"""How ranks that train apart come together: one all-reduce of one flat message, once a round.
 
-Every rank puts its vector, already multiplied with its weight, into `bodies`; after `meet` the sum
-over the ranks is there, with the same bits on all. With it travel
+Every rank puts its vector, already multiplied with its weight, into `bodies`. After `meet` the sum
+over the ranks is there, with the same bits on all of them. The message has these parts:
 
-    f            numbers of floating-point buffers, such as batch norm's statistics: their weighted mean
-    S·d          with momentum="average" the optimizer's S tensors for each parameter: their weighted mean
-    1            rank 0's wishes: stop, write a checkpoint
-    3 a rank     its share of the loss; when it arrived, in whole seconds and the rest, from which idle time is known
-    1 a buffer   of other dtypes: whether rank 0 changed it; such buffers then follow in one broadcast from rank 0
-    e            further numbers of the strategy, summed
+    bodies   d elements       the strategy's vectors; d counts the trained parameters
+    buffers  f elements       floating-point buffers, such as batch norm's statistics; their
+                              weighted mean arrives
+    states   S·d elements     with momentum="average": the optimizer's S tensors for each parameter;
+                              their weighted mean arrives
+    tail     numbers by name  what all ranks have to know (`dure.collectives.tail`)
 
-so a round with d trained parameters has d + f + S·d + 1 + 3N + b + e elements
-(`elements_in_message`). With a compression the bodies travel compressed, before the rest.
+The tail has these fields, for N ranks:
+
+    wish     of rank 0        to stop, or to write a checkpoint
+    loss     of each rank     its share of the round's mean loss
+    arrival  of each rank     when it came to the message; until the last rank has come, a rank is
+                              idle
+    changed  of each buffer   of the b that are not floating-point: whether rank 0 has changed it;
+                              such buffers follow in one broadcast from rank 0
+    numbers  e of them        further numbers of the strategy, which are summed
+
+So a round has d + f + S·d + 1 + 3N + b + e elements (`elements_in_message`). With a compression the
+bodies travel compressed, before the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +29,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -27,9 +37,10 @@ from torch import Tensor
 
 from dure.averaging.replica import Replica
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm, all_reduce
-from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.compression import Compression, Compressor
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
+from dure.collectives.tail import Tail, common_start, each, summed, times
 from dure.contracts.strategy import Place
 from dure.errors import LossNotFiniteError
 from dure.randomness.seeds import derive
@@ -37,7 +48,7 @@ from dure.tensors.buffers import write
 from dure.tensors.flat import by_dtype, views_of
 
 Momentum = Literal["keep", "average", "reset"]
-"""What a synchronisation does to the optimizer's state, as momentum buffers: every rank goes on
+"""What a round's end does to the optimizer's state, such as momentum buffers: every rank goes on
 with its own, with the weighted mean of all, or with none."""
 
 
@@ -70,18 +81,25 @@ def elements_in_message(
 
 
 class Met(NamedTuple):
-    """What all ranks know after a synchronisation: the sum of the ranks' losses and numbers, and
-    rank 0's wish."""
+    """What all ranks know after a round: the sum of the ranks' losses and numbers, and rank 0's
+    wish."""
 
     loss: float
     wish: int
     numbers: list[float]
 
 
-class Meeting:
-    """One rank's side of the synchronisations.
+class _Compressed(NamedTuple):
+    """A compressor, and the parameters whose shapes it has to know."""
 
-    `bodies`: one vector a dtype, shaped as `replica.flat.buffers`. numbers: how many further ones
+    compressor: Compressor
+    like: list[Tensor]
+
+
+class Meeting:
+    """One rank's side of the rounds.
+
+    bodies: one vector a dtype, shaped as `replica.flat.buffers`. numbers: how many further ones
     travel.
     """
 
@@ -91,23 +109,28 @@ class Meeting:
         place: Place,
         algorithm: Algorithm,
         momentum: Momentum = "keep",
+        *,
         compression: Compression | None = None,
         numbers: int = 0,
     ) -> None:
-        self.replica, self.group, self.algorithm, self.momentum = (
-            replica,
-            place.group,
-            algorithm,
-            momentum,
-        )
+        self.replica = replica
+        self.group = place.group
+        self.algorithm = algorithm
+        self.momentum = momentum
         self._find_buffers()
         self._note_buffers()
-        self.numbers = numbers
         self._fresh = copy.deepcopy(replica.optimizer.state_dict()["state"])
-        self.compressors = _compressors(compression, replica)
+        self._compressed = _compressors(compression, replica)
+        fields = (
+            summed("wish"),
+            each("loss"),
+            times("arrival"),
+            summed("changed", len(self.others)),
+            summed("numbers", numbers),
+        )
+        self.tail = Tail(fields, self.group.rank, self.group.size)
         self._pack([])
-        self.clock_offset = place.clock_offset
-        self.started = self.group.all_gather_values([self._now()])[0][0]
+        self.started = common_start(self.group, place.clock_offset)
 
     def _find_buffers(self) -> None:
         """As they are now: the floating-point ones, of which the mean is taken, and the others,
@@ -121,22 +144,16 @@ class Meeting:
         self._common = [buffer.clone() for buffer in self.means]
         self._seen = [buffer.clone() for buffer in self.others]
 
-    def _now(self) -> float:
-        """Seconds on rank 0's clock."""
-        return time.perf_counter() + self.clock_offset
-
     def _pack(self, states: Sequence[Tensor]) -> None:
         """Makes the message, with room for the optimizer's `states`."""
         bodies = self.replica.flat.buffers
-        carried = [*([] if self.compressors else bodies), *self.means, *states]
-        tail = 1 + 3 * self.group.size + len(self.others) + self.numbers
-        self.message, views, self.tail = packed(carried, tail, self.group)
-        self.bodies = (
-            [torch.empty_like(body) for body in bodies]
-            if self.compressors
-            else views[: len(bodies)]
-        )
-        self.extras = views[len(carried) - len(self.means) - len(states) :]
+        carried = [] if self._compressed else list(bodies)
+        extras = [*self.means, *states]
+        self.message, views, self._tail = packed([*carried, *extras], self.tail.length, self.group)
+        self.bodies = views[: len(carried)]
+        if self._compressed:
+            self.bodies = [torch.empty_like(body) for body in bodies]
+        self.extras = views[len(carried) :]
 
     @torch.no_grad()
     def meet(
@@ -152,13 +169,41 @@ class Meeting:
         entered = time.perf_counter()
         self._find_buffers()
         states = states_of(self.replica) if self.momentum == "average" else []
-        changes = [
+        self._fill(weight, states)
+        self._write_tail(loss, wish, numbers)
+        began = time.perf_counter()
+        for body, (compressor, like) in zip(self.bodies, self._compressed, strict=False):
+            compressor.all_reduce(views_of(body, like), self.group, self.algorithm)
+        for buffer in self.message:
+            all_reduce(buffer, self.group, self.algorithm)
+        left = time.perf_counter()
+        heard = self.tail.decode(self._tail.tolist())
+        self.group.meter.compute("pack", entered, began, round)
+        self.group.meter.communication(
+            f"{self.algorithm} all-reduce",
+            began,
+            left,
+            round,
+            arrival=self.started + max(heard["arrival"]),
+        )
+        for rank, value in enumerate(heard["loss"]):
+            if not math.isfinite(value):
+                raise LossNotFiniteError(value, f"rank {rank}", f"round {round}", intact=False)
+        self._take([state for state, _ in states])
+        self._take_changed(heard["changed"], round)
+        return Met(sum(heard["loss"]), int(heard["wish"][0]), heard["numbers"])
+
+    def _fill(self, weight: float, states: Sequence[tuple[Tensor | None, Tensor]]) -> None:
+        """Puts this rank's share of the buffers and the optimizer's states into the message.
+
+        Of a buffer it is the change since the ranks had the same: a mean of changes leaves a buffer
+        that no rank has changed as it is, to the bit.
+        """
+        contents = [
             difference(now, common) for now, common in zip(self.means, self._common, strict=True)
         ]
-        contents = [
-            *changes,
-            *(state if state is not None else torch.zeros_like(p) for state, p in states),
-        ]
+        for state, parameter in states:
+            contents.append(state if state is not None else torch.zeros_like(parameter))
         if len(contents) != len(self.extras):  # optimizers make their state in their first step
             filled = self.bodies
             self._pack(contents[len(self.means) :])
@@ -166,54 +211,28 @@ class Meeting:
                 body.copy_(content)
         for extra, content in zip(self.extras, contents, strict=True):
             torch.mul(content, weight, out=extra)
-        self._write_tail(loss, wish, numbers)
-        began = time.perf_counter()
-        for body, (compressor, like) in zip(self.bodies, self.compressors, strict=False):
-            compressor.all_reduce(views_of(body, like), self.group, self.algorithm)
-        for buffer in self.message:
-            all_reduce(buffer, self.group, self.algorithm)
-        left = time.perf_counter()
-        losses, met, arrival, changed = self._read_tail()
-        self.group.meter.compute("pack", entered, began, round)
-        arrival += self.started - self.clock_offset
-        self.group.meter.communication(f"{self.algorithm} all-reduce", began, left, round, arrival)
-        for rank, value in enumerate(losses):
-            if not math.isfinite(value):
-                raise LossNotFiniteError(value, f"rank {rank}", f"round {round}", intact=False)
-        self._take([state for state, _ in states])
-        self._take_changed(changed, round)
-        return met
 
     def _write_tail(self, loss: float, wish: int, numbers: Sequence[float]) -> None:
-        rank, size = self.group.rank, self.group.size
-        tail = [0.0] * (1 + 3 * size)
-        tail[0] = float(wish)
-        tail[1 + 3 * rank : 4 + 3 * rank] = loss, *divmod(self._now() - self.started, 1.0)
-        self.tail.copy_(torch.tensor([*tail, *self._changes(), *numbers], dtype=self.tail.dtype))
+        said: dict[str, Sequence[float]] = {
+            "loss": [loss],
+            "arrival": [time.perf_counter() - self.started],
+            "numbers": numbers,
+        }
+        if wish:
+            said["wish"] = [float(wish)]
+        if self.group.rank == 0:
+            said["changed"] = self._changes()
+        told = self.tail.encode(said)
+        self._tail.copy_(torch.tensor(told, dtype=self._tail.dtype))
 
-    def _changes(self) -> list[float]:
-        """Which of rank 0's buffers without floating point have changed in this round."""
-        if self.group.rank != 0:
-            return [0.0] * len(self.others)
+    def _changes(self) -> list[bool]:
+        """Which buffers that are not floating-point have changed in this round, on rank 0."""
         return [
-            float(not torch.equal(now, seen))
-            for now, seen in zip(self.others, self._seen, strict=True)
+            not torch.equal(now, seen) for now, seen in zip(self.others, self._seen, strict=True)
         ]
 
-    def _read_tail(self) -> tuple[list[float], Met, float, list[bool]]:
-        """(each rank's loss, what all know, the last arrival, the changed buffers)."""
-        tail: list[float] = self.tail.tolist()
-        ranks = [tail[1 + 3 * rank : 4 + 3 * rank] for rank in range(self.group.size)]
-        rest = tail[1 + 3 * self.group.size :]
-        losses = [loss for loss, _, _ in ranks]
-        met = Met(
-            sum(losses), int(tail[0]) if math.isfinite(tail[0]) else 0, rest[len(self.others) :]
-        )
-        arrival = max(whole + part for _, whole, part in ranks)
-        return losses, met, arrival, [bool(flag) for flag in rest[: len(self.others)]]
-
     def _take(self, states: Sequence[Tensor | None]) -> None:
-        """The means into the buffers and the optimizer's state; or that state as it was at
+        """Puts the means into the buffers and the optimizer's state; or makes that state what it was at
         first."""
         for buffer, common, change in zip(self.means, self._common, self.extras, strict=False):
             write(buffer, common + change)
@@ -225,12 +244,11 @@ class Meeting:
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": copy.deepcopy(self._fresh), "param_groups": groups})
 
-    def _take_changed(self, changed: list[bool], round: int) -> None:
+    def _take_changed(self, changed: Sequence[float], round: int) -> None:
         if any(changed):
             started = time.perf_counter()
-            self.group.broadcast_values(
-                [b for b, one in zip(self.others, changed, strict=True) if one]
-            )
+            mine = zip(self.others, changed, strict=True)
+            self.group.broadcast_values([buffer for buffer, is_changed in mine if is_changed])
             self.group.meter.communication(
                 "broadcast of buffers", started, time.perf_counter(), round
             )
@@ -238,12 +256,12 @@ class Meeting:
 
     def state(self) -> list[Any]:
         """What the compressors of this rank remember."""
-        return [compressor.state() for compressor, _ in self.compressors]
+        return [one.compressor.state() for one in self._compressed]
 
     def restore(self, state: Sequence[Any]) -> None:
         """Goes on from `state`, with the replica's buffers as they now are."""
-        for (compressor, _), remembered in zip(self.compressors, state, strict=True):
-            compressor.restore(remembered)
+        for one, remembered in zip(self._compressed, state, strict=True):
+            one.compressor.restore(remembered)
         self._find_buffers()
         self._note_buffers()
 
@@ -251,10 +269,10 @@ class Meeting:
 def packed(
     like: Sequence[Tensor], tail: int, group: Group
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """(buffers, views into them shaped as `like`, the tail): one buffer a dtype, the tail behind
-    one in float32 or 64.
+    """(buffers, views into them shaped as `like`, the tail): one buffer a dtype.
 
-    For the dure backend they lie in shared memory, where it reduces in place.
+    The tail is at the end of the first buffer in float32 or float64. For the dure backend the
+    buffers lie in shared memory, where it reduces in place.
     """
     lengths: dict[torch.dtype, int] = {}
     places: list[tuple[torch.dtype, int]] = []
@@ -286,15 +304,15 @@ def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
 
     None where this rank has none yet, for a parameter that its batches never used.
     """
-    state = replica.optimizer.state
-    kept = [
-        (name, p)
-        for p in replica.trained
-        for name, value in state.get(p, {}).items()
-        if _belongs(name, value, p)
-    ]
-    names = sorted({name for name, _ in kept})
-    return [(state.get(p, {}).get(name), p) for name in names for p in replica.trained]
+    state: Mapping[Tensor, Mapping[str, Any]] = replica.optimizer.state
+    names: set[str] = set()
+    for parameter in replica.trained:
+        kept = state.get(parameter, {})
+        names.update(name for name, value in kept.items() if _belongs(name, value, parameter))
+    found: list[tuple[Tensor | None, Tensor]] = []
+    for name in sorted(names):
+        found += [(state.get(one, {}).get(name), one) for one in replica.trained]
+    return found
 
 
 def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
@@ -305,14 +323,12 @@ def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _compressors(
-    compression: Compression | None, replica: Replica
-) -> list[tuple[Any, list[Tensor]]]:
-    """(compressor, the parameters it is for) a dtype; none where everything travels as it is."""
-    if compression is None or isinstance(compression, NoCompression):
+def _compressors(compression: Compression | None, replica: Replica) -> list[_Compressed]:
+    """One for each dtype; none where everything travels as it is."""
+    if compression is None or not compression.compresses:
         return []
-    groups = by_dtype(replica.trained).values()
-    return [
-        (compression.compressor(group, derive(replica.seed, "compression", number)), group)
-        for number, group in enumerate(groups)
-    ]
+    found = []
+    for number, group in enumerate(by_dtype(replica.trained).values()):
+        seed = derive(replica.seed, "compression", number)
+        found.append(_Compressed(compression.compressor(group, seed), group))
+    return found

@@ -55,7 +55,7 @@ class Direct:
         self, parameters: Iterable[nn.Parameter], place_of: Callable[[nn.Parameter], Tensor | None]
     ) -> None:
         self._place_of = place_of
-        self._weights = {
+        self.weights = {
             id(parameter): parameter
             for parameter in parameters
             if parameter.dim() == 2 and parameter.nbytes >= WORTH_IT and parameter.is_contiguous()
@@ -64,7 +64,7 @@ class Direct:
 
     def prepare(self, outputs: Iterable[Tensor]) -> None:
         """Looks for the products in the graph of a forward pass."""
-        if not self._weights or torch.compiler.is_compiling():
+        if not self.weights or torch.compiler.is_compiling():
             return
         stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen: set[Any] = set(stack)
@@ -81,7 +81,7 @@ class Direct:
     def _prepare(self, node: Any, transposed: Any) -> None:
         if type(transposed).__name__ == "TBackward0":
             leaf = transposed.next_functions[0][0]
-            weight = self._weights.get(id(getattr(leaf, "variable", None)))
+            weight = self.weights.get(id(getattr(leaf, "variable", None)))
             if weight is not None:
                 self._watch(node, leaf, weight)
 

@@ -1,8 +1,7 @@
-"""Buffers such as batch-norm statistics: one rank speaks for all, and what its forward pass has
-changed is broadcast.
+"""Buffers such as batch-norm statistics: one rank speaks for all.
 
-That rank is rank 0, as in torch's DistributedDataParallel; if it has run out of data, the first
-that has not.
+What its forward pass has changed is broadcast. That rank is rank 0, as in torch's
+DistributedDataParallel; if it has run out of data, the first rank that has not.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from dure.tensors.buffers import Buffers
 
 
 def check_weights_stay(model: nn.Module, workers: int | None) -> None:
-    """Raises ValueError for a model whose forward passes change parameters: each replica would
-    change its own."""
+    """Raises ValueError for a model whose forward passes change parameters.
+
+    Each replica would change its own. workers: None where their number is not known.
+    """
     for name, module in model.named_modules() if workers != 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name or 'the model'} has max_norm, so that forward passes change its weight, "
-                f"and replicas that see "
-                "other examples would go apart: normalise in the model's forward, or take "
-                "single-worker"
+                f"and replicas that see other examples would go apart: normalise in the model's "
+                f"forward, or take single-worker"
             )
 
 
@@ -33,15 +33,18 @@ class Speaker:
     """The buffers of a model, and how they were when they were last the same on all ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.buffers = model, Buffers(model)
+        self.model = model
+        self.buffers = Buffers(model)
         self._seen = [buffer.clone() for buffer in self.buffers.of(model)]
 
     def __len__(self) -> int:
         return len(self.buffers)
 
     def changed(self) -> list[bool]:
-        """Which have changed since. Batch norm writes without telling autograd's version, so values
-        are compared."""
+        """Which have changed since.
+
+        Values are compared, because batch norm writes without changing a tensor's version.
+        """
         return [
             not torch.equal(now, seen)
             for now, seen in zip(self.buffers.of(self.model), self._seen, strict=True)
@@ -57,3 +60,9 @@ class Speaker:
         for position, buffer in enumerate(now):
             if changed[position]:
                 self._seen[position] = buffer.clone()
+
+
+def speaker_of(model: nn.Module) -> Speaker | None:
+    """The speaker for a model's buffers; None for a model that has none."""
+    speaker = Speaker(model)
+    return speaker if len(speaker) else None

@@ -1,23 +1,12 @@
-"""Plans of all-reduces: every gradient in one bucket, cuts that end earliest, costs that explain
-what was measured."""
+"""Plans of all-reduces: every gradient is in one bucket, and the tail in the last message."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.data.buckets import (
-    ALL,
-    LONG,
-    Bucket,
-    Cost,
-    Kind,
-    cost_of_messages,
-    end_of,
-    filled,
-)
+from dure.parallel.data.buckets import ALL, LONG, Bucket, Kind, filled
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -83,39 +72,3 @@ def test_a_long_gradient_stays_where_it_is_unless_all_are_to_be_in_buffers():
     assert plan.carries
     assert filled(kinds, [2, 1, 0], ALL, ALL).buckets == (Bucket((1, 2, 0)),)
     assert filled(kinds, [2, 1, 0], long=ALL).buckets == (Bucket((1, 2)), Bucket((0,)))
-
-
-def test_a_message_waits_for_its_last_gradient_for_the_link_and_for_the_cores():
-    kinds = [Kind(25, torch.float32, CPU)] * 3
-    plan = filled(kinds, [2, 1, 0], limit=1)
-    ready = [0.5, 0.2, 0.1]
-    assert end_of(plan, kinds, ready, Cost(0.0, 0.0)) == 0.5
-    assert end_of(plan, kinds, ready, Cost(alpha=0.2, beta=0.0)) == pytest.approx(0.1 + 3 * 0.2)
-    assert end_of(plan, kinds, ready, Cost(alpha=0.1, beta=0.002)) == pytest.approx(0.1 + 3 * 0.3)
-    assert end_of(plan, kinds, ready, Cost(0.0, 0.0, gamma=0.1)) == pytest.approx(0.5 + 2 * 0.1)
-    assert end_of(filled(kinds, [2, 1, 0]), kinds, ready, Cost(0.1, 0.002)) == pytest.approx(
-        0.5 + 0.1 + 0.6
-    )
-
-
-@given(
-    st.floats(1e-6, 1.0),
-    st.floats(1e-12, 1e-6),
-    st.lists(st.integers(1, 10**8), min_size=2, unique=True),
-)
-def test_costs_that_are_exact_are_found(alpha, beta, sizes):
-    found = cost_of_messages([(size, alpha + beta * size) for size in sizes])
-    for size in sizes:
-        assert found[0] + found[1] * size == pytest.approx(alpha + beta * size, rel=1e-6)
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**8), st.floats(1e-6, 10)), min_size=1))
-def test_costs_are_never_below_zero(samples):
-    alpha, beta = cost_of_messages(samples)
-    assert alpha >= 0
-    assert beta >= 0
-
-
-def test_costs_need_samples():
-    with pytest.raises(ValueError, match="nothing to fit"):
-        cost_of_messages([])

@@ -63,6 +63,8 @@ class Compression:
     codec."""
 
     name: ClassVar[str]
+    compresses: ClassVar[bool] = True
+    """Whether anything else travels than the tensors as they are."""
     remembers: ClassVar[bool] = False
     """Whether what was not sent is added to what comes next (error feedback)."""
 

@@ -26,6 +26,7 @@ class NoCompression(Compression):
     """Everything travels as it is."""
 
     name: ClassVar[str] = "none"
+    compresses: ClassVar[bool] = False
 
     def codec(self, bucket: Bucket) -> Codec:
         return PlainCodec(bucket, bucket.dtype)

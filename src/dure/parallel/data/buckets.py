@@ -5,18 +5,10 @@ its own, so small gradients share one, a *bucket*; but a bucket leaves only when
 is there. A plan is made of the order in which gradients finish: a bucket is closed as soon as it
 has `limit` bytes (`filled`).
 
-When a step's gradients have arrived follows from when they are ready and what messages cost
-(`end_of`). On a link that carries one message after another, each alpha + beta·n seconds for n
-bytes, with r_k the time at which the last gradient of message k is ready where nothing is sent, and
-gamma the seconds that a message takes from the cores that compute,
+Plans are the same on all ranks, and buckets leave in the order of the plan, whatever the order in
+which a rank computes.
 
-    end_k = max(end_(k-1), r_k + gamma·k) + alpha + beta·n_k        k = 0, 1, …
-
-Plans are the same on all ranks, and buckets leave in the order of the plan, whatever the order on a
-rank.
-
-Sources: Li et al. 2020, "PyTorch Distributed" (buckets); Shi, Chu, Li 2019, "MG-WFBP: Efficient
-Data Communication for Distributed Synchronous SGD Algorithms" (merging by the cost of messages).
+Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
 from __future__ import annotations
@@ -25,24 +17,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 LIMIT = 1 << 20
-"""Bytes of a bucket where nothing better is known."""
+"""Bytes of a bucket unless others are asked for. Twice or half as many hide the same share of the
+exchange."""
 
 LONG = 4 << 20
-"""Bytes from which on a gradient may have a bucket to itself and stay where it is: to copy it would
+"""Bytes from which on a gradient may have a bucket to itself and stay where it is: copying it would
 take a while."""
 
 LINE = 64
+"""Bytes of a cache line."""
 
 ALL = 1 << 62
 """More bytes than there are."""
 
 CARRIERS = (torch.float32, torch.float64)
-"""Dtypes of buckets that can carry the numbers behind the gradients, the tail."""
+"""Dtypes of buckets that can carry the tail: in half precision its numbers would lose their value."""
 
 
 class Kind(NamedTuple):
@@ -61,12 +54,24 @@ class Kind(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
+class Transfer(NamedTuple):
+    """An all-reduce that has ended: the message's number in the plan, and its seconds of
+    `time.perf_counter`.
+
+    Where several were under way at once, it starts when the one before has ended.
+    """
+
+    number: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel in one message. members: their indices, in the order in which they lie.
+    """Gradients that travel in one message.
 
-    alone: it is one long gradient, which stays where autograd has put it; otherwise they lie in a
-    flat buffer.
+    members: their indices, in the order in which they lie in memory. alone: whether it is one long
+    gradient, which stays where autograd has put it; otherwise they lie in a flat buffer.
     """
 
     members: tuple[int, ...]
@@ -74,7 +79,11 @@ class Bucket:
 
     @classmethod
     def of(cls, kinds: Sequence[Kind], members: Iterable[int]) -> Bucket:
-        """Gradients in a flat buffer, in which as many as possible begin on a cache line."""
+        """Gradients in a flat buffer, in which as many as possible begin on a cache line.
+
+        Those whose bytes are a multiple of a line come first, so that the next one begins on a line
+        too.
+        """
         return cls(tuple(sorted(members, key=lambda member: kinds[member].nbytes % LINE != 0)))
 
 
@@ -82,7 +91,7 @@ class Bucket:
 class Plan:
     """The buckets in the order in which they leave. Every gradient is in one of them.
 
-    carries: whether the tail rides in the last of them, behind its gradients; otherwise it is a
+    carries: whether the tail rides in the last bucket, after its gradients; otherwise it is a
     message of its own, the last one, if there is a tail.
     """
 
@@ -94,7 +103,7 @@ class Plan:
         return len(self.buckets) + (tail and not self.carries)
 
     def lengths(self, kinds: Sequence[Kind], tail: int = 0) -> list[int]:
-        """Elements of each message, in the order of leaving. tail: numbers behind the gradients."""
+        """Elements of each message, in the order of leaving. tail: numbers after the gradients."""
         lengths = [sum(kinds[member].numel for member in bucket.members) for bucket in self.buckets]
         if self.carries:
             lengths[-1] += tail
@@ -112,9 +121,9 @@ def filled(
 ) -> Plan:
     """Buckets of one dtype and device that are closed as soon as they have `limit` bytes.
 
-    kinds: of all gradients. order: their indices, as they finish. long: bytes from which on one has
-    a bucket to itself. What is left over at the end leaves last, and behind all the bucket that can
-    carry the tail.
+    kinds: of all gradients. order: their indices, as they finish. long: bytes from which on a
+    gradient has a bucket to itself. What is left over at the end leaves last, and of that a bucket
+    that can carry the tail after all others.
     """
     started: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     buckets: list[Bucket] = []
@@ -135,41 +144,3 @@ def filled(
 
 def _can_carry(kinds: Sequence[Kind], bucket: Bucket) -> bool:
     return not bucket.alone and kinds[bucket.members[0]].dtype in CARRIERS
-
-
-class Cost(NamedTuple):
-    """What messages cost, in seconds. alpha: each of them, and beta: each byte, on the link; gamma:
-    each, the cores."""
-
-    alpha: float
-    beta: float
-    gamma: float = 0.0
-
-
-def end_of(plan: Plan, kinds: Sequence[Kind], ready: Sequence[float], cost: Cost) -> float:
-    """When the last message has arrived, in seconds. ready: when each of `kinds` is ready where
-    nothing is sent."""
-    end = 0.0
-    for number, bucket in enumerate(plan.buckets):
-        nbytes = sum(kinds[member].nbytes for member in bucket.members)
-        begin = max(ready[member] for member in bucket.members) + cost.gamma * number
-        end = max(end, begin) + cost.alpha + cost.beta * nbytes
-    return end if plan.carries else end + cost.alpha
-
-
-def cost_of_messages(samples: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(alpha, beta) that explain the samples (bytes, seconds) best: least squares, neither of them
-    below zero.
-
-    With samples of one size all is beta. Raises ValueError without samples.
-    """
-    nbytes, seconds = np.array(list(samples), dtype=float).reshape(-1, 2).T
-    if not len(nbytes):
-        raise ValueError("there is nothing to fit: give measured messages")
-    middle, mean = nbytes.mean(), seconds.mean()
-    spread = float(((nbytes - middle) ** 2).sum())
-    slope = (
-        float(((nbytes - middle) * (seconds - mean)).sum()) / spread if spread else mean / middle
-    )
-    beta = min(max(0.0, slope), float(mean / middle))
-    return max(0.0, float(mean - beta * middle)), beta

@@ -1,17 +1,20 @@
-"""DistributedDataParallel: a module for anybody's training loop, whose gradients are averaged over
-ranks.
+"""DistributedDataParallel: a module whose gradients are averaged over ranks, for any training loop.
 
     model = dure.parallel.DistributedDataParallel(model, process_group)
     for inputs, targets in my_part_of_the_data:
         optimizer.zero_grad()
-        loss(model(inputs), targets).backward()  # gradients are the same on all ranks when it
-        returns optimizer.step()
+        loss(model(inputs), targets).backward()
+        optimizer.step()  # gradients are the same on all ranks
 
 Every rank computes the mean gradient over its own batch; what arrives is their average (1/N)·Σ g_r,
 the gradient of the joint batch where the ranks' batches have one size. How that is hidden behind
-backward, and what travels, is in `dure.parallel.data.reducer`; the tail has a number a rank
-(whether it has run out of data), one a buffer (whether the forward pass changed it) and one a
-gradient (whether it was used).
+backward, and what travels, is in `dure.parallel.data.reducer`. The tail has three fields:
+
+    out       of each rank      whether it has run out of data
+    changed   of each buffer    whether the forward pass changed it
+    used      of each gradient  whether it was used
+
+All of them are flags, since the tail is averaged with the gradients: above zero is yes.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -32,38 +35,43 @@ from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.group import Group
 from dure.collectives.roll_call import watched
+from dure.collectives.tail import Field, Numbers, each, summed
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer, check_alike
-from dure.parallel.speaker import Speaker, check_weights_stay
+from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.tensors.buffers import Buffers
 
 
 class DistributedDataParallel(nn.Module):
     """`module`, with gradients that are averaged over `process_group` while backward computes.
 
-    module: on the CPU or on GPUs; rank 0's weights and buffers become everybody's.
-    process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`; None
-        is all ranks.
-    all_reduce: "native" is the backend's own; or any algorithm of `dure.collectives.all_reduce`.
-    bucket_bytes: how many bytes of gradients share a message; None lets dure choose.
-    overlap: all-reduces run "beside" backward, on a thread or stream, are begun and ended apart
-        ("split-phase"), or run "after" it; "auto" chooses (`parallel.how`).
-    compression: one of `dure.collectives.compression`, as TopK(0.01); None sends gradients as they
-        are.
-    find_unused_parameters: False makes it an error, which names them, if a backward pass leaves
-        parameters out.
-    static_graph: the parameters that the first step uses, and the buffers that it changes, are
-        those of every step: no flags travel.
-    broadcast_buffers: False leaves every rank its own buffers; otherwise they are rank 0's after
-        every backward pass.
-    seed: of compression, the same on all ranks.
+    Args:
+        module: on the CPU or on GPUs. Rank 0's weights and buffers become those of all ranks.
+        process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`;
+            None is all ranks.
+        all_reduce: "native" is the backend's own; or any algorithm of
+            `dure.collectives.all_reduce`.
+        bucket_bytes: how many bytes of gradients share a message; None lets dure choose.
+        overlap: all-reduces run "beside" backward, on a thread or stream, are begun and ended apart
+            ("split-phase"), or run "after" it; "auto" chooses (`dure.parallel.data.how`).
+        compression: one of `dure.collectives.compression`, such as TopK(0.01); None sends gradients
+            as they are.
+        find_unused_parameters: with False, a backward pass that leaves parameters out is an error,
+            which names them.
+        static_graph: the parameters that the first step uses, and the buffers that it changes, are
+            those of every step, so that no flags travel.
+        broadcast_buffers: False leaves every rank its own buffers; otherwise they are rank 0's
+            after every backward pass.
+        seed: of compression, the same on all ranks.
 
-    What sums is the backward pass, however the forward pass was made: once, several times, or by
-    parts of `module`. Under `torch.autocast`, with parameters of several dtypes, frozen or shared
-    ones, nothing has to be said; parameters may be frozen and unfrozen between steps, on all ranks
+    Gradients are summed in the backward pass, however the forward pass was made: once, several
+    times, or by parts of `module`. `torch.autocast`, parameters of several dtypes, frozen and
+    shared ones need no argument; parameters may be frozen and unfrozen between steps, on all ranks
     alike. Sparse gradients arrive dense. Gradients are views of memory that the next step writes
-    again, or, long ones, autograd's own. `backward(create_graph=True)` raises RuntimeError. Raises
-    ValueError for arguments that do not fit, and if the ranks' modules differ.
+    again; long ones may be autograd's own tensors.
+
+    Raises ValueError for arguments that do not fit, and if the ranks' modules differ. A
+    `backward(create_graph=True)` raises RuntimeError.
     """
 
     def __init__(
@@ -82,13 +90,13 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         how = How(
-            all_reduce,
-            "avg",
-            bucket_bytes,
-            overlap,
-            compression or NO_COMPRESSION,
-            static_graph,
-            seed,
+            algorithm=all_reduce,
+            op="avg",
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
+            compression=compression or NO_COMPRESSION,
+            static=static_graph,
+            seed=seed,
         )
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError(
@@ -101,13 +109,14 @@ class DistributedDataParallel(nn.Module):
         check_alike(everything, self.group)
         check_weights_stay(module, self.group.size)
         self.group.broadcast_values(everything, counted=False)
-        self._speaking = Speaker(module if broadcast_buffers else nn.Module())
+        self._speaking = speaker_of(module) if broadcast_buffers else None
         self._buffers_at_start = Buffers(module)
-        self._changed: list[bool] | None = (
-            None  # with a static graph: the buffers that the first step has changed
-        )
+        # with a static graph: the buffers that the first step has changed
+        self._changed: list[bool] | None = None
         self._steps = 0
-        self._joining, self._here, self._divides_by_those_here = False, True, False
+        self._joining = False
+        self._here = True
+        self._divides_by_those_here = False
         self._out = [False] * self.group.size  # the ranks that have run out of data
         self.reducer = Reducer(list(module.parameters()), self.group, how, self)
 
@@ -124,16 +133,15 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        if (
-            torch._C._current_graph_task_id() == -1
-        ):  # not a checkpoint that computes it once more, in a backward pass
+        # inside of a backward pass a checkpoint computes it once more
+        if torch._C._current_graph_task_id() == -1:
             self._check_last_pass()
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             found = [
-                each
-                for each in tree_leaves(outputs)
-                if isinstance(each, Tensor) and each.requires_grad
+                leaf
+                for leaf in tree_leaves(outputs)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
             self.reducer.look_at(found)
             for output in found if self.reducer.enabled else []:
@@ -144,8 +152,7 @@ class DistributedDataParallel(nn.Module):
         if self.reducer.active and self.reducer.next:
             raise RuntimeError(
                 "the last backward pass ended in the middle, when some of its gradients had left: "
-                "the ranks are no "
-                "longer in step. End the program, and go on from a checkpoint"
+                "the ranks are no longer in step. End the program, and go on from a checkpoint"
             )
         self.reducer.active = False
         self.reducer.check_parameters()
@@ -160,9 +167,7 @@ class DistributedDataParallel(nn.Module):
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        if (
-            not self.reducer.any_gradient
-        ):  # torch.autograd.grad, which leaves parameters as they are
+        if not self.reducer.any_gradient:  # torch.autograd.grad leaves parameters as they are
             self.reducer.active = False
         elif self.reducer.active:
             self.reducer.finish()
@@ -174,45 +179,58 @@ class DistributedDataParallel(nn.Module):
         """All sums are there: buffers follow."""
         self._steps += 1
         self.reducer.account(self._steps)
-        numbers, size = self.reducer.numbers, self.group.size
         if self.reducer.how.static:
-            if self._changed is None:
-                mine = [float(one) for one in self._speaking.changed()]
-                self._changed = (
-                    [bool(one) for one in self.group.all_gather_values(mine)[0]] if mine else []
-                )
-            changed = self._changed
+            changed = self._changed_in_the_first_step()
         else:
-            self._out = [bool(number) for number in numbers[:size]]
-            changed = [bool(number) for number in numbers[size:]]
-        if any(changed) and not all(self._out):
+            heard = self.reducer.heard
+            self._out = [bool(number) for number in heard["out"]]
+            changed = [bool(number) for number in heard["changed"]]
+        some_are_out = any(self._out) and not all(self._out)
+        if self._speaking is not None and any(changed) and not all(self._out):
             self._speaking.take(self.group, changed, self._out.index(False))
-        if self._divides_by_those_here and any(self._out) and not all(self._out):
+        if self._divides_by_those_here and some_are_out:
             gradients = [
                 parameter.grad
                 for parameter in self.reducer.parameters
                 if parameter.grad is not None
             ]
-            torch._foreach_mul_(gradients, size / self._out.count(False))
+            # what has arrived was divided by the number of all ranks
+            torch._foreach_mul_(gradients, self.group.size / self._out.count(False))
+
+    def _changed_in_the_first_step(self) -> list[bool]:
+        """Which buffers follow every step of a static graph, as rank 0 has found in the first."""
+        if self._changed is None:
+            mine = [] if self._speaking is None else self._speaking.changed()
+            rows = self.group.all_gather_values([float(one) for one in mine]) if mine else [[]]
+            self._changed = [bool(one) for one in rows[0]]
+        return self._changed
 
     def _unused(self) -> str:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         unused = ", ".join(
             names[id(self.reducer.parameters[index])] for index in sorted(self.reducer.missing)
         )
-        return f"rank {self.group.rank} did not use {unused} in this step, which find_unused_parameters=True allows"
+        return (
+            f"rank {self.group.rank} did not use {unused} in this step, which "
+            f"find_unused_parameters=True allows"
+        )
 
-    def tail_length(self, messages: int) -> int:
-        return 0 if self.reducer.how.static else self.group.size + len(self._speaking)
+    announces = False
 
-    def tail_numbers(self, entered: Sequence[float]) -> list[float]:
+    def tail_fields(self, messages: int) -> list[Field]:
         if self.reducer.how.static:
             return []
-        out = [0.0] * self.group.size
-        out[self.group.rank] = float(not self._here)
+        buffers = 0 if self._speaking is None else len(self._speaking)
+        return [each("out"), summed("changed", buffers)]
+
+    def tail_numbers(self, entered: Sequence[float]) -> Numbers:
+        if self.reducer.how.static:
+            return {}
+        said: dict[str, Sequence[float]] = {"out": [float(not self._here)]}
         speaks = self._here and (self._joining or self.group.rank == 0)
-        changed = self._speaking.changed() if speaks else [False] * len(self._speaking)
-        return [*out, *map(float, changed)]
+        if self._speaking is not None and speaks:
+            said["changed"] = self._speaking.changed()
+        return said
 
     # Steps that are not, and ranks that are through.
 
@@ -242,12 +260,15 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(
                 "join needs to know in every step who has data left: let static_graph be False"
             )
-        self._joining, self._divides_by_those_here = True, not divide_by_initial_world_size
+        self._joining = True
+        self._divides_by_those_here = not divide_by_initial_world_size
         try:
             yield
             self._shadow()
         finally:
-            self._joining, self._here, self._divides_by_those_here = False, True, False
+            self._joining = False
+            self._here = True
+            self._divides_by_those_here = False
             self._out = [False] * self.group.size
 
     def _shadow(self) -> None:

@@ -1,18 +1,16 @@
-"""The messages of a step: what a plan's buckets hold in memory, how they are filled and summed, and
-the tail.
+"""The messages of a step: what a plan's buckets hold in memory, how they are filled and summed.
 
-Gradients are copied into the flat buffer of their bucket, in one go, and become views of it, unless
-they were computed there (`dure.parallel.direct`). If the user keeps them from step to step,
+Gradients are copied into the flat buffer of their bucket, all at once, and become views of it,
+unless they were computed there (`dure.parallel.direct`). If the user keeps them from step to step,
 autograd adds to the views and nothing is copied. The buffers lie in shared memory where ranks share
-it; elsewhere a long gradient that travels alone stays where autograd has put it, since to copy it
-would help nobody.
+it; elsewhere a long gradient that travels alone stays where autograd has put it: to copy it would
+help no rank.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -37,9 +35,10 @@ Value = TypeVar("Value")
 class Messages:
     """The messages of `plan`, for the gradients of `parameters`.
 
-    tail: numbers behind them. remembered: states of the compressors, where a run goes on.
-    split_phase: whether ranks that share memory begin and end messages apart; otherwise whoever
-        begins one does it.
+    tail: how many numbers follow the gradients; a view of their memory afterwards. remembered:
+    states of the compressors, where a run goes on. split_phase: whether ranks that share memory
+    begin and end messages apart; otherwise a rank that begins one sees it through. count: of the
+    messages. members: gradients of each bucket.
     """
 
     def __init__(
@@ -48,36 +47,26 @@ class Messages:
         parameters: Sequence[nn.Parameter],
         group: Group,
         how: How,
+        *,
         tail: int,
         remembered: Sequence[Mapping[str, object]] = (),
         split_phase: bool = False,
     ) -> None:
-        if how.compresses:  # the tail is exact
-            plan = replace(plan, carries=False)
-        self.plan, self.parameters, self.group, self.how = plan, parameters, group, how
+        self.plan = plan
+        self.parameters = parameters
+        self.group = group
+        self.how = how
         self.kinds = [Kind.of(parameter) for parameter in parameters]
         self.count = plan.messages(tail > 0)
-        self.bucket_of = {
-            index: number for number, bucket in enumerate(plan.buckets) for index in bucket.members
-        }
-        self._flats = []
+        self.members = [len(bucket.members) for bucket in plan.buckets]
+        self.bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(plan.buckets):
-            members = [parameters[index] for index in bucket.members if not bucket.alone]
-            self._flats.append(
-                Flat.of(
-                    members, group, tail if plan.carries and number == len(plan.buckets) - 1 else 0
-                )
-            )
-        if not plan.carries:
-            device = self.kinds[0].device if self.kinds else torch.device("cpu")
-            exact = (
-                torch.float64
-                if any(kind.dtype == torch.float64 for kind in self.kinds)
-                else torch.float32
-            )
-            self._flats.append(Flat.of([], group, tail, exact, device))
-        self.tail = self._flats[-1].whole[len(self._flats[-1].whole) - tail :]
+            self.bucket_of.update(dict.fromkeys(bucket.members, number))
+        self._flats = self._made(tail)
+        last = self._flats[-1].whole
+        self.tail = last[len(last) - tail :]
         self._tail = self.tail.numpy() if self.tail.device.type == "cpu" else None
+        self._is_native = how.algorithm == "native" and group.size > 1
         self._prepare = native.prepare_all_reduce
         if native.is_split_phase(group) and not split_phase:
             self._prepare = native.prepare_at_once
@@ -88,20 +77,34 @@ class Messages:
         for compressor, state in zip(self.compressors, remembered, strict=False):
             compressor.restore(state)
 
+    def _made(self, tail: int) -> list[Flat]:
+        """The memory of each bucket, and of the tail where it is a message of its own."""
+        flats = []
+        for number, bucket in enumerate(self.plan.buckets):
+            carries = self.plan.carries and number == len(self.plan.buckets) - 1
+            members = [] if bucket.alone else [self.parameters[index] for index in bucket.members]
+            flats.append(Flat.of(members, self.group, tail if carries else 0))
+        if not self.plan.carries:
+            # in half precision the numbers of a tail would lose their value
+            wide = any(kind.dtype == torch.float64 for kind in self.kinds)
+            exact = torch.float64 if wide else torch.float32
+            device = self.kinds[0].device if self.kinds else torch.device("cpu")
+            flats.append(Flat.of([], self.group, tail, dtype=exact, device=device))
+        return flats
+
     def _compressor(self, number: int) -> Compressor:
         like = [self.parameters[index].detach() for index in self.plan.buckets[number].members]
-        return self.how.compression.compressor(
-            like, derive(self.how.seed, "compression of gradients", number)
-        )
+        seed = derive(self.how.seed, "compression of gradients", number)
+        return self.how.compression.compressor(like, seed)
 
     def lengths(self) -> list[int]:
         """Elements of each message."""
         return self.plan.lengths(self.kinds, len(self.tail))
 
     def fill(self, number: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
-        """The gradients of a message in their places: (all as one flat tensor, each, zeros for
-        those that are missing).
+        """Puts the gradients of a message in their places.
 
+        Returns (all of them as one flat tensor, each, zeros by index for those that are missing).
         The tail is left to be written.
         """
         flat = self._flats[number]
@@ -110,21 +113,28 @@ class Messages:
         bucket = self.plan.buckets[number]
         if bucket.alone:
             return self._fill_alone(bucket.members[0])
-        missing, sources, targets = {}, [], []
+        missing: dict[int, Tensor] = {}
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
         for index, view in zip(bucket.members, flat.views, strict=True):
             parameter = self.parameters[index]
             gradient = parameter.grad
+            if gradient is view:
+                continue
             if gradient is None:
                 missing[index] = view.zero_()
-            elif gradient is not view:
-                if (
-                    gradient.is_sparse
-                    or gradient.requires_grad
-                    or gradient.data_ptr() != view.data_ptr()
-                ):
-                    sources.append(as_dense(gradient))
-                    targets.append(view)
-                parameter.grad = view
+                continue
+            if (
+                gradient.is_sparse
+                or gradient.requires_grad
+                or gradient.is_neg()
+                or gradient.is_conj()
+            ):
+                gradient = as_dense(gradient)
+            if gradient.data_ptr() != view.data_ptr():  # else it was computed there
+                sources.append(gradient)
+                targets.append(view)
+            parameter.grad = view
         if targets:
             torch._foreach_copy_(targets, sources)
         return flat.whole, flat.views, missing
@@ -149,9 +159,9 @@ class Messages:
 
     def write_tail(self, numbers: Sequence[float]) -> None:
         """Before the last message leaves."""
-        if self._tail is not None:  # without torch, since it is in everybody's way
+        if self._tail is not None:  # without torch, which takes longer in the middle of backward
             self._tail[:] = numbers
-        elif numbers:
+        else:
             self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
 
     def begin(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> Callable[[], float]:
@@ -160,23 +170,24 @@ class Messages:
         What is returned waits for its end, and tells when that was, in seconds of
         `time.perf_counter`.
         """
-        group, how = self.group, self.how
-        if how.algorithm == "native" and group.size > 1 and not (views and self.compressors):
-            return self._begin_native(number, flat)
         if views and self.compressors:
-            self.compressors[number].all_reduce(views, group, how.algorithm)
-            if how.op == "avg":
-                torch._foreach_div_(list(views), group.size)
+            self.compressors[number].all_reduce(views, self.group, self.how.algorithm)
+            if self.how.op == "avg":
+                torch._foreach_div_(list(views), self.group.size)
+        elif self._is_native:
+            return self._begin_native(number, flat)
         else:
-            all_reduce(flat, group, how.algorithm, how.op)
+            all_reduce(flat, self.group, self.how.algorithm, self.how.op)
         ended = time.perf_counter()
         return lambda: ended
 
     def _begin_native(self, number: int, flat: Tensor) -> Callable[[], float]:
-        begin = (
-            self._begins.get(number) if flat is self._flats[number].whole else self._native(flat)
-        )
-        if begin is None:
+        """Begins the backend's own all-reduce, which is prepared once for memory that stays."""
+        if flat is not self._flats[number].whole:  # a gradient alone, elsewhere in every step
+            begin = self._native(flat)
+        elif number in self._begins:
+            begin = self._begins[number]
+        else:
             begin = self._begins[number] = self._native(flat)
         return partial(self._perform, self._perform(begin, flat), flat)
 

@@ -112,7 +112,7 @@ class SingleLearner:
         self.device = place.devices[0] if device is None else device
         self.model = seeded_model(task, seed).to(self.device).train()
         self.optimizer = task.optimizer(self.model.parameters())
-        self.rates = Rates(self.optimizer, task.lr_schedule)
+        self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.shares = Shares(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), batch_size, seed)
@@ -140,7 +140,8 @@ class SingleLearner:
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
         started = time.perf_counter()
-        self.rates.at(self.step)
+        if self.rates is not None:
+            self.rates.at(self.step)
         self.optimizer.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # so that the time of a step is that of its work

@@ -205,12 +205,6 @@ class Passes:
         reducing = self.reducing
 
         def arrived(parameter: Any) -> None:
-            if (
-                self.backward is not None
-                and not self.rests
-                and reducing.waits_for[number] not in (None, index)
-            ):
-                return
             if self.rests:
                 raise RuntimeError(
                     "a backward pass inside gathered(), where gradients are not divided; leave it "
@@ -218,7 +212,7 @@ class Passes:
                 )
             if not self.sends and self.gathering is None:
                 return
-            sweep = self._backward(arriving=1)
+            sweep = self._backward()
             if not reducing.arrived(number, index):
                 return
             if self.sends:
@@ -313,18 +307,17 @@ class Passes:
     def in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
 
-    def _backward(self, arriving: int = 0) -> Sweep:
-        """The pass that is under way, or begins now. arriving: gradients that are there since just
-        now."""
+    def _backward(self) -> Sweep:
+        """The pass that is under way, or begins now."""
         if self.backward is None:
-            self._begin_backward(arriving)
+            self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         assert self.backward is not None
         return self.backward
 
-    def _begin_backward(self, arriving: int = 0) -> None:
+    def _begin_backward(self) -> None:
         self._events = []
-        self.reducing.begin(arriving)
+        self.reducing.begin()
         gathers = self.gathering is not None and not self.gathering.in_place
         order = self.orders.backward(gathers, self.sends)
         prefetch = self.orders.prefetch

@@ -1,11 +1,17 @@
-"""Gradients become sums: each block's message, the tail that travels behind the last one, and who
-comes late.
+"""Gradients become sums: the message of each block, the tail at the end of the last one, late
+gradients.
 
-The message of a block is the gradient itself where a parameter is a block alone; otherwise, and
-where messages have to lie in shared memory, gradients are copied into N rows, one a rank, there
-without this rank's own. The last message of a step carries the tail: numbers that all ranks have to
-know, in each of its rows, because a reduce-scatter leaves every rank one row. Each number is
-written by one rank and zero elsewhere, or counts, so that the sum is what was meant.
+The message of a block is the gradient itself where a parameter is a block alone. Otherwise, and
+where messages have to lie in shared memory, gradients are copied into N rows, one for each rank; in
+shared memory the rank's own row is left out.
+
+The last message of a step carries the tail (`dure.collectives.tail`), in each of its rows, because
+a reduce-scatter leaves every rank one row: the fields of the caller, and
+
+    used   of each parameter          how many ranks have a gradient of it
+    late   of each block, in stage 3  how many ranks have a part of it that came too late for its message
+
+A block that is late on any rank is sent once more by all.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.handle import Handle
+from dure.collectives.tail import Field, Numbers, Tail, summed
 from dure.parallel.zero.away import drop_gradients, gradients_of, take_gradients
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.rows import Rows
@@ -28,15 +35,16 @@ from dure.parallel.zero.wire import Later, Wire
 
 
 @dataclass(frozen=True)
-class Tail:
-    """Numbers of a caller's own that travel with every step: how many, and what this rank says.
-    Sums come back."""
+class Rider:
+    """What a caller sends along with every step: fields of the tail, and what this rank says in
+    them."""
 
-    length: int = 0
-    say: Callable[[], Sequence[float]] = tuple
+    fields: Sequence[Field] = ()
+    say: Callable[[], Numbers] = dict
 
 
 _EXACT = (torch.float32, torch.float64)
+"""Dtypes in which the numbers of a tail keep their value."""
 
 
 class _Sent(NamedTuple):
@@ -60,41 +68,47 @@ class _Prepared(NamedTuple):
 class Reducing:
     """The gradients of one rank, from autograd to the optimizer's parts.
 
-    shares: of the blocks that have gradients. most: messages under way at once.
-    tail: the caller's numbers; `heard` are their sums of the last pass.
-
-    waits_for: of each block, the parameter that was the last one to have its gradient in the last
-    pass that completed it, and probably is again; None where all have to tell, because it is not
-    known yet, or was another one in this pass, or because gradients of an earlier pass are there.
+    shares: of the blocks that have gradients. most: messages under way at once. rider: what the
+    caller sends along; `heard` are the sums of the tail in the last pass, by name.
     """
 
     def __init__(
-        self, shares: Sequence[Share], wire: Wire, pool: Pool, stage: Stage, most: int, tail: Tail
+        self,
+        shares: Sequence[Share],
+        wire: Wire,
+        pool: Pool,
+        *,
+        stage: Stage,
+        most: int,
+        rider: Rider,
     ) -> None:
-        self.shares, self.wire, self.pool, self.stage = list(shares), wire, pool, stage
-        self.most, self.tail = most, tail
-        self.heard: list[float] = [0.0] * tail.length
+        self.shares = list(shares)
+        self.wire = wire
+        self.pool = pool
+        self.stage = stage
+        self.most = most
+        self._say = rider.say
+        self.tail = self._tail_with(rider.fields)
+        self.heard = self.tail.decode([0.0] * self.tail.length)
         self.carrier: int | None = None
         self.passes = 0
         self.some_used = False
-        self._first = [0]
-        for share in self.shares:
-            self._first.append(self._first[-1] + len(share.parameters))
         self._number_of = {
             id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone
         }
         self._places: dict[int, Tensor] = {}
         self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
         pool.before_change = self._prepared.clear  # so that what it drops is gone
-        self._last: list[int | None] = [None] * len(self.shares)
         self._kept: list[tuple[Tensor, Handle[None]]] = []
         self._unread: list[tuple[Tensor, Handle[None]]] = []
         self.begin()
 
-    @property
-    def length(self) -> int:
-        """Numbers of the tail: the caller's, a flag a parameter, and in stage 3 a flag a block."""
-        return self.tail.length + self._first[-1] + (len(self.shares) if self.stage == 3 else 0)
+    def _tail_with(self, fields: Sequence[Field]) -> Tail:
+        parameters = sum(len(share.parameters) for share in self.shares)
+        late = len(self.shares) if self.stage == 3 else 0
+        own = (summed("used", parameters), summed("late", late))
+        group = self.wire.group
+        return Tail([*fields, *own], group.rank, group.size)
 
     def choose_carrier(self, events: Sequence[Action]) -> int | None:
         """The block that carries the tail: the last one that is copied anyway, or else the last
@@ -109,10 +123,8 @@ class Reducing:
         last = copied or able
         return last[-1] if last else None
 
-    def begin(self, arriving: int = 0) -> None:
-        """A pass begins, in which so many gradients have arrived."""
-        clean = len(self.local()) <= arriving
-        self.waits_for = self._last[:] if clean else [None] * len(self.shares)
+    def begin(self) -> None:
+        """A pass begins."""
         self._arrived: list[set[int]] = [set() for _ in self.shares]
         self._used: list[set[int]] = [set() for _ in self.shares]
         self._issued = [False] * len(self.shares)
@@ -122,24 +134,9 @@ class Reducing:
 
     def arrived(self, number: int, index: int) -> bool:
         """Parameter `index` of a block has its gradient of this pass; whether the block is complete
-        now.
-
-        Of a block that waits for this one it is enough to be told of this one: with a hook on each
-        of many parameters, what runs between two products cost 1 % of a step.
-        """
-        arrived = self._arrived[number]
-        arrived.add(index)
-        if self.waits_for[number] is not None:
-            self.waits_for[number] = None
-            gradients = gradients_of(self.shares[number].parameters)
-            arrived.update(
-                index for index, gradient in enumerate(gradients) if gradient is not None
-            )
-            arrived.update(self._used[number])
-        if not self.ready(number):
-            return False
-        self._last[number] = index
-        return True
+        now."""
+        self._arrived[number].add(index)
+        return self.ready(number)
 
     def ready(self, number: int) -> bool:
         return len(self._arrived[number]) == len(self.shares[number].parameters)
@@ -248,7 +245,7 @@ class Reducing:
 
     def _send_rows(self, number: int, carries: bool, adds: bool) -> _Sent:
         share, gradients = self.shares[number], self._take(number)
-        tail = self.length if carries else 0
+        tail = self.tail.length if carries else 0
         message = self._room(share.block.padded + share.block.ranks * tail, share.block.dtype)
         into = self._into(number, message, adds, carries)
         rows, begin = self._prepared_rows(number, tail, message, into)
@@ -285,16 +282,20 @@ class Reducing:
             self.pool.give(message)
 
     def _said(self) -> list[float]:
-        """This rank's numbers, when all blocks before the last have been sent."""
-        numbers = [float(number) for number in self.tail.say()]
-        assert len(numbers) == self.tail.length
-        late = [0.0] * len(self.shares)
+        """This rank's tail, when all blocks before the last have been sent."""
+        used: list[float] = []
+        late: list[float] = []
         for number, share in enumerate(self.shares):
+            left = 0  # gradients that are here still: their block's message did not take them along
             for index, gradient in enumerate(gradients_of(share.parameters)):
-                left = gradient is not None
-                numbers.append(float(left or index in self._used[number]))
-                late[number] += left and self._issued[number] and number != self.carrier
-        return numbers + [float(count > 0) for count in late] if self.stage == 3 else numbers
+                left += gradient is not None
+                used.append(float(gradient is not None or index in self._used[number]))
+            # the carrier is being sent now, and takes what is left of it along
+            late.append(float(left > 0 and self._issued[number] and number != self.carrier))
+        said = {**self._say(), "used": used}
+        if self.stage == 3:
+            said["late"] = late
+        return self.tail.encode(said)
 
     def _settle(self, sent: _Sent) -> None:
         """Waits for a message and puts its sum where it belongs."""
@@ -329,21 +330,27 @@ class Reducing:
             self._numbers = torch.tensor(self._said(), dtype=torch.float32, device=device)
             self.wire.wait(self.wire.all_reduce(self._numbers), "the tail")
         self._settle_all()
-        numbers = self._numbers.tolist() if self._numbers is not None else []
-        size = self.wire.group.size if self.wire.mean and self.carrier is not None else 1
-        self.heard, flags = (
-            [number * size for number in numbers[: self.tail.length]],
-            numbers[self.tail.length :],
-        )
-        used = [flag > 0 for flag in flags[: self._first[-1]]]
-        for number, late in enumerate(flags[self._first[-1] :]):
-            if late:
+        self._hear()
+        for number, late in enumerate(self.heard["late"]):
+            if late > 0:
                 self._send(number, False)
                 self._settle_all()
-        for number, share in enumerate(self.shares):
-            share.give_gradients(used[self._first[number] : self._first[number + 1]])
+        first = 0
+        for share in self.shares:
+            last = first + len(share.parameters)
+            share.give_gradients([ranks > 0 for ranks in self.heard["used"][first:last]])
+            first = last
         self.passes += 1
-        self.some_used = self.some_used or any(used)
+        self.some_used = self.some_used or any(self.heard["used"])
+
+    def _hear(self) -> None:
+        """Reads the tail."""
+        if self._numbers is None:
+            return
+        numbers: list[float] = self._numbers.tolist()
+        if self.wire.mean and self.carrier is not None:  # it was divided with the gradients
+            numbers = [number * self.wire.group.size for number in numbers]
+        self.heard = self.tail.decode(numbers)
 
     def _settle_all(self) -> None:
         while self._sent:

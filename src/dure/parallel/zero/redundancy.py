@@ -29,14 +29,14 @@ from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.in_place import InPlace
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.passes import Orders, Passes
-from dure.parallel.zero.reducing import Reducing, Tail
+from dure.parallel.zero.reducing import Reducing, Rider
 from dure.parallel.zero.shares import Pool
 from dure.parallel.zero.units import Units
 from dure.parallel.zero.whole import Whole
 from dure.parallel.zero.wire import Algorithm, Wire
 from dure.record.meter import Meter
 
-NO_TAIL = Tail()
+NO_RIDER = Rider()
 
 
 class ZeroRedundancy:
@@ -76,7 +76,7 @@ class ZeroRedundancy:
         in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share
             a host and the backend is dure, so that no unit is copied; False gathers copies there
             too.
-        tail: numbers that travel with a step.
+        rider: further numbers that travel with a step.
 
     All ranks run the same loop. One that has no examples in a step calls `take_part` instead of
     forward and backward. Raises ValueError for what does not fit.
@@ -96,7 +96,7 @@ class ZeroRedundancy:
         algorithm: Algorithm = "native",
         in_place: bool = True,
         overlap_gather: bool = False,
-        tail: Tail = NO_TAIL,
+        rider: Rider = NO_RIDER,
     ) -> None:
         check_settings(stage, precision, prefetch, overlap_gather)
         if overlap_gather:
@@ -126,7 +126,9 @@ class ZeroRedundancy:
         self.division = Division(self.optimizer, self.trained)
         self._pool = Pool(self.device, shared=self.wire.split_phase)
         under_way = prefetch + 1 + self.wire.split_phase
-        self.reducing = Reducing(self.trained, self.wire, self._pool, stage, under_way, tail)
+        self.reducing = Reducing(
+            self.trained, self.wire, self._pool, stage=stage, most=under_way, rider=rider
+        )
         for share in self.trained:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
@@ -179,7 +181,9 @@ class ZeroRedundancy:
     def bytes_per_step(self) -> int:
         """What this rank sends in a step of forward, backward and update. In stage 3, when the
         order is learned."""
-        numbers, carrier, size = self.reducing.length, self.reducing.carrier, self.group.size
+        numbers = self.reducing.tail.length
+        carrier = self.reducing.carrier
+        size = self.group.size
         if carrier is None:
             return bytes_sent(self.blocks, self.stage, 0) + 4 * (2 * (size - 1) * numbers // size)
         return bytes_sent(

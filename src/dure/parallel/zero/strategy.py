@@ -2,17 +2,23 @@
 hold alike.
 
 The joint batch is divided as in data parallel (`dure.parallel.data.strategy`), so N ranks walk the
-path of one worker. What all ranks have to agree on travels in the tail of a step's last message:
-rank 0's wishes, the loss of every rank, when each arrived, and which buffers rank 0's forward has
-changed; these follow in a broadcast. Evaluations gather units as a forward pass does, and
-checkpoints gather the optimizer's state to whole tensors, block by block: neither is counted.
+path of one worker. What all ranks have to agree on travels in the tail of a step's last message
+(`dure.collectives.tail`, `dure.parallel.zero.reducing`):
+
+    wish      of rank 0       to stop, or to write a checkpoint
+    loss      of each rank    its share of the mean loss
+    arrival   of each rank    when it came to the last message; until the last rank has come, a rank is idle
+    changed   of each buffer  whether rank 0's forward pass has changed it; such buffers follow in a broadcast
+
+Evaluations gather units as a forward pass does, and checkpoints gather the optimizer's state to
+whole tensors, block by block: neither is counted.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
+from dure.collectives.tail import Numbers, common_start, each, summed, times
 from dure.contracts.strategy import Kind, Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
@@ -27,10 +34,10 @@ from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.parallel.local.single import SingleLearner, check_gradient
-from dure.parallel.speaker import Speaker, check_weights_stay
+from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
-from dure.parallel.zero.reducing import Tail
+from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy, check_settings
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
 from dure.tasks.evaluation import evaluate
@@ -114,52 +121,52 @@ class ZeROLearner(SingleLearner):
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
             overlap_gather=strategy.overlap_gather,
-            tail=Tail(1 + 3 * self.group.size + len(list(self.model.buffers())), self._say),
+            rider=Rider(
+                [
+                    summed("wish"),
+                    each("loss"),
+                    times("arrival"),
+                    summed("changed", len(list(self.model.buffers()))),
+                ],
+                self._say,
+            ),
         )
-        self.buffers = Speaker(self.model)
-        self.clock_offset = place.clock_offset
-        self.started = self.group.all_gather_values([self._now()])[0][0]
-        self._wish, self._loss = 0, 0.0
-
-    def _now(self) -> float:
-        """Seconds on rank 0's clock."""
-        return time.perf_counter() + self.clock_offset
+        self.speaking = speaker_of(self.model)
+        self.started = common_start(self.group, place.clock_offset)
+        self._wish = 0
+        self._loss = 0.0
 
     def flops_per_step(self) -> float:
         return self._flops
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        self._wish, self._loss = wish, 0.0
+        self._wish = wish
+        self._loss = 0.0
         self.zero.zero_grad()
         part = indices.tensor_split(self.group.size)[self.group.rank]
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
                 self.backward(piece, self.shares.of(piece, indices))
-            elif (
-                self.strategy.stage == 3
-            ):  # all gather the same units in the same order, whatever the model does
+            elif self.strategy.stage == 3:
+                # all gather the same units in the same order, whatever the model does
                 self.backward(indices[:1], 0.0)
             else:
                 self.zero.take_part()
         started = time.perf_counter()
         self.zero.reduce()
         self.group.meter.compute("reduce", started, time.perf_counter(), self.step + 1)
-        losses, wish, arrival, changed = self._heard()
-        self._account(arrival)
-        for rank, loss in enumerate(losses):
-            if not math.isfinite(loss):  # nobody can save the last good state alone
+        heard = self.zero.reducing.heard
+        self._account(self.started + max(heard["arrival"]))
+        for rank, loss in enumerate(heard["loss"]):
+            if not math.isfinite(loss):  # no rank can save the last good state alone
                 raise LossNotFiniteError(
                     loss, f"rank {rank}", f"step {self.step + 1}", intact=False
                 )
-        if any(changed):
-            started = time.perf_counter()
-            self.buffers.take(self.group, changed)
-            self.group.meter.communication(
-                "broadcast of buffers", started, time.perf_counter(), self.step + 1
-            )
+        if any(heard["changed"]):
+            self._take_buffers(heard["changed"])
         if self.strategy.clip_norm is not None:
             self.zero.clip_grad_norm_(self.strategy.clip_norm)
-        return Progress(sum(losses), len(indices), wish)
+        return Progress(sum(heard["loss"]), len(indices), int(heard["wish"][0]))
 
     def backward(self, indices: Tensor, share: float) -> float:
         """Forward and backward; the loss is said in the tail of the last message, so before
@@ -176,28 +183,25 @@ class ZeROLearner(SingleLearner):
         meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
         return value
 
-    def _say(self) -> list[float]:
-        """The tail: a wish; a loss and a time of arrival a rank, in whole seconds and the rest; a
-        flag a buffer."""
-        size, rank = self.group.size, self.group.rank
-        numbers = [0.0] * (1 + 3 * size)
-        whole, rest = divmod(self._now() - self.started, 1.0)
-        numbers[0] = float(self._wish)
-        numbers[1 + 3 * rank : 4 + 3 * rank] = self._loss, whole, rest
-        changed = self.buffers.changed() if rank == 0 else [False] * len(self.buffers)
-        return [*numbers, *map(float, changed)]
+    def _say(self) -> Numbers:
+        """What this rank says in the tail."""
+        said: dict[str, Sequence[float]] = {
+            "loss": [self._loss],
+            "arrival": [time.perf_counter() - self.started],
+        }
+        if self.group.rank == 0:
+            said["wish"] = [float(self._wish)]
+            if self.speaking is not None:
+                said["changed"] = self.speaking.changed()
+        return said
 
-    def _heard(self) -> tuple[list[float], int, float, list[bool]]:
-        """(loss of each rank, wish, last arrival on this machine's clock, which buffers have
-        changed)."""
-        numbers, size = self.zero.reducing.heard, self.group.size
-        rows = [numbers[1 + 3 * rank : 4 + 3 * rank] for rank in range(size)]
-        arrival = max(whole + rest for _, whole, rest in rows) + self.started - self.clock_offset
-        return (
-            [row[0] for row in rows],
-            int(numbers[0]),
-            arrival,
-            [flag > 0 for flag in numbers[1 + 3 * size :]],
+    def _take_buffers(self, changed: Sequence[float]) -> None:
+        """Those of rank 0 that its forward pass has changed."""
+        assert self.speaking is not None
+        started = time.perf_counter()
+        self.speaking.take(self.group, [ranks > 0 for ranks in changed])
+        self.group.meter.communication(
+            "broadcast of buffers", started, time.perf_counter(), self.step + 1
         )
 
     def _account(self, arrival: float | None = None) -> None:
@@ -238,5 +242,5 @@ class ZeROLearner(SingleLearner):
         load_passing_buffers(self.model, state["buffers"])
         self.zero.load_optimizer_state_dict(state["optimizer"])
         self.zero.passes.restore_order(state["order"])
-        self.buffers = Speaker(self.model)
+        self.speaking = speaker_of(self.model)
         self.step = state["step"]
