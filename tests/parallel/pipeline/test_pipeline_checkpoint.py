@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import dure
 from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.mesh.strategy import Parallel
-from dure.parallel.pipeline.strategy import Pipeline
 from small import CLASSES, FEATURES, largest_difference, same_bits, small_task
 
 

@@ -96,7 +96,7 @@ def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
 def test_the_state_of_the_generator_travels_with_the_values() -> None:
     def program(place: Place) -> tuple[int, int]:
         _, learner = walk(place, texts(), pipeline(place, schedule="naive"), 1)
-        cut = learner.cut
+        cut = learner.held.cut
         assert isinstance(cut, CutModel)
         there, back = cut.message_bytes(0, 8)
         return (
@@ -172,7 +172,7 @@ def test_running_statistics_are_those_of_accumulated_micro_batches() -> None:
 
 
 def test_a_run_with_several_micro_batches_repeats_itself() -> None:
-    from dure.parallel.pipeline.strategy import Pipeline
+    from dure.parallel.mesh.pipeline import Pipeline
 
     task, strategy = small_task(model=dropped), Pipeline(8, 3)
     runs = [

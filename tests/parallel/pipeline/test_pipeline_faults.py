@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import LossNotFiniteError, PeerLostError, WorkerFailedError
-from dure.parallel.pipeline.strategy import Pipeline
+from dure.parallel.mesh.pipeline import Pipeline
 from small import small_task
 
 

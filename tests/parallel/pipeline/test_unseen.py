@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from dure.parallel.pipeline.strategy import Pipeline
+from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.pipeline.trace import Trace
 from small import CLASSES, FEATURES, small_task
 

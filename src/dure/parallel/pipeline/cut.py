@@ -294,6 +294,15 @@ class UncutModel:
         """Of the outputs that were computed last."""
         return self._flat.outputs
 
+    def message_bytes(self, boundary: int, examples: int, training: bool = True) -> tuple[int, int]:
+        """There is no boundary."""
+        raise ValueError(f"a model in one stage has no boundary {boundary}")
+
+    def sizes(self) -> list[StageSize]:
+        """The one stage."""
+        elements = sum(parameter.numel() for parameter in self.model.parameters())
+        return [StageSize("", operations=1, parameters=elements, share=1.0, message=0)]
+
 
 class _Flat(nn.Module):
     """A model that takes and gives leaves."""

@@ -193,6 +193,12 @@ class Schedule:
         return _of_fields(fields)
 
 
+def is_own(schedule: str) -> bool:
+    """Whether a setting is a schedule of a user's own, as text; else it is a name, without a
+    colon."""
+    return ":" in schedule
+
+
 def _row(items: Iterable[object]) -> str:
     return " ".join(map(str, items))
 

@@ -18,6 +18,8 @@ example together.
     ready       plans for models whose layers are known
     state       the whole model, and the norm of its gradient
 
+The strategy that does so in `dure.train` is `dure.parallel.mesh.tensor_parallel`.
+
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 Models".

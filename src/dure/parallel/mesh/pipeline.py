@@ -23,9 +23,9 @@ from dure.contracts.strategy import Kind, Learner, Place
 from dure.contracts.task import Task
 from dure.data.partition import Description
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import OWN, Parallel, ParallelLearner
+from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.balance import Balance
-from dure.parallel.pipeline.schedule import Schedule
+from dure.parallel.pipeline.schedule import Schedule, is_own
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,20 @@ class Pipeline:
     @property
     def label(self) -> str:
         strategy = self.on(1)
-        own = Schedule.parse(self.schedule).name if OWN in self.schedule else self.schedule
+        own = Schedule.parse(self.schedule).name if is_own(self.schedule) else self.schedule
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
 
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
         return Parallel(
-            Mesh(pipeline=workers),
-            self.batch_size,
-            self.microbatches,
-            self.schedule,
-            self.stages_per_rank,
-            self.cut,
-            self.balance,
-            self.recompute,
+            mesh=Mesh(pipeline=workers),
+            batch_size=self.batch_size,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+            cut=self.cut,
+            balance=self.balance,
+            recompute=self.recompute,
             clip_norm=self.clip_norm,
         )
 
