@@ -56,10 +56,8 @@ def test_models_that_call_their_children_in_order_are_chains(task: dure.Task) ->
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Linear(FEATURES, FEATURES).double(),
-            nn.Linear(FEATURES, CLASSES).double(),
-        )
+        self.first = nn.Linear(FEATURES, FEATURES).double()
+        self.second = nn.Linear(FEATURES, CLASSES).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores: Tensor = self.second(inputs + self.first(inputs))
@@ -100,7 +98,8 @@ def test_models_that_cannot_be_divided_are_refused(
 
 
 def test_costs_are_counted_for_an_example_and_measuring_leaves_no_gradient() -> None:
-    model, data = network(), Examples(examples().inputs, examples().targets)
+    model = network()
+    data = Examples(examples().inputs, examples().targets)
     costs = counted_costs(layers_of(model), data)
     assert costs == [2 * 6 * 12 + 120, 120, 2 * 12 * 8 + 80, 80, 2 * 8 * 3 + 30]
     writing = nn.Sequential(nn.Linear(FEATURES, 5).double(), nn.ReLU(inplace=True))

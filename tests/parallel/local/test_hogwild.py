@@ -32,10 +32,8 @@ def train(task: dure.Task, world: Any, epochs: float = 2, **options: Any) -> dur
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear = (
-            nn.BatchNorm1d(FEATURES).double(),
-            nn.Linear(FEATURES, CLASSES).double(),
-        )
+        self.norm = nn.BatchNorm1d(FEATURES).double()
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores: Tensor = self.linear(F.dropout(self.norm(inputs), 0.3, self.training))
@@ -130,7 +128,8 @@ def test_a_run_goes_on_with_the_optimizers_of_all_its_workers(tmp_path: Path, wo
 
 
 def test_ctrl_c_ends_a_round_after_the_steps_at_hand(tmp_path: Path) -> None:
-    steps, pressed = 0, False
+    steps = 0
+    pressed = False
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         nonlocal steps, pressed

@@ -32,7 +32,9 @@ from dure.tasks.models import Transformer
 for module in (sys.modules[__name__], loops):
     cloudpickle.register_pickle_by_value(module)
 
-SYMBOLS, CONTEXT, BATCH = 23, 8, 16
+SYMBOLS = 23
+CONTEXT = 8
+BATCH = 16
 STEPS = 10
 
 
@@ -81,7 +83,8 @@ def go_on(learner: ParallelLearner, steps: int) -> None:
 
 def saved(learner: ParallelLearner, place: Place) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The whole checkpoint, on every rank, as the driver writes and reads it."""
-    state, weights = learner.state(), learner.weights()
+    state = learner.state()
+    weights = learner.weights()
     parts = place.group.gather_bytes(tree_to_bytes(learner.part()))
     packed = tree_to_bytes([weights, {**state, "parts": [tree_from_bytes(part) for part in parts]}])
     weights, state = tree_from_bytes(place.group.broadcast_bytes(packed))
@@ -332,7 +335,8 @@ def test_sequences_that_the_degree_does_not_divide_are_refused_before_any_work(
     mesh: Mesh, odd: str
 ) -> None:
     inputs, targets = texts(BATCH)
-    short, strategy = (inputs[:, :7], targets[:, :7]), Parallel(mesh, BATCH, 2, sequence=True)
+    short = (inputs[:, :7], targets[:, :7])
+    strategy = Parallel(mesh, BATCH, 2, sequence=True)
     given = {"train": texts(BATCH), "test": texts(BATCH), odd: short}
     uneven = dure.Task(
         network, F.cross_entropy, given["train"], given["test"], partial(torch.optim.SGD, lr=0.1)
@@ -371,7 +375,8 @@ class Hasty(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.first = torch.nn.Linear(6, 8)
+        self.second = torch.nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)

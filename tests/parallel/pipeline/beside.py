@@ -148,21 +148,23 @@ def compare(
 def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
     """All learners that are made inside have one model, with fresh weights, and its traces: these
     take the most time, and are the same for every schedule."""
-    model, traces = make(), {}
+    model = make()
+    traces = {}
 
     class Traced(CutModel):
-        def trace(self, examples: int, training: bool) -> Trace:
+        def _traced(self, examples: int, training: bool) -> Trace:
             key = examples, training
             if key in traces:
                 self._traces[key] = traces[key]
-            traces[key] = super().trace(examples, training)
+            traces[key] = super()._traced(examples, training)
             return traces[key]
 
     def fresh(task: dure.Task, seed: int) -> nn.Module:
         new = seeded_model(task, seed)
         with torch.no_grad():
             for own, other in zip(_tensors(model), _tensors(new), strict=True):
-                own.data, own.grad = other.data, None
+                own.data = other.data
+                own.grad = None
         return model
 
     with pytest.MonkeyPatch.context() as patch:

@@ -66,7 +66,8 @@ DTYPES = st.sampled_from([torch.float64, torch.complex128])
 def test_a_linear_layer(
     leading: list[int], ins: int, outs: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    x, weight = torch.randn(*leading, ins, dtype=dtype), torch.randn(outs, ins, dtype=dtype)
+    x = torch.randn(*leading, ins, dtype=dtype)
+    weight = torch.randn(outs, ins, dtype=dtype)
     agree(aten.linear.default, [x, weight, *([torch.randn(outs, dtype=dtype)] if biased else [])])
 
 
@@ -115,7 +116,8 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
             raise ArithmeticError("in the middle")
 
     remaining: Remaining = []
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    first = nn.Linear(3, 3)
+    second = nn.Linear(3, 3)
     _, deferred = apart(aten.linear.default, remaining.append)
     assert deferred is not None
     fails = [True]
@@ -168,7 +170,8 @@ def test_weights_that_are_frozen_watched_or_saved_elsewhere_are_as_in_autograd(n
         place, deferred = apart(getattr(aten, name).default, later)
         assert deferred is not None
         tensors = [torch.randn(*shape, requires_grad=True) for shape in shapes[name]]
-        weight, seen = tensors[place], []
+        weight = tensors[place]
+        seen = []
 
         def gradient(
             tensors: list[Tensor] = tensors, deferred: Any = deferred, weight: Tensor = weight

@@ -62,7 +62,9 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen, self.within, self.out = nn.Conv2d(1, 3, 3), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.seen = nn.Conv2d(1, 3, 3)
+        self.within = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 2)
 
     def forward(self, images: Tensor) -> Tensor:
         rows = self.within(self.seen(images).flatten(2).view(-1, 6, 6))
@@ -101,7 +103,8 @@ class Writing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("seen", torch.zeros(()))
 

@@ -174,7 +174,8 @@ def test_running_statistics_are_those_of_accumulated_micro_batches() -> None:
 def test_a_run_with_several_micro_batches_repeats_itself() -> None:
     from dure.parallel.mesh.pipeline import Pipeline
 
-    task, strategy = small_task(model=dropped), Pipeline(8, 3)
+    task = small_task(model=dropped)
+    strategy = Pipeline(8, 3)
     runs = [
         dure.train(task, strategy, dure.Processes(ranks), dure.Stop(steps=3)) for ranks in (2, 3)
     ]

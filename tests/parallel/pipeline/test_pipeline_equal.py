@@ -117,7 +117,8 @@ def test_long_weights_whose_gradients_are_added_inside_the_product() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
+            self.first = nn.Linear(FEATURES, width)
+            self.last = nn.Linear(width, CLASSES)
             self.layers = nn.ModuleList(
                 nn.Linear(width, width, bias=number < 2) for number in range(4)
             )
@@ -188,7 +189,8 @@ def test_data_groups_of_pipelines() -> None:
         )
         seen = path.state.get("norm.running_mean")
         # two groups of three micro-batches each: what the first group has seen is kept
-        batches, expected = Batches(44, 11, 0), torch.zeros(FEATURES, dtype=torch.float64)
+        batches = Batches(44, 11, 0)
+        expected = torch.zeros(FEATURES, dtype=torch.float64)
         for step in range(4):
             for piece in batches.at(step).tensor_split(2)[0].tensor_split(2):
                 expected = 0.9 * expected + 0.1 * small_task(n=44).train.batch(piece)[0].mean(0)
@@ -199,11 +201,13 @@ def test_data_groups_of_pipelines() -> None:
 
 def test_messages_are_as_long_as_the_formula_says() -> None:
     def program(place: Place) -> tuple[int, int]:
-        task, strategy = small_task(model=Deep), pipeline(place, batch_size=10, microbatches=3)
+        task = small_task(model=Deep)
+        strategy = pipeline(place, batch_size=10, microbatches=3)
         learner = ParallelLearner(task, place, 0, strategy)
         for _ in range(2):
             learner.advance(0)
-        cut, expected = learner.held.cut, 0
+        cut = learner.held.cut
+        expected = 0
         assert isinstance(cut, CutModel)
         for examples in 2 * [len(piece) for piece in torch.arange(10).tensor_split(3)]:
             for boundary in range(cut.stages - 1):

@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "too many modules": (
         Pipeline(8, cut=("2", "4")),
-        "begin at 1 modules behind the first, not at 2: 2, 4",
+        "begin at 1 modules after the first, not at 2: 2, 4",
     ),
     "the first module": (Pipeline(8, cut=("0",)), "name modules in their order"),
     "modules in another order": (

@@ -14,7 +14,9 @@ from dure.parallel.pipeline.schedule import COMPUTING, KINDS, Action, Schedule, 
 from dure.parallel.pipeline.validate import check
 from dure.parallel.pipeline.zero_bubble_v import v_shaped
 
-RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 16), st.integers(1, 4)
+RANKS = st.integers(1, 8)
+MICROBATCHES = st.integers(1, 16)
+CHUNKS = st.integers(1, 4)
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:

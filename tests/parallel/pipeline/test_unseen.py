@@ -34,8 +34,12 @@ reverse: Callable[[Tensor], Tensor] = Reversed.apply
 class Strange(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.what, self.calls, self.cached, self.unknown = what, 0, None, float("nan")
-        self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+        self.what = what
+        self.calls = 0
+        self.cached = None
+        self.unknown = float("nan")
+        self.first = nn.Linear(FEATURES, 4)
+        self.last = nn.Linear(4, CLASSES)
         if what == "module hook":
             self.last.register_full_backward_hook(lambda *_: None)
         self.double()

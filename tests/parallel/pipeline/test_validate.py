@@ -123,7 +123,8 @@ def test_an_action_on_a_foreign_rank_is_named(case, data):
     schedule, rank, place = case
     other = data.draw(st.sampled_from([other for other in range(schedule.ranks) if other != rank]))
     at = data.draw(st.integers(0, len(schedule.actions[other])))
-    left, more = list(schedule.actions[rank]), list(schedule.actions[other])
+    left = list(schedule.actions[rank])
+    more = list(schedule.actions[other])
     more.insert(at, left.pop(place))
     error = refused(changed(changed(schedule, rank, left), other, more))
     assert (error.rank, error.place) == (other, at)
@@ -193,7 +194,7 @@ def test_two_ranks_that_wait_for_each_other_are_named_with_what_they_wait_for():
     error = refused(schedule)
     assert (error.rank, error.place, str(error.action)) == (0, 2, "RG0.0")
     assert (
-        "waits for SG1.0, which is behind RI1.1; RI1.1 waits for SO0.1, which is behind RG0.0"
+        "waits for SG1.0, which comes after RI1.1; RI1.1 waits for SO0.1, which comes after RG0.0"
         in str(error)
     )
 
@@ -215,7 +216,7 @@ def test_a_rank_that_waits_for_a_gradient_before_it_sends_an_output_deadlocks(
     error = refused(changed(schedule, rank, actions))
     assert (error.rank, error.place, error.action) == (rank, 0, actions[0])
     assert (
-        f"(deadlock): it waits for {actions[0].counterpart}, which is behind RI{rank + 1}.0"
+        f"(deadlock): it waits for {actions[0].counterpart}, which comes after RI{rank + 1}.0"
         in str(error)
     )
 

@@ -167,7 +167,8 @@ def compare(
     backward(alone, data[0], scores)
     backward(model, data[0], scores)
     of_gradients = apart(gradients(model), gradients(alone))
-    one, other = train(alone, data, scores), train(model, data, scores)
+    one = train(alone, data, scores)
+    other = train(model, data, scores)
     return {
         "begin": begins,
         "gradients": of_gradients,

@@ -56,7 +56,8 @@ SHAPES = st.builds(
 def pair(shape: Shape, group: Group) -> float:
     """How far a column-parallel layer and a row-parallel one are from what they divide; all of
     their gradients too."""
-    size, rank = group.size, group.rank
+    size = group.size
+    rank = group.rank
     blocks = [block * size for block in shape.blocks]
     hidden = sum(blocks)
     generator = torch.Generator().manual_seed(5)
@@ -64,7 +65,8 @@ def pair(shape: Shape, group: Group) -> float:
     def draw(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
-    first, second = draw(hidden, shape.inputs), draw(shape.outputs, hidden)
+    first = draw(hidden, shape.inputs)
+    second = draw(shape.outputs, hidden)
     biases = (draw(hidden), draw(shape.outputs)) if shape.bias else (None, None)
     inputs = draw(shape.batch, shape.length * size, shape.inputs).requires_grad_()
     weights = [each.requires_grad_() for each in (first, second, *biases) if each is not None]
@@ -120,8 +122,10 @@ def costs(group: Group) -> dict[str, tuple[int, int]]:
     plain sums."""
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(2, 4, 6 * 4, generator=generator, dtype=torch.float64)
-    size, rank = group.size, group.rank
-    features, shard = whole.chunk(size, -1)[rank], whole.chunk(size, 1)[rank]
+    size = group.size
+    rank = group.rank
+    features = whole.chunk(size, -1)[rank]
+    shard = whole.chunk(size, 1)[rank]
     cases: dict[str, tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]] = {
         "enter": (between.enter, whole, whole, size * whole),
         "leave": (between.leave, whole, size * whole, size * whole),
@@ -150,7 +154,8 @@ def costs(group: Group) -> dict[str, tuple[int, int]]:
 def test_what_travels() -> None:
     for size, rows in at_all_degrees(costs).items():
         n = 2 * 4 * 24
-        all_reduce, half = 2 * (size - 1) * n // size, (size - 1) * n // size
+        all_reduce = 2 * (size - 1) * n // size
+        half = (size - 1) * n // size
         for row in rows:
             assert row == {
                 "enter": (0, all_reduce),
@@ -184,7 +189,8 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def several(place: Place) -> None:
-    group, rank = place.group, place.group.rank
+    group = place.group
+    rank = place.group.rank
     inputs = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     whole = linear(6, 12)

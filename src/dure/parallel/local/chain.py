@@ -53,7 +53,8 @@ def check_chain(task: Task, stages: int) -> None:
     It is one if its layers, one behind the other, compute what it computes, in training mode, on
     two examples.
     """
-    whole, chain = seeded_model(task, 0), seeded_model(task, 0)
+    whole = seeded_model(task, 0)
+    chain = seeded_model(task, 0)
     layers = layers_of(chain)
     inputs, _ = examples_for(whole, task)[0].batch(torch.arange(min(2, len(task.train))))
     before = generators_state()
@@ -68,7 +69,8 @@ def check_chain(task: Task, stages: int) -> None:
             for a, b in zip(tree_leaves(expected), tree_leaves(found), strict=True)
         )
     except Exception as error:
-        same, reason = False, f" ({type(error).__name__}: {error})".replace("\n", " ")
+        same = False
+        reason = f" ({type(error).__name__}: {error})".replace("\n", " ")
     else:
         reason = ""
     finally:
@@ -191,8 +193,10 @@ def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
             for start in range(stage - 1, end):
                 dearest = max(least[stage - 1][start], sums[end] - sums[start])
                 if dearest < least[stage][end]:
-                    least[stage][end], cut[stage][end] = dearest, start
-    ranges, end = [], n
+                    least[stage][end] = dearest
+                    cut[stage][end] = start
+    ranges = []
+    end = n
     for stage in range(stages, 0, -1):
         ranges.append(range(cut[stage][end], end))
         end = cut[stage][end]

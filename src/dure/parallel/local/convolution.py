@@ -63,7 +63,9 @@ class Window(NamedTuple):
     def taps(self, height: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
         """For each element (i, j) of the kernel, the rows and columns of the padded image that it
         meets."""
-        (oh, ow), (sh, sw), (dh, dw) = self.outputs(height, width), self.stride, self.dilation
+        oh, ow = self.outputs(height, width)
+        sh, sw = self.stride
+        dh, dw = self.dilation
         for i in range(self.kernel[0]):
             for j in range(self.kernel[1]):
                 rows = slice(i * dh, i * dh + (oh - 1) * sh + 1, sh)
@@ -112,7 +114,9 @@ def col2im(
 
 def _im2col(images: Tensor, over: Window) -> Tensor:
     b, c, height, width = images.shape
-    (kh, kw), (oh, ow), (ph, pw) = over.kernel, over.outputs(height, width), over.padding
+    kh, kw = over.kernel
+    oh, ow = over.outputs(height, width)
+    ph, pw = over.padding
     padded = pad(images, (pw, pw, ph, ph)) if ph or pw else images
     channels = padded.transpose(0, 1)
     columns = images.new_empty(c, kh, kw, b, oh, ow)
@@ -123,7 +127,9 @@ def _im2col(images: Tensor, over: Window) -> Tensor:
 
 def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> Tensor:
     b, c, height, width = shape
-    (kh, kw), (oh, ow), (ph, pw) = over.kernel, over.outputs(height, width), over.padding
+    kh, kw = over.kernel
+    oh, ow = over.outputs(height, width)
+    ph, pw = over.padding
     if columns.shape != (c * kh * kw, b * oh * ow):
         raise ValueError(
             f"columns have the shape {tuple(columns.shape)}, expected {(c * kh * kw, b * oh * ow)}"
@@ -153,8 +159,11 @@ class _Convolution(torch.autograd.Function):
         at_once: int,
     ) -> Tensor:
         ctx.save_for_backward(images, kernels)
-        ctx.over, ctx.groups, ctx.at_once = over, groups, at_once
-        co, (oh, ow) = len(kernels), over.outputs(*images.shape[2:])
+        ctx.over = over
+        ctx.groups = groups
+        ctx.at_once = at_once
+        co = len(kernels)
+        oh, ow = over.outputs(*images.shape[2:])
         matrices = kernels.reshape(groups, co // groups, -1)
         outputs = images.new_empty(len(images), co, oh, ow)
         for some, into in zip(
@@ -175,10 +184,8 @@ class _Convolution(torch.autograd.Function):
         d_matrices = torch.zeros_like(matrices) if for_kernels else None
         for first in range(0, len(images), ctx.at_once):
             which = slice(first, first + ctx.at_once)
-            some, d_outputs = (
-                images[which],
-                gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1),
-            )
+            some = images[which]
+            d_outputs = gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1)
             if d_matrices is not None:
                 columns = _im2col(some, ctx.over)
                 d_matrices.baddbmm_(

@@ -113,7 +113,8 @@ class Draws:
     """
 
     def __init__(self, devices: Sequence[torch.device], models: Sequence[nn.Module]) -> None:
-        self.devices, self.models = devices, models
+        self.devices = devices
+        self.models = models
         self.found = False
 
     def run(self, work: Callable[[Callable[[int], AbstractContextManager[Any]]], Value]) -> Value:

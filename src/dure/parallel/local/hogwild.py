@@ -105,7 +105,10 @@ class Hog:
     def __init__(
         self, number: int, learner: HogwildLearner, model: nn.Module, meter: Meter
     ) -> None:
-        self.number, self.learner, self.model, self.meter = number, learner, model, meter
+        self.number = number
+        self.learner = learner
+        self.model = model
+        self.meter = meter
         self.optimizer = (
             learner.optimizer
             if model is learner.model
@@ -119,7 +122,8 @@ class Hog:
     def run(self, first: int, end: int) -> tuple[float, int]:
         """Makes its own among the steps first … end-1; (sum of its examples' losses, how many
         examples)."""
-        total, examples = 0.0, 0
+        total = 0.0
+        examples = 0
         for step in range(first + self.number, end, self.learner.size):
             try:
                 loss, count = self._step(step)
@@ -131,13 +135,15 @@ class Hog:
                 raise WorkerFailedError(
                     self.meter.name, f"step {step + 1}", reason, traceback.format_exc()
                 ) from error
-            total, examples = total + loss * count, examples + count
+            total += loss * count
+            examples += count
             if self.learner.stopping():
                 break
         return total, examples
 
     def _step(self, step: int) -> tuple[float, int]:
-        learner, indices = self.learner, self.batches.at(step)
+        learner = self.learner
+        indices = self.batches.at(step)
         if len(learner.hogs) == 1:
             draws = learner.train_examples.draws
             seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
@@ -160,7 +166,8 @@ class HogwildLearner(SingleLearner):
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: Hogwild) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
-        self.strategy, self.place = strategy, place
+        self.strategy = strategy
+        self.place = place
         steps = self.batches.steps_per_epoch
         self.period = strategy.period if strategy.period is not None else steps
         self.units_per_epoch = max(1, steps // self.period)
@@ -196,12 +203,14 @@ class HogwildLearner(SingleLearner):
     def advance(self, wish: int) -> Progress:
         """One round: the steps of all workers until they meet."""
         self._begin()
-        first, end = self.step, self.step + self.period
+        first = self.step
+        end = self.step + self.period
         if self.team is not None:
             results = self._in_threads(self.team, first, end)
         else:
             results, wish = self._in_processes(first, end, wish)
-        self.round, self.step = self.round + 1, end
+        self.round += 1
+        self.step = end
         examples = sum(count for _, count in results)
         return Progress(sum(total for total, _ in results) / examples, examples, wish)
 
@@ -256,7 +265,8 @@ class HogwildLearner(SingleLearner):
         load_passing_buffers(self.model, state["buffers"])
         for hog, kept in zip(self.hogs, state["parts"][self.group.rank]["optimizers"], strict=True):
             hog.optimizer.load_state_dict(dict(kept))
-        self.round, self.step = state["round"], state["step"]
+        self.round = state["round"]
+        self.step = state["step"]
 
     def meters(self) -> Sequence[Meter]:
         return [hog.meter for hog in self.hogs]

@@ -196,7 +196,8 @@ class PipelineLearner(SingleLearner):
         super().__init__(task, place, seed, strategy.batch_size)
         self.where = "master"
         self.microbatches = strategy.microbatches
-        layers, stages = layers_of(self.model), len(place.devices)
+        layers = layers_of(self.model)
+        stages = len(place.devices)
         self.size = max(1, self.batches.batch_size // self.microbatches)
         costs = (
             counted_costs(layers, self.train_examples)
@@ -350,7 +351,8 @@ class PipelineLearner(SingleLearner):
 
 def name_of(stage: int, layers: range) -> str:
     """What reports call a stage: "stage 1, layers 2-4"."""
-    first, last = layers[0], layers[-1]
+    first = layers[0]
+    last = layers[-1]
     return (
         f"stage {stage}, layer {first}"
         if first == last

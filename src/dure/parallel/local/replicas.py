@@ -67,7 +67,9 @@ class Worker:
     """A worker as its master sees it: the replica, what it was handed, and what it did."""
 
     def __init__(self, model: nn.Module, device: torch.device, meter: Meter) -> None:
-        self.model, self.device, self.meter = model, device, meter
+        self.model = model
+        self.device = device
+        self.meter = meter
         self.sheet = TimeSheet(meter, "the master")
         self.inputs: Any = None
         self.outputs: Any = None
@@ -98,7 +100,8 @@ class ReplicasLearner(SingleLearner):
         precision: Literal["full", "bf16"] = "full",
     ) -> None:
         super().__init__(task, place, seed, batch_size)
-        self.clip_norm, self.precision = clip_norm, precision
+        self.clip_norm = clip_norm
+        self.precision = precision
         self.where = "master"
         self.share = -(-self.batches.batch_size // len(place.devices))
         self.team = team_at(place, self.flops_per_step())

@@ -62,7 +62,8 @@ class Team:
     """
 
     def __init__(self, devices: Sequence[torch.device], threads: int, name: str = "worker") -> None:
-        self.devices, self.name = tuple(devices), name
+        self.devices = tuple(devices)
+        self.name = name
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self.devices]
         self._outbox: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._members = [
@@ -158,7 +159,8 @@ class TimeSheet:
     """When a worker computed; the rest of a step it was idle, waiting for `others`."""
 
     def __init__(self, meter: Meter, others: str) -> None:
-        self.meter, self.others = meter, others
+        self.meter = meter
+        self.others = others
         self._free = 0.0
 
     def begin(self, now: float) -> None:

@@ -22,8 +22,11 @@ from dure.randomness.seeds import generators_state, restore_generators
 
 
 def check_optimizer(optimizer: Optimizer, mesh: Mesh, zero: int) -> None:
-    """What is divided inside of parameters wants an optimizer that treats every element for itself;
-    stages want one that treats every parameter for itself."""
+    """The optimizer.
+
+    What is divided inside of parameters wants one that treats every element for itself; stages want
+    one that treats every parameter for itself.
+    """
     if mesh.tensor > 1 or zero:
         check_element_wise(optimizer)
     elif mesh.pipeline > 1:

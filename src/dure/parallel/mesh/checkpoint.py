@@ -1,5 +1,4 @@
-"""The checkpoint of a run on a mesh: what is kept is that of the undivided model, so it loads onto
-any other mesh.
+"""The checkpoint of a run on a mesh: that of the undivided model, which loads onto any other mesh.
 
 weights     each from the first stage that holds it, its parts joined over the tensor group
 optimizer   the state of each parameter, by its name, undivided
@@ -8,6 +7,7 @@ optimizer   the state of each parameter, by its name, undivided
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ def _writes(held: Held) -> bool:
 
 
 def _keeper(held: Held, name: str) -> int:
-    """The stage's rank from which an entry of the state_dict is taken: for what a module adds to
-    it, the first."""
+    """The stage's rank from which an entry of the state_dict is taken."""
+    # What a module adds to the state_dict by itself is no parameter or buffer: all ranks have it.
     return held.keepers.get(held.first_name[name], [0])[0]
 
 
@@ -71,7 +71,7 @@ def part_of(held: Held) -> dict[str, Any]:
     state = held.zero.optimizer_state_dict() if held.zero else held.optimizer.state_dict()
     written = to_cpu(state)
     # torch numbers parameters through all groups; names hold on any other mesh.
-    names = [name for group in _names_in_the_optimizer(held) for name in group]
+    names = list(chain.from_iterable(_names_in_the_optimizer(held)))
     divided = divisions(held.model)
     states = {}
     for index, value in written["state"].items():
@@ -85,8 +85,7 @@ def part_of(held: Held) -> dict[str, Any]:
 
 
 def _names_in_the_optimizer(held: Held) -> list[list[str]]:
-    """The parameters' names, for each group of the optimizer, in the order in which it counts
-    them."""
+    """The parameters' names, for each group of the optimizer, in the order of its numbers."""
     assert held.optimizer is not None
     names = {id(parameter): name for name, parameter in held.parameters.items()}
     groups = [group["params"] for group in held.optimizer.param_groups]
@@ -180,7 +179,7 @@ def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
         # no rank trained it: then it has the settings that it was made with.
         known = next((settings[name] for name in own if name in settings), group)
         groups.append({**known, "params": group["params"]})
-    numbered = enumerate(name for group in names for name in group)
+    numbered = enumerate(chain.from_iterable(names))
     restored = {
         "state": {index: states[name] for index, name in numbered if name in states},
         "param_groups": groups,

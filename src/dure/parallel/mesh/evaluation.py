@@ -36,7 +36,9 @@ def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
         totals = [0.0] * len(totals)
     rows = held.group.all_gather_values(totals)
     sums = [sum(column) for column in zip(*rows, strict=True)]
-    held.group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), held.step)
+    held.group.meter.mark(
+        "evaluation", "evaluation", start=started, end=time.perf_counter(), step=held.step
+    )
     names = ["loss", *task.measures]
     return {f"test_{name}": ratio(sums[i], sums[len(names) + i]) for i, name in enumerate(names)}
 

@@ -45,9 +45,12 @@ def facts_of(held: Held, batch_size: int, carried: bool) -> dict[str, Any]:
 
 def bytes_in_memory(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory in which these lie; what several share counts once."""
-    dense = (part for tensor in tensors for part in _parts(tensor))
-    storages = (tensor.untyped_storage() for tensor in dense)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    nbytes: dict[int, int] = {}
+    for tensor in tensors:
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            nbytes[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes.values())
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -70,9 +73,10 @@ def _bytes_held(held: Held) -> dict[str, int]:
     parameters = [
         parameter for name, parameter in held.model.named_parameters() if name in held.names
     ]
-    groups = held.optimizer.param_groups if held.optimizer is not None else []
-    # With ZeRO the optimizer has parts of parameters, which have gradients of their own.
-    optimized = [part for group in groups for part in group["params"]]
+    optimized: list[Tensor] = []
+    for group in held.optimizer.param_groups if held.optimizer is not None else ():
+        # With ZeRO these are parts of parameters, which have gradients of their own.
+        optimized += group["params"]
     gradients = [gradient_of(parameter) for parameter in [*parameters, *optimized]]
     states = tree_flatten(dict(held.optimizer.state))[0] if held.optimizer is not None else []
     return {

@@ -1,5 +1,4 @@
-"""What ranks of a mesh hold alike, and how it stays alike: gradients of shared parameters, norms,
-buffers.
+"""What ranks of a mesh hold alike, and how it stays alike: gradients, their norm, and buffers.
 
 stages       a parameter that several of them use: its gradient is the sum of theirs, on each
 data groups  the gradient of every parameter is the sum over the group; buffers that a step changes
@@ -27,8 +26,7 @@ from dure.parallel.zero.away import gradient_of, set_gradient
 
 @torch.no_grad()
 def sum_tied(held: Held) -> None:
-    """Parameters that several stages use: the gradient is the sum of theirs, in order of stages, on
-    each."""
+    """Gradients of parameters that several stages use are the sums of theirs, on each of them."""
     group = held.groups.pipeline
     for name in held.tied:
         parameter = held.parameters[name]
@@ -43,7 +41,7 @@ def sum_tied(held: Held) -> None:
             [(arrived[rank], rank) for rank in others],
         )
         end()
-        # All add in the same order, so that each has the same bits.
+        # All add in the order of stages, so that each has the same bits.
         total = arrived.get(ranks[0], mine).clone()
         for rank in ranks[1:]:
             total += arrived.get(rank, mine)
@@ -52,8 +50,7 @@ def sum_tied(held: Held) -> None:
 
 @torch.no_grad()
 def sum_over_replicas(held: Held) -> None:
-    """Gradients are the sums over the data group; with ZeRO each rank is left with those of its
-    part."""
+    """Gradients are the sums over the data group; with ZeRO each rank keeps those of its part."""
     group = held.groups.data
     if group.size == 1 or not held.parameters:
         return
@@ -87,8 +84,10 @@ def _sum_flat(parameters: Sequence[Tensor], group: Group) -> None:
 
 
 def share_buffers(held: Held) -> None:
-    """Buffers that a step changes, such as running statistics, are everywhere those of the first
-    data group."""
+    """Buffers that a step changes, such as running statistics, are those of the first data group.
+
+    In this way they are the same in all groups, though each has seen other examples.
+    """
     group = held.groups.data
     if group.size == 1 or not held.written:
         return
@@ -136,8 +135,7 @@ def _square(gradient: Tensor) -> float:
 
 
 def summed_gradients(held: Held) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer will use here: gradients, or with ZeRO this rank's parts of them, by
-    name."""
+    """The gradients that the optimizer will use here, by name: with ZeRO this rank's parts."""
     if held.zero is None:
         for name, parameter in held.parameters.items():
             if parameter.grad is not None:

@@ -33,7 +33,7 @@ class Held:
     group: all ranks of the mesh; groups: those along each of its axes.
     names: of the parameters and buffers that are kept here.
     parameters: those of them that are trained, by name.
-    keepers: for each name the pipeline's ranks that keep it, in order of stages.
+    keepers: for each name the pipeline's ranks that keep it, in ascending order.
     tied: the trained parameters here that other ranks of the pipeline use as well.
     first_name: for each name of the state_dict the first name of the same tensor.
     written: the buffers here that a forward pass changes, as far as traces show it.
@@ -70,8 +70,10 @@ class Held:
         return self.schedule.stages_of(self.at.pipeline)
 
     def is_first(self, name: str) -> bool:
-        """Whether this rank's stages are the first to keep `name`: what is kept several times
-        counts, and is written, there."""
+        """Whether no earlier stage's rank keeps `name`.
+
+        What several ranks keep counts once, and is written once: by the first of them.
+        """
         return self.keepers[name][0] == self.at.pipeline
 
 

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the model is divided between layers, micro-batches pass through the stages.
+"""Pipeline parallelism: the mesh of one axis on which ranks hold stages of the model.
 
     stage s computes micro-batch m while stage s-1 computes m+1
 
-Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of
+The model is divided between layers, and micro-batches pass through the stages. Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of
 one worker. What schedules change is how long a rank has nothing to do (the bubble) and how many
 micro-batches it keeps: see `dure.parallel.pipeline.builders`.
 
@@ -34,11 +34,11 @@ class Pipeline:
 
     Args:
         batch_size: examples of a step; None is all the data.
-        microbatches: M, the parts of a batch that pass through the stages one behind the other.
+        microbatches: M, the parts of a batch that pass through the stages one after the other.
         schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your
             own, as text.
         stages_per_rank: of the interleaved schedule; by default two.
-        cut: names of the modules at which the stages behind the first begin; by default dure cuts
+        cut: names of the modules at which the stages after the first begin; by default dure cuts
             in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.

@@ -75,7 +75,8 @@ class Reading:
         if self.most == 1:
             seed_generators(self.seed, "step", step, self.at.data, everything=True)
         else:
-            seed_generators(self.seed, "read", step, self.at.data, number, everything=True)
+            position = (step, self.at.data, number)
+            seed_generators(self.seed, "read", *position, everything=True)
         content = read()
         restore_generators(before)
         return content

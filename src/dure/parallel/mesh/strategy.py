@@ -1,7 +1,8 @@
 """Data, pipeline and tensor parallelism at once, on a mesh of ranks.
 
-    a batch is divided over the data groups; in each, its micro-batches pass through the stages of a
-    pipeline; the layers of a stage are divided over the ranks of a tensor group
+    data      a batch is divided over the data groups;
+    pipeline  in each group its micro-batches pass through the stages of a pipeline;
+    tensor    the layers of a stage are divided over the ranks of a tensor group
 
 A step is: every pipeline computes its examples' gradients; parameters that several stages use sum
 theirs; data groups sum what their ranks hold alike; every rank updates what it holds. So every
@@ -70,12 +71,12 @@ class Parallel:
     Args:
         mesh: how many ranks lie along each axis.
         batch_size: examples of a step over all workers together; None is all the data.
-        microbatches: M, the parts of a pipeline's batch that pass through the stages one behind the
+        microbatches: M, the parts of a pipeline's batch that pass through the stages one after the
             other.
         schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your
             own, as text.
         stages_per_rank: of the interleaved schedule; by default two.
-        cut: names of the modules at which the stages behind the first begin; by default dure cuts
+        cut: names of the modules at which the stages after the first begin; by default dure cuts
             in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
@@ -165,7 +166,11 @@ class Parallel:
             return
         tests = partial(sample, test) if test is not None and len(test) else None
         cut = CutModel(
-            model, partial(sample, train), schedule.stages, self.examples(len(train)), tests
+            model,
+            sample=partial(sample, train),
+            stages=schedule.stages,
+            examples=self.examples(len(train)),
+            test=tests,
         )
         cut.decide(cut.choose(self.cut, "estimated"))
         check_cut(cut, self.mesh.data, self.recompute, evaluates=tests is not None)
@@ -254,8 +259,13 @@ class ParallelLearner:
     def _cut(self, model: nn.Module) -> CutModel | UncutModel:
         """The model, cut where rank 0 says: measured times differ between ranks."""
         kind = UncutModel if self.strategy.uncut else CutModel
-        examples = self.strategy.examples(len(self.train_examples))
-        cut = kind(model, self._sample, self.schedule.stages, examples, self._test_sample)
+        cut = kind(
+            model,
+            sample=self._sample,
+            stages=self.schedule.stages,
+            examples=self.strategy.examples(len(self.train_examples)),
+            test=self._test_sample,
+        )
         starts = cut.choose(self.strategy.cut, self.strategy.balance)
         packed = msgspec.msgpack.encode(starts) if self.group.rank == 0 else None
         packed = self.group.broadcast_bytes(packed)
@@ -264,19 +274,15 @@ class ParallelLearner:
 
     def _stages(self) -> dict[int, Stage]:
         """The stages of this rank, by number; `held` learns which buffers they write."""
-        held, strategy = self.held, self.strategy
+        held = self.held
+        strategy = self.strategy
         # Several micro-batches draw at the same time, and so do ranks that divide a sequence: each
         # operation has a number, and draws from a seed of its own.
         on_shards = bool(modules_on_shards(held.model)) and not strategy.uncut
         numbered = strategy.most > 1 or on_shards
         self.stream.carried = not numbered and held.cut.draws
         self._loss = self.stream.drawing(self.task.loss, -1) if numbered else self.task.loss
-        apart = any(
-            action.kind == "weight_gradient"
-            for actions in self.schedule.actions
-            for action in actions
-        )
-        self.remaining: Remaining | None = [] if apart else None
+        self.remaining: Remaining | None = [] if self.schedule.parts_gradients else None
         self.later = now if self.remaining is None else self.remaining.append
         stages = {number: self._stage(number) for number in held.own}
         examples = strategy.examples(len(self.train_examples))
@@ -287,8 +293,7 @@ class ParallelLearner:
         return stages
 
     def _make_optimizer(self) -> None:
-        """The optimizer of what this rank holds; its state is divided over the data group, if that
-        is asked for."""
+        """The optimizer of what this rank holds, its state divided if that is asked for."""
         held = self.held
         held.optimizer = optimizer_of(held, self.task.optimizer)
         if held.optimizer is not None:
@@ -303,8 +308,7 @@ class ParallelLearner:
         return self._flops
 
     def _own_draws(self, on_shards: bool) -> int | None:
-        """This rank's place in its tensor group while it computes inside a divided layer's region,
-        or on a shard."""
+        """This rank's place in its tensor group inside a divided region or on a shard, else None."""
         inside = on_shards or any(draws.inside for draws in self._draws)
         return self.at.tensor if inside else None
 
@@ -320,7 +324,7 @@ class ParallelLearner:
             number,
             last=number == self.schedule.stages - 1,
             program_for=lambda examples: cut.program(
-                number, examples, True, self.stream, self.later
+                number, examples, training=True, stream=self.stream, later=self.later
             ),
             structure_for=lambda examples: cut.structure(examples, True),
             loss=self._loss,
@@ -355,8 +359,7 @@ class ParallelLearner:
         return Progress(loss, len(indices), wish)
 
     def gradients(self, indices: Tensor) -> float:
-        """Leaves the mean gradient over the joint batch in the parameters held here; returns this
-        rank's loss."""
+        """Leaves the mean gradient of the joint batch in the parameters; returns this rank's loss."""
         batches = self.reading.microbatches(indices, self.held.step)
         if batches:
             self._engine(len(batches)).run(self.held.step, batches)
@@ -374,7 +377,11 @@ class ParallelLearner:
         if microbatches not in self._engines:
             schedule = self.strategy.list_for(microbatches)
             self._engines[microbatches] = Engine(
-                self.groups.pipeline, schedule, self.stages, self.stream, self.device
+                self.groups.pipeline,
+                schedule,
+                stages=self.stages,
+                stream=self.stream,
+                device=self.device,
             )
         return self._engines[microbatches]
 

@@ -1,5 +1,4 @@
-"""Tensor parallelism: every layer's matrices are divided over the ranks, which compute each example
-together.
+"""Tensor parallelism: the mesh of one axis on which ranks divide the matrices of every layer.
 
     MLP        Y = GELU(X A) B     A by columns, B by rows: one all-reduce of Y forward, one of ∂X
                                    backward

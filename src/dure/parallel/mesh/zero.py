@@ -34,8 +34,10 @@ Stage = Literal[0, 1, 2, 3]
 
 
 def check(stage: Stage, mesh: Mesh, stages: int, model: nn.Module) -> None:
-    """Raises ValueError where ZeRO's `stage` does not fit the mesh, the pipeline's `stages` or the
-    model."""
+    """Raises ValueError where ZeRO does not fit the mesh or the model.
+
+    stages: into how many the model is cut.
+    """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero is {stage}, but ZeRO has the stages 1, 2 and 3; 0 divides nothing")
     if stage < 2:
@@ -49,8 +51,7 @@ def check(stage: Stage, mesh: Mesh, stages: int, model: nn.Module) -> None:
 
 
 def zero_of(held: Held, stage: Stage) -> ZeroRedundancy | None:
-    """The division of what this rank trains, which is made in place; None where nothing is
-    divided."""
+    """Divides what this rank trains, in place; returns None where nothing is divided."""
     group = held.groups.data
     if stage == 0 or held.optimizer is None or group.size == 1:
         return None
@@ -60,8 +61,7 @@ def zero_of(held: Held, stage: Stage) -> ZeroRedundancy | None:
 
 
 def names_of(held: Held) -> dict[str, str]:
-    """The model's names of its parameters, by those that ZeRO knows them under: in stage 1 the
-    places in a list."""
+    """The model's names of its parameters, by ZeRO's names: in stage 1 the places in a list."""
     assert held.zero is not None
     names = list(held.parameters)
     known = map(str, range(len(names))) if held.zero.stage == 1 else names
@@ -79,8 +79,10 @@ def whole(held: Held) -> Iterator[None]:
 
 
 def account(held: Held, computing: bool) -> None:
-    """Tells the meter what was sent since the last call. computing: it has counted these waits as
-    computing."""
+    """Tells the meter what was sent since the last call.
+
+    computing: whether the meter has counted these waits as computing; they are taken out there.
+    """
     if held.zero is not None:
         waited = held.zero.wire.account(held.step + 1)
         if computing:

@@ -157,7 +157,8 @@ def _matches(
 
 def fits(name: str, pattern: str) -> bool:
     """Whether a module's name matches, segment by segment."""
-    names, patterns = name.split("."), pattern.split(".")
+    names = name.split(".")
+    patterns = pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 

@@ -27,7 +27,8 @@ class Draws:
     own."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
         self._common: list[Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Draws:

@@ -73,8 +73,10 @@ def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
     """The undivided tensor; parts of unequal length travel padded."""
     if group.size == 1:
         return tensor
-    dim, lengths = division.dim, division.lengths(group.size)
-    longest, missing = max(lengths), max(lengths) - tensor.shape[division.dim]
+    dim = division.dim
+    lengths = division.lengths(group.size)
+    longest = max(lengths)
+    missing = max(lengths) - tensor.shape[division.dim]
     if missing:
         shape = list(tensor.shape)
         shape[dim] = missing
@@ -156,13 +158,16 @@ class _Leave(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
-        ctx.group, ctx.division, ctx.sums = group, division, sums
+        ctx.group = group
+        ctx.division = division
+        ctx.sums = sums
         return gathered(tensor, group, division) if group.size > 1 else tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        group, division = ctx.group, ctx.division
+        group = ctx.group
+        division = ctx.division
         if ctx.sums:
             own = reduce_scattered(gradient, group, division.dim)
         else:
@@ -173,7 +178,8 @@ class _Gather(Function):
 class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
-        ctx.group, ctx.division = group, division
+        ctx.group = group
+        ctx.division = division
         if group.size == 1:
             return tensor.view_as(tensor)
         if sums:

@@ -100,7 +100,8 @@ class _Column(Function):
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         if how.enters and how.sequence is not None and how.group.size > 1:
             tensor = gathered(tensor, how.group, along(tensor, how.sequence, how.group))
-        ctx.how, ctx.shape = how, tensor.shape
+        ctx.how = how
+        ctx.shape = tensor.shape
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         outputs = _product(rows, weight if how.transposed else weight.t(), bias)
@@ -111,7 +112,8 @@ class _Column(Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        how, (rows, weight) = ctx.how, ctx.saved_tensors
+        how = ctx.how
+        rows, weight = ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
@@ -127,7 +129,8 @@ def _begin_input(
     how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size
 ) -> Callable[[], Tensor]:
     """The gradient of a column-parallel layer's input sets off; what is returned waits for it."""
-    matrix, group = (weight.t() if how.transposed else weight).conj(), how.group
+    matrix = (weight.t() if how.transposed else weight).conj()
+    group = how.group
     if not how.enters or group.size == 1:
         inputs = torch.mm(gradient, matrix)
         return lambda: inputs.view(shape)
@@ -156,7 +159,8 @@ class _Row(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         group = how.group
-        ctx.how, ctx.shape = how, tensor.shape
+        ctx.how = how
+        ctx.shape = tensor.shape
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         matrix = weight if how.transposed else weight.t()
@@ -179,7 +183,8 @@ class _Row(Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        how, (rows, weight) = ctx.how, ctx.saved_tensors
+        how = ctx.how
+        rows, weight = ctx.saved_tensors
         if how.sequence is not None and how.group.size > 1:
             gradient = gathered(gradient, how.group, along(gradient, how.sequence, how.group))
         gradient = gradient.reshape(-1, gradient.shape[-1])
@@ -348,14 +353,16 @@ class ColumnParallel(DividedLinear):
     ) -> None:
         super().__init__(process_group)
         dim = 1 if transposed else 0
-        self.out_features, self.in_features = weight.shape[dim], weight.shape[1 - dim]
+        self.out_features = weight.shape[dim]
+        self.in_features = weight.shape[1 - dim]
         blocks = tuple(blocks) if blocks is not None else (self.out_features,)
         if sum(blocks) != self.out_features:
             raise ValueError(
                 f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} "
                 f"outputs"
             )
-        what, self.sharers = f"{name} with {self.out_features} outputs", 1
+        what = f"{name} with {self.out_features} outputs"
+        self.sharers = 1
         if shares and len(blocks) > 1:
             raise ValueError(
                 f"{name} has {len(blocks)} blocks, and units can be shared where there is one"
@@ -366,7 +373,8 @@ class ColumnParallel(DividedLinear):
             check_even(what, blocks, self.group.size, unit)
         self.divide("weight", weight, Division(dim, blocks))
         self.divide("bias", bias, Division(0, blocks))
-        self.gather_output, self._outputs = gather_output, Division(-1, blocks)
+        self.gather_output = gather_output
+        self._outputs = Division(-1, blocks)
         beside = runs_beside(overlap, self.group, weight.device)
         self._how = _How(self.group, transposed, sequence, enters, beside)
 
@@ -407,7 +415,8 @@ class RowParallel(DividedLinear):
     ) -> None:
         super().__init__(process_group)
         dim = 0 if transposed else 1
-        self.in_features, self.out_features = weight.shape[dim], weight.shape[1 - dim]
+        self.in_features = weight.shape[dim]
+        self.out_features = weight.shape[1 - dim]
         check_even(
             f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit
         )

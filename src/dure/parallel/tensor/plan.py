@@ -173,7 +173,8 @@ class Attributes(Checked):
         self.__post_init__()
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        parts, degree = {}, at.group.size
+        parts = {}
+        degree = at.group.size
         by = f"the degree {degree}: choose a degree that divides it"
         if self.units is not None:
             degree = max(1, degree // self.units)
@@ -209,7 +210,9 @@ class Enter(Checked):
     argument: str = "hidden_states"
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        group, draws, sequence = at.group, at.draws, self.sequence
+        group = at.group
+        draws = at.draws
+        sequence = self.sequence
 
         def entered(tensor: Tensor) -> Tensor:
             if is_tracing():
@@ -234,7 +237,8 @@ class Cut(Checked):
     argument: str = "hidden_states"
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        group, dim = at.group, self.dim
+        group = at.group
+        dim = self.dim
 
         def shard(tensor: Tensor) -> Tensor:
             if is_tracing():
@@ -251,7 +255,8 @@ class Join(Checked):
     dim: int = 1
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        group, dim = at.group, self.dim
+        group = at.group
+        dim = self.dim
 
         def joined(tensor: Tensor) -> Tensor:
             if is_tracing():

@@ -56,7 +56,8 @@ class Rooms:
             self._waiting.setdefault(memory.nbytes, []).append(memory)
 
     def forget(self) -> None:
-        self._waiting, self._nbytes = {}, 0
+        self._waiting = {}
+        self._nbytes = 0
 
 
 _rooms = Rooms()

@@ -54,7 +54,9 @@ def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any
 
     All ranks call it. Tensors that the model shares, as tied weights, are one in it too.
     """
-    divided, state, known = divisions(model), {}, {}
+    divided = divisions(model)
+    state = {}
+    known = {}
     for name, value in model.state_dict(keep_vars=True).items():
         division, group = divided.get(name, (None, None))
         if id(value) not in known:
@@ -80,7 +82,8 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises ValueError, with the model as it was, if names or shapes are not those of the undivided
     model.
     """
-    divided, own = divisions(model), model.state_dict()
+    divided = divisions(model)
+    own = model.state_dict()
     for word, names in (
         ("misses", own.keys() - state.keys()),
         ("has beside the model's", state.keys() - own.keys()),
@@ -112,7 +115,8 @@ def gradient_norm(
 ) -> Tensor:
     """The 2-norm of the undivided model's gradient, the same on all ranks, which call it together;
     in float64."""
-    group, divided = Group.of(process_group), divisions(model)
+    group = Group.of(process_group)
+    divided = divisions(model)
     mine: list[Tensor] = []
     alike: list[Tensor] = []
     for name, parameter in model.named_parameters():

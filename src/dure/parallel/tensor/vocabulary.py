@@ -60,8 +60,10 @@ class VocabularyEmbedding(Divided):
         division = Division(0, (self.num_embeddings,))
         self.divide("weight", weight, division)
         lengths = division.lengths(self.group.size)
-        self.start, self.rows = sum(lengths[: self.group.rank]), lengths[self.group.rank]
-        self.padding_idx, self.sequence = padding_idx, sequence
+        self.start = sum(lengths[: self.group.rank])
+        self.rows = lengths[self.group.rank]
+        self.padding_idx = padding_idx
+        self.sequence = sequence
 
     @classmethod
     def from_embedding(
@@ -186,10 +188,12 @@ def vocabulary_parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}; choose mean, sum or none")
     if scores_part.dim() == 1:
-        scores_part, single = scores_part[None], True
+        scores_part = scores_part[None]
+        single = True
     else:
         single = False
-    symbols, shape = scores_part.shape[1], scores_part.shape[:1] + scores_part.shape[2:]
+    symbols = scores_part.shape[1]
+    shape = scores_part.shape[:1] + scores_part.shape[2:]
     flat_targets = targets.reshape(-1)
     if targets.numel() != shape.numel() or (not single and targets.shape != shape):
         raise ValueError(
