@@ -152,7 +152,7 @@ def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
                     value = division.part(value, group.rank, group.size)
                 own[name].copy_(value)
     if held.zero is not None and held.zero.stage == 1:
-        # In stages 2 and 3 ZeRO takes what was written at the end of `whole`; in stage 1, where that
+        # In stages 2 and 3 ZeRO takes what was written when `whole` ends; in stage 1, where `whole`
         # does nothing, it is told here. It knows the parameters by their places.
         here = {}
         for place, parameter in enumerate(held.parameters.values()):

@@ -1,7 +1,7 @@
 """What one rank of a mesh holds: the state that its gradients, checkpoints and report work on.
 
     model, cut, schedule     the model, where it is cut, and who computes its stages
-    names, keepers           parameters and buffers kept here, and the pipeline's ranks that keep each
+    names, keepers           the parameters and buffers kept here, and which ranks keep each
     parameters, tied         those that are trained, and those of them that several stages use
     optimizer, zero          the optimizer of these parameters, and its division over the data group
     written, speaking        buffers that a step changes, to be the same in all data groups

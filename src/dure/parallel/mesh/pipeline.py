@@ -2,9 +2,10 @@
 
     stage s computes micro-batch m while stage s-1 computes m+1
 
-The model is divided between layers, and micro-batches pass through the stages. Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of
-one worker. What schedules change is how long a rank has nothing to do (the bubble) and how many
-micro-batches it keeps: see `dure.parallel.pipeline.builders`.
+The model is divided between layers, and micro-batches pass through the stages. Every step ends
+with the gradient of the joint batch, whatever the schedule, so the path is that of one worker. What
+schedules change is how long a rank has nothing to do (the bubble) and how many micro-batches it
+keeps: see `dure.parallel.pipeline.builders`.
 
 Over each boundary travel the values that cross it, once there, and their gradients, once back, for
 every example.

@@ -1,4 +1,4 @@
-"""Which examples a rank of a mesh computes in a step, in which micro-batches, and how it reads them.
+"""Which examples a rank of a mesh computes in a step, and how it reads them as micro-batches.
 
     a batch is split over the data groups, and in each into at most `most` micro-batches
 

@@ -308,7 +308,7 @@ class ParallelLearner:
         return self._flops
 
     def _own_draws(self, on_shards: bool) -> int | None:
-        """This rank's place in its tensor group inside a divided region or on a shard, else None."""
+        """This rank's place in its tensor group, in a divided region or on a shard; else None."""
         inside = on_shards or any(draws.inside for draws in self._draws)
         return self.at.tensor if inside else None
 
@@ -359,7 +359,7 @@ class ParallelLearner:
         return Progress(loss, len(indices), wish)
 
     def gradients(self, indices: Tensor) -> float:
-        """Leaves the mean gradient of the joint batch in the parameters; returns this rank's loss."""
+        """Leaves the joint batch's mean gradient in the parameters; returns this rank's loss."""
         batches = self.reading.microbatches(indices, self.held.step)
         if batches:
             self._engine(len(batches)).run(self.held.step, batches)

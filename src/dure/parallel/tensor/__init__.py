@@ -1,8 +1,7 @@
-"""Tensor parallelism: the matrices of one model divided over ranks, all of which compute every
-example together.
+"""Tensor parallelism: the matrices of one model divided over ranks that compute together.
 
-    model = dure.models.Transformer(...)          # the same on all ranks
-    parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part of it
+    model = dure.tasks.models.Transformer(...)    # the same on all ranks
+    parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part
     loss(model(inputs), targets).backward()       # the same inputs on all ranks
     clip_gradients(model, 1.0, group)
     optimizer.step()                              # of this rank's parameters

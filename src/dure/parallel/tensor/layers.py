@@ -1,24 +1,22 @@
-"""Linear layers whose matrix is divided over ranks, so that every rank computes a part of the
-layer.
+"""Linear layers whose matrix is divided over ranks: every rank computes a part of the layer.
 
     Y = X·A + b      X: (rows, inputs), A: (inputs, outputs); torch's nn.Linear stores W = Aᵀ
 
-ColumnParallel  A = [A_1, …, A_N] by columns: Y_r = X·A_r + b_r, a part of the outputs. These are
-rows of W, which is
-                why some call it row-wise. Forward sends nothing; backward sums ∂L/∂X = Σ_r
-                ∂L/∂Y_r·A_rᵀ.
-RowParallel     A by rows, X by columns to match: Y = Σ_r X_r·A_r + b, where b is added once, to the sum. These are
-                columns of W. Forward sums Y; backward sends nothing.
+    ColumnParallel   A = [A_1, …, A_N] by columns: Y_r = X·A_r + b_r, a part of the outputs. These
+                     are rows of W, which is why some call it row-wise. Forward sends nothing;
+                     backward sums ∂L/∂X = Σ_r ∂L/∂Y_r·A_rᵀ.
+    RowParallel      A by rows, X by columns to match: Y = Σ_r X_r·A_r + b, where b is added once,
+                     to the sum. These are columns of W. Forward sums Y; backward sends nothing.
 
-One behind the other they are an MLP, with what is computed element by element between them: one
+One after the other they are an MLP, with what is computed element by element between them: one
 all-reduce of rows·inputs elements backward, and one of rows·outputs forward, each 2(N-1)/N of its n
 elements a rank. With `sequence` each of them is a reduce-scatter on the one way and an all-gather
 on the other (`dure.parallel.tensor.functions`).
 
-In backward of ColumnParallel the gradient of X leaves first, and the weight's gradient is computed
-meanwhile, on a thread beside it; not so where the ranks of one host keep all of its cores busy: the
-thread would take their time. What is summed is computed where it is summed: matrix products write
-into memory that the ranks share.
+In backward of ColumnParallel the gradient of X is computed first. It is summed by a thread of its
+own while this one computes the weight's gradient; but not where the ranks of one host keep all of
+its cores busy, for the thread would take their time. What is summed is computed where it is summed:
+matrix products write into memory that the ranks share.
 
 Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism".
@@ -47,6 +45,8 @@ from dure.parallel.tensor.functions import (
     check_sequence,
     gather_features,
     gathered,
+    of_shard,
+    of_whole,
     reduce_scattered,
     reduced_in_place,
     scatter_features,
@@ -62,8 +62,12 @@ HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_h
 
 
 class _How(NamedTuple):
-    """group; whether the weight is stored as A; the dimension of the sequence; whether the input
-    has still to enter; whether sums travel beside the computation."""
+    """How a layer computes.
+
+    transposed: whether the weight is stored as A. sequence: the dimension of the sequence, if it is
+    divided. enters: whether the input has still to enter the divided region. beside: whether sums
+    travel while something else is computed.
+    """
 
     group: Group
     transposed: bool
@@ -73,8 +77,10 @@ class _How(NamedTuple):
 
 
 def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> bool:
-    """Whether a sum and a matrix product go together. overlap: None chooses; then all ranks call it
-    together."""
+    """Whether a sum and a matrix product go on at the same time.
+
+    overlap: None chooses; then all ranks call it together.
+    """
     if overlap is not None or group.size == 1:
         return bool(overlap)
     if device.type != "cpu" or len(group.hosts()) > 1:
@@ -128,7 +134,7 @@ class _Column(Function):
 def _begin_input(
     how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size
 ) -> Callable[[], Tensor]:
-    """The gradient of a column-parallel layer's input sets off; what is returned waits for it."""
+    """Begins the gradient of a column-parallel layer's input; what is returned waits for it."""
     matrix = (weight.t() if how.transposed else weight).conj()
     group = how.group
     if not how.enters or group.size == 1:
@@ -143,7 +149,7 @@ def _begin_input(
             return lambda: own
         handle = group.perform(
             "reduce-scatter of a gradient",
-            lambda: reduce_scattered(inputs.view(shape), group, dim, True),
+            lambda: reduce_scattered(inputs.view(shape), group, dim, beside=True),
             inputs,
             True,
         )
@@ -190,9 +196,8 @@ class _Row(Function):
         gradient = gradient.reshape(-1, gradient.shape[-1])
         of_input = None
         if ctx.needs_input_grad[0]:
-            of_input = torch.mm(gradient, (weight.t() if how.transposed else weight).conj()).view(
-                ctx.shape
-            )
+            matrix = (weight.t() if how.transposed else weight).conj()
+            of_input = torch.mm(gradient, matrix).view(ctx.shape)
         of_weight = (
             _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
         )
@@ -201,8 +206,11 @@ class _Row(Function):
 
 
 class Divided(nn.Module):
-    """A layer some of whose parameters are divided. divisions: how, by their names; the others are
-    on every rank."""
+    """A layer some of whose parameters are divided.
+
+    divisions: how, by their names; the others are on every rank. draws: told where every rank
+    begins, or ends, to draw for itself.
+    """
 
     def __init__(self, process_group: Group | dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -211,25 +219,35 @@ class Divided(nn.Module):
         self.draws: Draws | None = None
 
     def divide(self, name: str, whole: Tensor | None, division: Division | None) -> None:
-        """Registers this rank's part of a parameter; of None, none. division: None is a parameter
-        of every rank."""
+        """Registers this rank's part of a parameter; of None, none.
+
+        division: None is for a parameter of which every rank has the whole.
+        """
         if whole is None:
             self.register_parameter(name, None)
             return
-        group = self.group
-        own = (
-            whole.detach().clone()
-            if division is None
-            else division.part(whole.detach(), group.rank, group.size)
-        )
+        if division is None:
+            own = whole.detach().clone()
+        else:
+            own = division.part(whole.detach(), self.group.rank, self.group.size)
+            self.divisions[name] = division
         made = nn.Parameter(own, whole.requires_grad)
+        # What a user has written on a parameter stays with it.
         made.__dict__.update(vars(whole))
         self.register_parameter(name, made)
-        if division is not None:
-            self.divisions[name] = division
+
+    @property
+    def opens(self) -> int:
+        """1: after this layer a divided region has begun; -1: one is over; 0: neither."""
+        return 0
+
+    def output_shape(self, given: Sequence[int]) -> list[int]:
+        """The shape of what the layer makes of a tensor of shape `given`."""
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group  # a group of processes is not copied
+        # A group of processes cannot be copied, and is the same for both.
+        memo[id(self.group)] = self.group
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -237,7 +255,7 @@ class Divided(nn.Module):
 
 
 def cast(*tensors: Any) -> Any:
-    """As autocast would have them, which does not look into functions of one's own."""
+    """As autocast would have them, which does not look into `Function`s."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -269,8 +287,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raises ValueError if a module does more than one of `kind`, which a divided one would leave
-    out."""
+    """Raises ValueError if a module does more than `kind`, which a divided one would leave out."""
     more = None
     if type(module).forward is not kind.forward:
         more = "a forward of its own"
@@ -283,7 +300,7 @@ def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
     if more is not None:
         raise ValueError(
             f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not "
-            f"divided"
+            "divided"
         )
 
 
@@ -307,7 +324,8 @@ class DividedLinear(Divided):
         )
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, degree={self.group.size}"
 
 
 class ColumnParallel(DividedLinear):
@@ -325,8 +343,8 @@ class ColumnParallel(DividedLinear):
     sequence: the dimension of the input along which the ranks hold shards of a sequence; None where
         they do not. The gathered input is kept for backward, so that nothing is gathered twice.
     transposed: whether the weight is stored as A.
-    overlap: whether the gradient of X travels beside the weight's; None chooses; then all ranks
-        come here together.
+    overlap: whether the gradient of X travels while the weight's is computed; None chooses; then
+        all ranks come here together.
     even: False allows parts of unequal length.
     shares: where there are fewer units than ranks, neighbours share one: each holds a part of its
         matrix, and all of them get all of its outputs, as the keys and values of grouped queries.
@@ -359,7 +377,7 @@ class ColumnParallel(DividedLinear):
         if sum(blocks) != self.out_features:
             raise ValueError(
                 f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} "
-                f"outputs"
+                "outputs"
             )
         what = f"{name} with {self.out_features} outputs"
         self.sharers = 1
@@ -376,26 +394,39 @@ class ColumnParallel(DividedLinear):
         self.gather_output = gather_output
         self._outputs = Division(-1, blocks)
         beside = runs_beside(overlap, self.group, weight.device)
-        self._how = _How(self.group, transposed, sequence, enters, beside)
+        self._how = _How(
+            self.group, transposed=transposed, sequence=sequence, enters=enters, beside=beside
+        )
+
+    @property
+    def opens(self) -> int:
+        return int(self._how.enters and not self.gather_output)
+
+    def output_shape(self, given: Sequence[int]) -> list[int]:
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        own = self.sharers * weight.shape[1 if self._how.transposed else 0]
+        shape = [*given[:-1], self.out_features if self.gather_output else own]
+        if self._how.sequence is None or not self._how.enters:
+            return shape
+        return of_whole(shape, self._how.sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., inputs). Returns this rank's outputs, those of the unit that it shares, or
-        all of them."""
+        """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         if self.draws is not None and self.training:
             self.draws.enter()
         if self.sharers > 1:
             return share(outputs, self.group, self.sharers)
-        return (
-            gather_features(outputs, self.group, self._outputs) if self.gather_output else outputs
-        )
+        if self.gather_output:
+            return gather_features(outputs, self.group, self._outputs)
+        return outputs
 
 
 class RowParallel(DividedLinear):
-    """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ; b is on
-    every rank.
+    """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ.
 
+    Every rank has the whole of b.
     input_is_parallel: False where all ranks have the whole input, of which they take their part.
     sequence: the dimension of the output along which the ranks are left shards of a sequence; None
     leaves all of it. The other arguments are those of `ColumnParallel`.
@@ -423,11 +454,22 @@ class RowParallel(DividedLinear):
         self.divide("weight", weight, Division(dim, (self.in_features,)))
         self.divide("bias", bias, None)
         self.input_is_parallel = input_is_parallel
-        self._how = _How(self.group, transposed, sequence, False, False)
+        self._how = _How(
+            self.group, transposed=transposed, sequence=sequence, enters=False, beside=False
+        )
+
+    @property
+    def opens(self) -> int:
+        return -1
+
+    def output_shape(self, given: Sequence[int]) -> list[int]:
+        shape = [*given[:-1], self.out_features]
+        if self._how.sequence is None:
+            return shape
+        return of_shard(shape, self._how.sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., this rank's inputs, or all of them). Returns all outputs, or a shard of the
-        sequence."""
+        """tensor: (..., this rank's inputs, or all). Returns all outputs, or a shard of them."""
         if self.draws is not None:
             self.draws.leave()
         if not self.input_is_parallel:

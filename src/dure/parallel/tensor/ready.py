@@ -95,8 +95,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
 
 
 def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
-    """The user's own plan, if there is one; or the ready plan of a model, or of the one module
-    inside it that has one.
+    """The user's own plan; without one the ready plan of a model, or of a module inside it.
 
     Raises ValueError if there is none.
     """
