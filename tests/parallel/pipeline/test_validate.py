@@ -243,7 +243,11 @@ def test_a_deadlock_is_named_by_its_circle_and_not_by_a_rank_that_waits_outside(
         (written("F0.0 B0.0 F0.1"), "of a micro-batch that is not there", (0, 2)),
         (written("F0.0 B0.0 SO0.0"), "stage 0 is the last one", (0, 2)),
         (written("RI0.0 F0.0 B0.0"), "stage 0 is the first one", (0, 0)),
-        (written("F0.0 SO0.0 F1.0 B1.0 B0.0", home=(0, 0)), "0 and 1 are both on rank 0", (0, 1)),
+        (
+            written("F0.0 SO0.0 F1.0 B1.0 B0.0", home=(0, 0)),
+            "stages 0 and 1 are both on rank 0",
+            (0, 1),
+        ),
         (written("B0.0 F0.0"), "needs F0.0, which comes only at place 1", (0, 0)),
         (written("F0.0 I0.0"), "W0.0 is missing", (0, None)),
         (written("F0.0 W0.0 I0.0"), "needs I0.0, which comes only", (0, 1)),
