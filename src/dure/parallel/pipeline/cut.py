@@ -295,7 +295,6 @@ class UncutModel:
             inputs=tuple(range(inputs.num_leaves)),
             received=(),
             leaving=(),
-            mutates=False,
             written=written,
         )
 

@@ -39,8 +39,6 @@ class Program:
     inputs: tuple[int, ...]
     received: tuple[Value, ...]
     leaving: tuple[Value, ...]
-    mutates: bool
-    """Whether it changes values in place: then it works on copies of what it received."""
     written: tuple[str, ...] = ()
     """The buffers that it changes."""
     shapes: tuple[torch.Size | None, ...] = ()
@@ -204,7 +202,6 @@ class _Builder:
             inputs=tuple(inputs),
             received=tuple(trace.value(node) for node in received),
             leaving=tuple(trace.value(node) for node in leaving),
-            mutates=changes,
             written=tuple(
                 trace.names[v] for v in own_names if not isinstance(trace.tensor(v), nn.Parameter)
             ),

@@ -160,10 +160,7 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             raise ValueError(
                 "the ready plan with sequence=True needs the output layer of GPT2LMHeadModel"
             )
-        plan[f"{prefix}h.*"] = OwnDraws()
-        plan[f"{prefix}h.0"] = Cut(1)
-        plan[f"{prefix}h.*.ln_*"] = OnShards()
-        plan[f"{prefix}ln_f"] = (OnShards(), Join(1))
+        plan |= _shards_between(f"{prefix}h", norms="ln_*", last=f"{prefix}ln_f")
     return plan
 
 
@@ -195,11 +192,18 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             raise ValueError(
                 "the ready plan with sequence=True needs the output layer of LlamaForCausalLM"
             )
-        plan[f"{prefix}layers.*"] = OwnDraws()
-        plan[f"{prefix}layers.0"] = Cut(1)
-        plan[f"{prefix}layers.*.*_layernorm"] = OnShards()
-        plan[f"{prefix}norm"] = (OnShards(), Join(1))
+        plan |= _shards_between(f"{prefix}layers", norms="*_layernorm", last=f"{prefix}norm")
     return plan
+
+
+def _shards_between(layers: str, norms: str, last: str) -> dict[str, Kind | tuple[Kind, ...]]:
+    """Shards of the sequence from the first of `layers` to the `last` norm after them."""
+    return {
+        f"{layers}.*": OwnDraws(),
+        f"{layers}.0": Cut(1),
+        f"{layers}.*.{norms}": OnShards(),
+        last: (OnShards(), Join(1)),
+    }
 
 
 _HUGGING_FACE: dict[str, tuple[str, Callable[[Any, str, bool, bool], Plan]]] = {
