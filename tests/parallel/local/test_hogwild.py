@@ -65,8 +65,7 @@ def test_several_workers_learn_from_every_example_of_an_epoch(world: Any) -> Non
 
 @pytest.mark.parametrize("world", SEVERAL, ids=lambda world: world.name)
 def test_weights_of_a_million_numbers_survive_writers_at_the_same_time(world: Any) -> None:
-    """Nothing is torn: all that is ever written are multiples of 1/1024, and sums of those stay
-    multiples."""
+    """Nothing is torn: all that is written are multiples of 1/1024, and so are their sums."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -98,8 +98,7 @@ def test_the_loss_may_be_any_function_of_the_whole_batch() -> None:
 
 
 class Branches(nn.Module):
-    """`sometimes` is used by some workers only, `never` by none, `frozen` has no gradient, `tied`
-    has another's."""
+    """Some workers use `sometimes`, none `never`; `frozen` has no gradient; `tied` is shared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,8 +174,7 @@ class Normed(nn.Module):
 
 
 def test_batch_norm_sees_a_workers_part_and_keeps_worker_0s_statistics() -> None:
-    """As ranks do; finding out that the model draws, by doing a pass twice, changes no
-    statistics."""
+    """As ranks do: a pass that is done twice, since the model draws, changes no statistics."""
     task = small_task(model=Normed, train=examples(40))
     assert largest_difference(in_threads(task, workers=2), in_processes(task)) < 1e-12
 

@@ -1,5 +1,4 @@
-"""Every mesh walks the path of one worker, whatever is combined, and its checkpoints load onto any
-other mesh."""
+"""Every mesh walks the path of one worker, and its checkpoints load onto any other mesh."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
 
 
 def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_in_every_schedule():
-    """Shards of half a sequence: half the bytes. Where all ranks compute alike they draw alike, on
-    shards apart."""
+    """Shards of half a sequence: half the bytes. On shards ranks draw apart, elsewhere alike."""
 
     def program(place: Place) -> list[Any]:
         keys: list[tuple[Any, ...]] = []
@@ -184,8 +182,7 @@ DIVIDED = [
 
 
 def test_gradients_and_parameters_are_divided_where_ranks_have_fewer_micro_batches_or_none():
-    """49 texts: batches of 16, of which a rank of four has four in three micro-batches, and one of
-    1."""
+    """49 texts: batches of 16, four for each rank in three micro-batches, and a batch of one."""
 
     def program(place: Place) -> list[Any]:
         learners = [trained(place, strategy, 5, count=49) for strategy in DIVIDED]
@@ -266,8 +263,10 @@ def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
 
 
 class Speaker(torch.nn.Module):
-    """Llama of Hugging Face, of one argument, whose queries share a head of keys; scores as (B,
-    vocabulary, T)."""
+    """Llama of Hugging Face, whose queries share a head of keys.
+
+    It takes one argument, and gives scores as (B, vocabulary, T).
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,8 +62,10 @@ def task_of(
 
 
 class Path(NamedTuple):
-    """Where training has led. gradients: of the last step, by name; tests: of the model at the
-    end."""
+    """Where training has led.
+
+    gradients: of the last step, by name; tests: of the model at the end.
+    """
 
     state: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -146,8 +148,10 @@ def compare(
 
 @contextmanager
 def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
-    """All learners that are made inside have one model, with fresh weights, and its traces: these
-    take the most time, and are the same for every schedule."""
+    """All learners that are made inside have one model, with fresh weights, and its traces.
+
+    These take the most time, and are the same for every schedule.
+    """
     model = make()
     traces = {}
 

@@ -103,8 +103,7 @@ def test_what_has_no_such_form_stays_with_autograd() -> None:
 
 
 def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
-    """A backward pass that fails in the middle has left weight gradients that belong to no
-    micro-batch yet."""
+    """A backward pass that fails has left weight gradients that belong to no micro-batch yet."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -128,16 +127,16 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
             hidden = Fails.apply(hidden) if fails[0] else hidden  # type: ignore[no-untyped-call]
             return (deferred(hidden, second.weight, second.bias),)
 
-    program = Program(Module(), (0,), (), (), False, (), (None,))
+    program = Program(Module(), inputs=(0,), received=(), leaving=(), shapes=(None,))
     structure = tree_flatten(torch.zeros(()))[1]
     stage = Stage(
         0,
-        True,
-        lambda n: program,
-        lambda n: structure,
-        lambda out, _: out.sum(),
-        Stream(0, False),
-        remaining,
+        last=True,
+        program_for=lambda n: program,
+        structure_for=lambda n: structure,
+        loss=lambda out, _: out.sum(),
+        stream=Stream(0, False),
+        remaining=remaining,
     )
     batch = Microbatch(2, 1.0, lambda: (torch.ones(2, 3), None))
 

@@ -1,5 +1,4 @@
-"""Pipelines that go on from a checkpoint: with the same bits, on other ranks, by other
-schedules."""
+"""Pipelines go on from a checkpoint: with the same bits, on other ranks, by other schedules."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from small import CLASSES, FEATURES, largest_difference, same_bits, small_task
 
 
 class Odd(nn.Module):
-    """Dropout, batch norm, a weight that two stages share, a buffer that is not kept, a layer that
-    is not used."""
+    """Dropout, batch norm, a shared weight, a buffer that is not kept, a layer that is not used."""
 
     def __init__(self, chance: float = 0.2) -> None:
         super().__init__()
@@ -52,8 +50,7 @@ class Odd(nn.Module):
 
 
 def groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Short parameters have settings of their own; a rank may hold none of them, and has an empty
-    group."""
+    """Short parameters have settings of their own; a rank that holds none has an empty group."""
     own = list(parameters)
     long = [p for p in own if p.dim() > 1]
     short = [p for p in own if p.dim() <= 1]

@@ -1,5 +1,4 @@
-"""Random numbers and running statistics are those of the undivided model, or of one rank, to the
-last bit."""
+"""Random numbers and running statistics are, to the last bit, those of the undivided model."""
 
 from __future__ import annotations
 

@@ -67,8 +67,10 @@ def schedules(ranks: int, microbatches: int) -> list[dict[str, Any]]:
 
 
 def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
-    """Every schedule, with fewer micro-batches than ranks and with more; what else there is to
-    choose changes from one to the next."""
+    """Every schedule, with fewer micro-batches than ranks and with more.
+
+    What else there is to choose changes from one to the next.
+    """
     found = []
     for microbatches in {1: (3,), 2: (1, 2, 5), 3: (4,), 4: (3,)}[ranks]:
         for options in schedules(ranks, microbatches):
@@ -89,8 +91,7 @@ def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
     ids=["1", "2", "3", "4", "2, receives begun ahead", "3, receives begun ahead"],
 )
 def test_ten_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None:
-    """ahead: as where messages are too long to lie with their receiver until it asks, or not of
-    this host."""
+    """ahead: as if no message could lie with its receiver until that asks for it."""
 
     def program(place: Place) -> list[float]:
         holds = mock.patch.object(Group, "holds", return_value=False) if ahead else nullcontext()

@@ -1,5 +1,4 @@
-"""A pipeline measures what one worker measures: of any targets and shapes, and of what training
-does not use."""
+"""A pipeline measures what one worker measures, also of what training does not use."""
 
 from __future__ import annotations
 

@@ -268,8 +268,7 @@ class Placed(nn.Module):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_values_whose_memory_is_in_another_order(recompute: bool) -> None:
-    """Also in evaluation, and in a last batch of another size, whose traces are made when a rank
-    has its stage only."""
+    """Also in evaluation and in a last batch of another size, traced when a rank has its stage."""
     tasks = [
         task_of(three_dimensions, numbers(16, 5, 4), words(2, 16)),
         seeing(four_dimensions),

@@ -1,5 +1,4 @@
-"""Schedules as data: every builder's can run, messages keep their order, and what is written is
-read again."""
+"""Schedules as data: all can run, messages keep their order, what is written is read again."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ def at_all_degrees(program: Callable[[Group], Any], deadline: float = 60) -> dic
 
 
 def transformer(tied: bool = False, **options: Any) -> nn.Module:
-    """A small one in float64, whose gradients are large enough to be seen. The vocabulary is
-    odd."""
+    """A small one in float64 of an odd vocabulary, whose gradients are large enough to be seen."""
     torch.manual_seed(1)
     settings = {"context": 8, "layers": 2, "heads": 4, "width": 16, **options}
     model = dure.models.Transformer(13, tied=tied, **settings).double()
@@ -158,8 +157,7 @@ def compare(
     scores: Scores = own_scores,
     **options: Any,
 ) -> dict[str, float]:
-    """How far the divided model is from the undivided one: gradients, losses, weights after all
-    steps."""
+    """How far the divided model is from the undivided one: gradients, losses, final weights."""
     alone = make()
     model = copy.deepcopy(alone)
     parallelize(model, plan_for(model, **options), group)

@@ -54,8 +54,7 @@ SHAPES = st.builds(
 
 
 def pair(shape: Shape, group: Group) -> float:
-    """How far a column-parallel layer and a row-parallel one are from what they divide; all of
-    their gradients too."""
+    """How far divided layers are from what they divide, all of their gradients included."""
     size = group.size
     rank = group.rank
     blocks = [block * size for block in shape.blocks]
@@ -118,8 +117,7 @@ def test_a_pair_of_layers_is_what_it_divides(degree: int, shapes: list[Shape]) -
 
 
 def costs(group: Group) -> dict[str, tuple[int, int]]:
-    """Elements that a rank sends, there and back, of 48 in the whole; everything is checked against
-    plain sums."""
+    """Elements that a rank sends, there and back, of 48; values are checked against plain sums."""
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(2, 4, 6 * 4, generator=generator, dtype=torch.float64)
     size = group.size
@@ -172,8 +170,7 @@ def test_what_travels() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12))
 def test_units_and_ranks_go_into_each_other(units: int, width: int, size: int) -> None:
-    """Each rank has whole units, or so many ranks share one that its outputs are divided evenly;
-    else it is said."""
+    """Each rank has whole units, or ranks that share one divide its outputs evenly."""
     if units % size == 0:
         assert sharers("a layer", units * width, size, width) == 1
     elif size % units == 0 and width % (size // units) == 0:
@@ -266,8 +263,10 @@ def test_options_and_errors(backend: str) -> None:
 
 
 def dropping(group: Group, again: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What dropout has left inside and outside, and the gradient; again: by a checkpoint that
-    computes it twice."""
+    """What dropout has left inside and outside, and the gradient.
+
+    again: by a checkpoint that computes it twice.
+    """
     from dure.parallel.tensor import parallelize, plan_for
 
     torch.manual_seed(2)

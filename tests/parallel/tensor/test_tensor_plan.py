@@ -62,8 +62,7 @@ def bytes_of_a_step(group: Group) -> list[int]:
 
 
 def test_bytes() -> None:
-    """Two all-reduces of b·s·h elements forward and two backward a layer, one each for embedding
-    and output layer."""
+    """Two all-reduces of b·s·h forward and backward a layer, one for embedding and output each."""
     for size, rows in at_all_degrees(bytes_of_a_step).items():
 
         def all_reduce(n: int, size: int = size) -> int:
@@ -248,8 +247,7 @@ def test_ready_plans_of_multilayer_perceptrons() -> None:
 
 
 def test_pairs_are_where_layers_stand() -> None:
-    """Layers that stand in several places are seen in each; a linear one would end a pair and begin
-    one."""
+    """Layers that stand in several places are seen in each: a linear one would end a pair."""
     again = nn.Linear(6, 6)
     softmax = nn.Softmax(-1)
     several = {

@@ -86,11 +86,9 @@ def test_without_a_plan_the_model_is_refused_and_told_of_plans() -> None:
 
 
 def test_a_run_with_a_plan_goes_on_from_its_folder(tmp_path: Path) -> None:
-    task, strategy, world = (
-        small_task(model=Own),
-        dure.TensorParallel(8, plan=PLAN),
-        dure.Processes(2),
-    )  # type: ignore[arg-type]
+    task = small_task(model=Own)
+    strategy = dure.TensorParallel(8, plan=PLAN)  # type: ignore[arg-type]
+    world = dure.Processes(2)
     whole = dure.train(task, strategy, world, dure.Stop(steps=8), seed=3)
     dure.train(task, strategy, world, dure.Stop(steps=4), seed=3, out=tmp_path / "run")
     assert same_bits(whole, dure.resume(tmp_path / "run", task=task, stop=dure.Stop(steps=8)))

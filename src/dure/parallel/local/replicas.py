@@ -77,7 +77,7 @@ class Worker:
         self.leaves: Any = None
 
     def forward(self) -> None:
-        """From `inputs` to `outputs` and their values, `leaves`: the master's graph begins there."""
+        """From `inputs` to `outputs` and their values `leaves`: the master's graph begins there."""
         self.outputs = self.model(copied(self.inputs))
         self.leaves = parts.detached(self.outputs)
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: the matrices of one model divided over ranks that compute together.
 
-    model = dure.tasks.models.Transformer(...)    # the same on all ranks
+    model = dure.models.Transformer(...)          # the same on all ranks
     parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part
     loss(model(inputs), targets).backward()       # the same inputs on all ranks
     clip_gradients(model, 1.0, group)
