@@ -125,6 +125,7 @@ def _im2col(images: Tensor, over: Window) -> Tensor:
     padded = pad(images, (pw, pw, ph, ph)) if ph or pw else images
     channels = padded.transpose(0, 1)
     columns = images.new_empty(c, kh, kw, b, oh, ow)
+    # One strided copy for each element of the kernel: there are far fewer than patches.
     for i, j, rows, across in over.taps(height, width):
         columns[:, i, j] = channels[:, :, rows, across]
     return columns.view(c * kh * kw, b * oh * ow)

@@ -128,6 +128,7 @@ class Draws:
         if self.found:
             with _flags_restored():
                 return work(lambda seed: own_draws(seed, self.devices))
+        # The pass is done on trial: if it has drawn, it is done again from the same state.
         common = global_generators(self.devices).values()
         before = [generator.get_state() for generator in common]
         buffers: list[tuple[nn.Module, str, Tensor | None]] = []

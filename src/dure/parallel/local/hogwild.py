@@ -302,6 +302,7 @@ def share_weights(model: nn.Module, group: Group) -> Tensor:
     # Nobody maps the file before it has its length.
     group.all_gather_values([0.0], "sharing the weights")
     storage = torch.UntypedStorage.from_file(path, True, sum(sizes) + _LINE)
+    # The number has the first line to itself: all workers read it after each of their steps.
     start = _LINE
     for parameter, size in zip(model.parameters(), sizes, strict=True):
         shared = _tensor_in(storage, start, parameter)

@@ -145,6 +145,7 @@ class Belt:
     """What passes between the stages in one pass: outputs forwards, their gradients backwards."""
 
     def __init__(self, stages: int) -> None:
+        # Stage s takes from the lines s; micro-batches come in their order.
         self.forwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
         self.backwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
 

@@ -53,6 +53,7 @@ def joined(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _joined_leaf(parts: list[Any], sizes: Sequence[int]) -> Any:
     if not all(isinstance(part, Tensor) for part in parts):
+        # A number, such as a width, that all workers return alike needs no putting together.
         if any(part != parts[0] for part in parts):
             raise ValueError(
                 f"the model returned {parts}, one a worker, which cannot be put together: return "

@@ -195,6 +195,7 @@ class ReplicasLearner(SingleLearner):
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes([weight.grad for weight in worker.model.parameters()]))
+        # Worker 0 works on the model itself, whose gradients are there.
         for worker in busy[1:]:
             weights = zip(self.model.parameters(), worker.model.parameters(), strict=True)
             for weight, mine in weights:

@@ -48,6 +48,7 @@ def bytes_in_memory(tensors: Iterable[Tensor]) -> int:
     nbytes: dict[int, int] = {}
     for tensor in tensors:
         for part in _parts(tensor):
+            # Several views of one memory have one address.
             storage = part.untyped_storage()
             nbytes[storage.data_ptr()] = storage.nbytes()
     return sum(nbytes.values())

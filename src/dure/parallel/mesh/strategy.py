@@ -127,7 +127,11 @@ class Parallel:
             if per_rank is None:
                 per_rank = 2 if self.schedule in ("interleaved", "zero-bubble-v") else 1
             made = make(self.schedule, self.mesh.pipeline, microbatches, per_rank)
-        return made if self.zero < 2 else make("1f1b", self.mesh.pipeline, microbatches, 1)
+        if self.zero < 2:
+            return made
+        # There is one stage, in which each micro-batch goes forward and backward at once, so that its
+        # gradients can be reduced; what was made was only checked.
+        return make("1f1b", self.mesh.pipeline, microbatches, 1)
 
     @property
     def most(self) -> int:
@@ -182,6 +186,7 @@ class Parallel:
 
     def examples(self, of: int) -> int:
         """In a micro-batch, at most, if so many are to be learned."""
+        # The first data group, and its first micro-batch, have the most: both are rounded up.
         batch = of if self.batch_size is None else min(self.batch_size, of)
         return -(-batch // (self.mesh.data * self.most))
 
@@ -339,6 +344,7 @@ class ParallelLearner:
         """One step of the optimizer on the next joint batch."""
         held = self.held
         self.groups.at_step(self.group.step)
+        # All ranks of a data group seed alike: stages and tensor neighbours compute one model.
         seed_generators(
             self.seed, "step", held.step, self.at.data, everything=self.train_examples.draws
         )
@@ -387,6 +393,7 @@ class ParallelLearner:
 
     def _agree(self, loss: float, wish: int) -> tuple[float, int]:
         """The loss over the joint batch, and rank 0's wish."""
+        # Tensor neighbours have the same loss, and stages before the last have none.
         counts = self.at.tensor == 0
         rows = self.group.all_gather_values(
             [loss if counts else 0.0, float(wish)], "exchange of losses"

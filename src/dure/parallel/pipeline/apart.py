@@ -67,6 +67,7 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
         return _Product.apply(x, weight, bias, True, later)  # type: ignore[no-untyped-call]
 
     def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
+        # A bias of another shape is broadcast, which `_Product` does not do.
         if bias.shape != weight.shape[1:] or not _is_ours(weight):
             return operation(bias, x, weight)
         return _Product.apply(x, weight, bias, False, later)  # type: ignore[no-untyped-call]

@@ -250,6 +250,8 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
         )
         return result
 
+    # First the least that the dearest stage can cost, then among all cuts whose stages cost at most
+    # a little more the one that sends the fewest bytes.
     bound = SLACK * _path(n, stages, dearest)[0]
 
     def bytes_within(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
@@ -266,12 +268,14 @@ def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
     join(least, end, start): the values of divisions whose last stage begins at each of `start` and
     ends before `end`.
     """
+    # least[j]: the best value of the stages so far over the first j operations.
     least = numpy.full(n + 1, numpy.inf)
     least[0] = 0.0
     origins = []
     for stage in range(1, stages + 1):
         following = numpy.full(n + 1, numpy.inf)
         origin = numpy.zeros(n + 1, dtype=int)
+        # Every stage has an operation at least: so many are before this one, so many come after it.
         for end in range(stage, n - (stages - stage) + 1):
             start = slice(stage - 1, end)
             values = join(least, end, start)

@@ -92,6 +92,8 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
             Action("backward", (stages_per_rank - 1 - chunk) * ranks + rank, number)
             for chunk, number in turns
         ]
+        # Before a rank's first backward: two forwards for every rank after it, and those of p
+        # micro-batches in each of its chunks but the last.
         actions = _alternating(
             forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks
         )

@@ -58,6 +58,7 @@ class Stream:
             position = (*self._position, number) if own is None else (*self._position, number, own)
             seed = derive(self.seed, "micro-batch", *position)
             torch.default_generator.manual_seed(seed)
+            # A process that computes on the CPU leaves CUDA alone.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.manual_seed(seed)
             return operation(*args, **kwargs)

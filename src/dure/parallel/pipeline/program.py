@@ -174,6 +174,8 @@ class _Builder:
             ends += trace.company.get(node, [])
         needed = {*trace.ancestors([*own, *ends]), *ends, *results}
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
+        # What is changed in place. Buffers and parameters have names; any other value may share its
+        # memory with what was received.
         changed: set[fx.Node] = set()
         for node in own:
             changed.update(trace.root[value] for value in changed_by(node))

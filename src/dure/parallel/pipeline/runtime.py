@@ -93,6 +93,7 @@ class Engine:
             values = [
                 value.laid_out(tensor) for value, tensor in zip(received, arrived, strict=False)
             ]
+            # The state of a generator, if it travels, comes last.
             self._inputs[place] = values + arrived[len(received) :]
         elif kind == "receive_gradient":
             self._gradients[place] = self._receive(action)
@@ -144,6 +145,7 @@ class Engine:
     # Messages: a generator's state may travel after the values.
 
     def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
+        # A conjugate or negative view has a flag, which does not travel with its memory.
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
         end = self.group.begin_transfer(_words(action), sends, [])
         if end is not done_already:

@@ -261,6 +261,8 @@ def with_transfers(
         received: set[Action] = set()
         for action in actions:
             needed = receive_before(action, home)
+            # What the same rank has sent before is received before; a receive that no action makes
+            # is put in all the same, and refused by `validate`.
             while needed and needed not in received:
                 queue = coming[home[needed.counterpart.stage], rank]
                 receive = queue.popleft() if needed in made else needed

@@ -164,6 +164,7 @@ def peak_of(actions: Sequence[Action]) -> int:
     held = most = 0
     for action in actions:
         held += action.kind == "forward"
+        # A backward frees its activations; an input gradient leaves them for the weight gradient.
         most = max(most, held)
         held -= action.kind in ("backward", "weight_gradient")
     return most

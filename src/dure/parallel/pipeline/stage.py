@@ -115,6 +115,7 @@ class Stage:
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
         """Computes micro-batch `number`; returns what leaves, cut from the graph."""
         program = self.program_for(batch.examples)
+        # What was received begins this stage's graph; backward leaves in its `grad` what goes back.
         values = [
             tensor.detach().requires_grad_(value.differentiable and self.trains)
             for tensor, value in zip(received, program.received, strict=True)
@@ -189,6 +190,7 @@ class Stage:
         if wanted:
             torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
         if self._remaining is not None:
+            # The list is that of all stages of the rank; these belong to this micro-batch.
             self._weights[number] = list(self._remaining)
             self._remaining.clear()
 

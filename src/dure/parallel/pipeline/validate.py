@@ -266,6 +266,7 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
     while ready:
         rank = ready.popleft()
         actions = schedule.actions[rank]
+        # A rank goes on until a receive whose message is not sent yet; that send wakes it again.
         while places[rank] < len(actions):
             action = actions[places[rank]]
             if action.kind in RECEIVES and action.counterpart not in sent:

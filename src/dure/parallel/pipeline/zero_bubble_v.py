@@ -55,6 +55,7 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
                     heappush(ends, (clock + V_TIMES[kind], rank, kind, stage))
                     free.discard(rank)
                     break
+        # On to the next moment at which something ends, and all that ends with it.
         clock = ends[0][0]
         while ends and ends[0][0] == clock:
             _, rank, kind, stage = heappop(ends)
@@ -85,6 +86,7 @@ def _is_ready(kind: Kind, stage: int, ranks: int, begun: _Counts, done: _Counts)
     if kind == "input_gradient":
         after = stage == last or done["input_gradient"][stage + 1] > number
         return after and done["forward"][stage] > number
+    # Activations that the rank holds, of both of its stages; the first leaves one place free.
     held = sum(
         begun["forward"][own] - done["weight_gradient"][own] for own in (stage, last - stage)
     )

@@ -59,6 +59,7 @@ def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None
     layers, changes = _made(model, found, at)
     for change in changes:
         change()
+    # By all of its names: a module that stands in several places is replaced in each.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in layers:
             path, _, own = name.rpartition(".")
@@ -180,6 +181,7 @@ def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
                     f"{first} and {name} share a parameter, and the plan divides it in two ways"
                 )
             layer.register_parameter(own, kept)
+    # A module that stays whole cannot share with one that is divided.
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if id(module) not in layers and parameter is not None and id(parameter) in divided:

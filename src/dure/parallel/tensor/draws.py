@@ -47,6 +47,7 @@ class Draws:
         """
         if self.group.size == 1:
             return
+        # All ranks draw this number, so that the common generator goes on alike afterwards.
         number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
         self._common = self._state()
         own = derive(number, "tensor parallel", self.group.rank)

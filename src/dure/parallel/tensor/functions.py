@@ -77,6 +77,7 @@ def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
     lengths = division.lengths(group.size)
     longest = max(lengths)
     missing = longest - tensor.shape[dim]
+    # An all-gather takes as many elements from every rank.
     if missing:
         shape = list(tensor.shape)
         shape[dim] = missing

@@ -83,6 +83,8 @@ def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> boo
     """
     if overlap is not None or group.size == 1:
         return bool(overlap)
+    # On a GPU, and over a network, a sum takes hardly any time of the cores; on one host the thread
+    # that sums needs a core of its own.
     if device.type != "cpu" or len(group.hosts()) > 1:
         return True
     cores = (
@@ -121,6 +123,7 @@ class _Column(Function):
         how = ctx.how
         rows, weight = ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
+        # The input's gradient is on its way while the weight's and the bias's are computed.
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
             arrive = _begin_input(how, gradient, weight, ctx.shape)
@@ -177,6 +180,7 @@ class _Row(Function):
         if how.sequence is not None:
             whole = outputs.view(*tensor.shape[:-1], -1)
             check_sequence(whole, how.sequence, group)
+            # The shard is summed already, so that each rank adds the bias once.
             own = reduce_scattered(whole, group, how.sequence)
             return own if bias is None else own.add_(bias)
         reduced_in_place(outputs, group)

@@ -244,6 +244,7 @@ class Enter(Checked):
                 return opaque(entered, tensor, shape, opens=1)
             if sequence is not None:
                 return enter_sequence(tensor, group, sequence)
+            # In evaluation nothing draws, and no number has to be drawn to seed by.
             if module.training:
                 draws.enter()
             return enter(tensor, group)

@@ -148,8 +148,10 @@ class _CrossEntropy(Function):
         if group.size > 1:
             reduced_in_place(maximum, group, "max")
         numbers = room((2, positions), scores, group)
+        # Less the maximum over all ranks no exponential overflows, and their sum is 1 at least.
         shares = (scores - maximum[:, None]).exp_()
         torch.sum(shares, 1, out=numbers[0])
+        # The target's score comes from the rank that holds it; the others add 0.
         here = (targets >= start) & (targets < start + symbols)
         local = (targets - start).clamp(0, max(0, symbols - 1))[:, None]
         if symbols:
