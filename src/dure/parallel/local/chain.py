@@ -52,7 +52,7 @@ def check_chain(task: Task, stages: int) -> None:
     inputs, _ = examples_for(whole, task)[0].batch(torch.arange(min(2, len(task.train))))
     before = generators_state()
     try:
-        # From one seed both draw the same dropout. Layers may write into inputs, so each has a copy.
+        # From one seed both draw the same dropout. Layers may write into inputs: each has a copy.
         torch.manual_seed(0)
         expected = whole.train()(copied(inputs))
         torch.manual_seed(0)

@@ -55,8 +55,8 @@ from dure.parallel.pipeline.schedule import Schedule, is_own
 from dure.parallel.pipeline.stage import Stage
 from dure.parallel.speaker import Speaker
 from dure.parallel.tensor import parallelize
-from dure.parallel.tensor.draws import Draws, modules_on_shards
-from dure.parallel.tensor.layers import Divided
+from dure.parallel.tensor.draws import modules_on_shards
+from dure.parallel.tensor.layers import draws_of
 from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.randomness.seeds import derive, seed_generators
@@ -129,8 +129,8 @@ class Parallel:
             made = make(self.schedule, self.mesh.pipeline, microbatches, per_rank)
         if self.zero < 2:
             return made
-        # There is one stage, in which each micro-batch goes forward and backward at once, so that its
-        # gradients can be reduced; what was made was only checked.
+        # There is one stage, in which each micro-batch goes forward and backward at once, so that
+        # its gradients can be reduced; what was made was only checked.
         return make("1f1b", self.mesh.pipeline, microbatches, 1)
 
     @property
@@ -429,12 +429,3 @@ class ParallelLearner:
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]
-
-
-def draws_of(model: nn.Module) -> set[Draws]:
-    """What the divided layers of a model draw from."""
-    return {
-        module.draws
-        for module in model.modules()
-        if isinstance(module, Divided) and module.draws is not None
-    }

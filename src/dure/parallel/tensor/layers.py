@@ -25,7 +25,6 @@ Model Parallelism".
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +37,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
+from dure.machine.cores import available_cores
 from dure.parallel.tensor.division import Division, check_even, sharers
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import (
@@ -87,10 +87,7 @@ def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> boo
     # that sums needs a core of its own.
     if device.type != "cpu" or len(group.hosts()) > 1:
         return True
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return cores > group.size * torch.get_num_threads()
+    return available_cores() > group.size * torch.get_num_threads()
 
 
 def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -256,6 +253,12 @@ class Divided(nn.Module):
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+def draws_of(model: nn.Module) -> set[Draws]:
+    """What the divided layers of a model draw from."""
+    layers = [module for module in model.modules() if isinstance(module, Divided)]
+    return {layer.draws for layer in layers if layer.draws is not None}
 
 
 def cast(*tensors: Any) -> Any:
