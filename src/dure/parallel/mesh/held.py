@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from dure.collectives.group import Group
 from dure.parallel.mesh.mesh import Coordinates, Groups, Mesh
-from dure.parallel.pipeline.cut import CutModel, UncutModel, forget
+from dure.parallel.pipeline.cut import CutModel, forget
 from dure.parallel.pipeline.schedule import Schedule
+from dure.parallel.pipeline.uncut import UncutModel
 from dure.parallel.speaker import Speaker
 from dure.parallel.zero.redundancy import ZeroRedundancy
 

@@ -48,15 +48,16 @@ from dure.parallel.pipeline import validate
 from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.builders import in_order, make
-from dure.parallel.pipeline.cut import CutModel, UncutModel
+from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, is_own
 from dure.parallel.pipeline.stage import Stage
+from dure.parallel.pipeline.uncut import UncutModel
 from dure.parallel.speaker import Speaker
 from dure.parallel.tensor import parallelize
+from dure.parallel.tensor.divided import draws_of
 from dure.parallel.tensor.draws import modules_on_shards
-from dure.parallel.tensor.layers import draws_of
 from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.randomness.seeds import derive, seed_generators

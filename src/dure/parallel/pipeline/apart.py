@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dure.parallel.tensor.layers import has_hooks
+from dure.parallel.tensor.divided import has_hooks
 from dure.parallel.zero.away import gradient_of, set_gradient
 
 Remaining = list[Callable[[], None]]

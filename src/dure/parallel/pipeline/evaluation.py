@@ -15,10 +15,11 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import to_device
 from dure.parallel.pipeline.builders import forward_only
-from dure.parallel.pipeline.cut import CutModel, UncutModel
+from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.pipeline.uncut import UncutModel
 from dure.tasks.evaluation import measured
 
 ROUND = 32

@@ -22,7 +22,7 @@ from dure.parallel.pipeline.apart import Later, apart, pays
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.trace import Trace, Value, origin_of
-from dure.parallel.tensor.layers import has_hooks
+from dure.parallel.tensor.divided import has_hooks
 from dure.parallel.tensor.opaque import behind, is_opaque
 
 

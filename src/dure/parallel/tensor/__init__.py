@@ -10,6 +10,7 @@
     rooms       memory in which the ranks of a host sum
     functions   what travels between divided layers, with the derivative of each
     draws       dropout that differs between ranks inside, and does not outside
+    divided     what divided layers have in common, and which layers can be divided
     layers      linear layers divided by columns and by rows
     vocabulary  embedding, output layer and cross-entropy divided by symbols
     plan        what a plan can say of a module

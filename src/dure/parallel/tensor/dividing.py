@@ -23,9 +23,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import LengthError
-from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.opaque import hidden
 from dure.parallel.tensor.plan import At, Change, Kind, Plan, Replacement, several
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from dure.parallel.tensor.layers import Divided
+from dure.parallel.tensor.divided import Divided
 
 Layers = list[Callable[[Tensor], Tensor]]
 """What the opaque operations of a trace stand for, by number."""

@@ -41,6 +41,7 @@ import msgspec
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided, is_transposed
 from dure.parallel.tensor.draws import Draws, mark_on_shards
 from dure.parallel.tensor.functions import (
     enter,
@@ -50,7 +51,7 @@ from dure.parallel.tensor.functions import (
     scatter_sequence,
     summed,
 )
-from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel, is_transposed
+from dure.parallel.tensor.layers import ColumnParallel, RowParallel
 from dure.parallel.tensor.opaque import is_tracing, opaque
 from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput
 

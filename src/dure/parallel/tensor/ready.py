@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from dure.parallel.tensor.layers import is_transposed
+from dure.parallel.tensor.divided import is_transposed
 from dure.parallel.tensor.plan import (
     Attributes,
     Column,

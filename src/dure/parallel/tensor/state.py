@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered
-from dure.parallel.tensor.layers import Divided
 
 
 def divisions(model: nn.Module) -> dict[str, tuple[Division, Group]]:

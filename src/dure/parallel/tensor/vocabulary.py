@@ -31,9 +31,10 @@ from torch.nn import functional as F
 
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided, check_plain
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import leave, leave_sequence, of_shard, reduced_in_place
-from dure.parallel.tensor.layers import ColumnParallel, Divided, check_plain
+from dure.parallel.tensor.layers import ColumnParallel
 from dure.parallel.tensor.rooms import room
 
 if TYPE_CHECKING:
