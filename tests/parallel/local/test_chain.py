@@ -29,7 +29,7 @@ COSTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=8)
 def test_no_division_has_a_cheaper_dearest_stage(costs: list[float], stages: int) -> None:
     stages = min(stages, len(costs))
     ranges = divided_layers(costs, stages)
-    assert [layer for part in ranges for layer in part] == list(range(len(costs)))
+    assert list(itertools.chain.from_iterable(ranges)) == list(range(len(costs)))
     assert len(ranges) == stages
     assert all(len(part) for part in ranges)
 
@@ -38,7 +38,8 @@ def test_no_division_has_a_cheaper_dearest_stage(costs: list[float], stages: int
         return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
 
     best = min(dearest(cuts) for cuts in itertools.combinations(range(1, len(costs)), stages - 1))
-    assert max(sum(costs[layer] for layer in part) for part in ranges) == pytest.approx(best)
+    of_stages = [sum(costs[part.start : part.stop]) for part in ranges]
+    assert max(of_stages) == pytest.approx(best)
 
 
 def test_sequentials_within_each_other_are_one_chain() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -31,15 +31,14 @@ SCHEDULE = st.builds(made, st.sampled_from(list(SCHEDULES)), RANKS, MICROBATCHES
 def test_every_schedule_is_right_and_is_read_as_it_was_written(schedule):
     check(schedule)
     assert Schedule.parse(schedule.text()) == schedule
-    assert sorted(
-        stage for rank in range(schedule.ranks) for stage in schedule.stages_of(rank)
-    ) == list(range(schedule.stages))
+    stages = chain.from_iterable(map(schedule.stages_of, range(schedule.ranks)))
+    assert sorted(stages) == list(range(schedule.stages))
 
 
 @given(SCHEDULE)
 def test_every_boundary_between_ranks_is_crossed_once_each_way_by_every_microbatch(schedule):
     boundaries = sum(a != b for a, b in pairwise(schedule.home))
-    transfers = sum(not action.computes for actions in schedule.actions for action in actions)
+    transfers = sum(not action.computes for action in chain.from_iterable(schedule.actions))
     assert transfers == 2 * 2 * boundaries * schedule.microbatches
 
 
@@ -47,7 +46,7 @@ def test_every_boundary_between_ranks_is_crossed_once_each_way_by_every_microbat
 def test_forwards_alone_are_a_schedule_for_any_home(homes, ranks, microbatches, chunks):
     schedule = forward_only(homes(ranks, chunks), microbatches)
     check(schedule, require_backward=False)
-    assert {action.kind for actions in schedule.computing for action in actions} == {"forward"}
+    assert {action.kind for action in chain.from_iterable(schedule.computing)} == {"forward"}
 
 
 @given(st.permutations(list(range(3)) * 2), st.integers(1, 5))

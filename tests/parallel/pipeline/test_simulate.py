@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,7 +147,8 @@ def test_forwards_alone_are_simulated_too():
 @given(st.sampled_from(["1f1b", "zero-bubble"]), st.integers(1, 5), st.integers(1, 6), st.randoms())
 def test_a_measured_run_is_simulated_to_the_same_times(name, p, m, random):
     schedule = make(name, p, m)
-    measured = {action: random.randint(1, 9) for actions in schedule.actions for action in actions}
+    actions = chain.from_iterable(schedule.actions)
+    measured = {action: random.randint(1, 9) for action in actions}
     times = Times.uniform(p)
     run = simulate(schedule, Times(*(times.forward,) * 4, measured=measured))
     for span in run.spans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -55,19 +56,14 @@ def refused(schedule: Schedule, require_backward: bool = True) -> ScheduleError:
 def chosen(draw, *kinds):
     """A schedule, with the rank and the place of one of its actions of these kinds."""
     schedule = draw(SCHEDULE)
-    places = [
-        (rank, place)
-        for rank, actions in enumerate(schedule.actions)
-        for place, action in enumerate(actions)
-        if action.kind in kinds
-    ]
-    if not places:
-        places = [
-            (rank, place)
-            for rank, actions in enumerate(schedule.actions)
-            for place in range(len(actions))
-        ]
-    return schedule, *draw(st.sampled_from(places))
+    places = []
+    fitting = []
+    for rank, actions in enumerate(schedule.actions):
+        for place, action in enumerate(actions):
+            places.append((rank, place))
+            if action.kind in kinds:
+                fitting.append((rank, place))
+    return schedule, *draw(st.sampled_from(fitting or places))
 
 
 @given(chosen("receive_input", "receive_gradient"))
@@ -133,12 +129,9 @@ def test_an_action_on_a_foreign_rank_is_named(case, data):
 
 def sends_to_one_rank(schedule, actions):
     """Places of two sends to the same rank, the later one first."""
-    return [
-        (i, j)
-        for i, one in enumerate(actions)
-        for j, two in enumerate(actions[:i])
-        if one.kind in SENDS and two.kind in SENDS and _to(schedule, one) == _to(schedule, two)
-    ]
+    sends = [(place, action) for place, action in enumerate(actions) if action.kind in SENDS]
+    pairs = itertools.combinations(sends, 2)
+    return [(j, i) for (i, one), (j, two) in pairs if _to(schedule, one) == _to(schedule, two)]
 
 
 @settings(max_examples=50)

@@ -48,7 +48,10 @@ def at_all_degrees(program: Callable[[Group], Any], deadline: float = 60) -> dic
         return found
 
     rows = on_ranks(4, each, deadline=deadline)
-    return {degree: [row[degree] for row in rows if degree in row] for degree in (1, 2, 4)}
+    found: dict[int, list[Any]] = {}
+    for degree in (1, 2, 4):
+        found[degree] = [row[degree] for row in rows if degree in row]
+    return found
 
 
 def transformer(tied: bool = False, **options: Any) -> nn.Module:
@@ -89,10 +92,11 @@ def texts(
 ) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(4)
     shape = (batch, length)
-    return [
-        tuple(torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2))
-        for _ in range(count)
-    ]  # type: ignore[misc]
+    made = []
+    for _ in range(count):
+        inputs = torch.randint(0, vocabulary, shape, generator=generator)
+        made.append((inputs, torch.randint(0, vocabulary, shape, generator=generator)))
+    return made
 
 
 def numbers(count: int) -> list[tuple[Tensor, Tensor]]:
