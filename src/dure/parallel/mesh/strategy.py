@@ -246,7 +246,7 @@ class ParallelLearner:
             device=self.device,
             most=strategy.most,
             begins=0 in self.held.own,
-            # Each micro-batch gathers units and reduces gradients, in which all of them take part.
+            # Every micro-batch gathers units and reduces gradients, with the whole data group.
             alike=self.held.zero is not None and self.held.zero.stage > 1,
         )
 
