@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from dure.parallel.local.layers_per_core import LayersPerCore as LayersPerCore
     from dure.parallel.local.single import SingleWorker as SingleWorker
     from dure.parallel.mesh.mesh import Mesh as Mesh
+    from dure.parallel.mesh.pipeline import Pipeline as Pipeline
     from dure.parallel.mesh.strategy import Parallel as Parallel
-    from dure.parallel.pipeline.strategy import Pipeline as Pipeline
-    from dure.parallel.tensor.strategy import TensorParallel as TensorParallel
+    from dure.parallel.mesh.tensor_parallel import TensorParallel as TensorParallel
     from dure.parallel.zero.strategy import ZeRO as ZeRO
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
@@ -109,9 +109,9 @@ _WHERE = {
     "LayersPerCore": "dure.parallel.local.layers_per_core",
     "Mesh": "dure.parallel.mesh.mesh",
     "Parallel": "dure.parallel.mesh.strategy",
-    "Pipeline": "dure.parallel.pipeline.strategy",
+    "Pipeline": "dure.parallel.mesh.pipeline",
     "SingleWorker": "dure.parallel.local.single",
-    "TensorParallel": "dure.parallel.tensor.strategy",
+    "TensorParallel": "dure.parallel.mesh.tensor_parallel",
     "ZeRO": "dure.parallel.zero.strategy",
     "Run": "dure.record.run",
     "load_run": "dure.record.run",

@@ -33,12 +33,12 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
         "data parallel that divides what ranks would hold alike",
     ),
     "pipeline": (
-        "dure.parallel.pipeline.strategy",
+        "dure.parallel.mesh.pipeline",
         "Pipeline",
         "ranks hold stages of the model",
     ),
     "tensor-parallel": (
-        "dure.parallel.tensor.strategy",
+        "dure.parallel.mesh.tensor_parallel",
         "TensorParallel",
         "ranks divide each layer, and compute every example together",
     ),

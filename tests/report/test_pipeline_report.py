@@ -20,9 +20,9 @@ import dure
 from dure.cli.main import main
 from dure.contracts.stop import Stop
 from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.schedule import Schedule
-from dure.parallel.pipeline.strategy import Pipeline
 from dure.report.pipeline import in_a_line, measured_step
 from dure.report.read import read_run
 from dure.report.words import duration, size

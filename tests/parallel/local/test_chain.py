@@ -29,7 +29,7 @@ COSTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=8)
 def test_no_division_has_a_cheaper_dearest_stage(costs: list[float], stages: int) -> None:
     stages = min(stages, len(costs))
     ranges = divided_layers(costs, stages)
-    assert [layer for part in ranges for layer in part] == list(range(len(costs)))
+    assert list(itertools.chain.from_iterable(ranges)) == list(range(len(costs)))
     assert len(ranges) == stages
     assert all(len(part) for part in ranges)
 
@@ -38,7 +38,8 @@ def test_no_division_has_a_cheaper_dearest_stage(costs: list[float], stages: int
         return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
 
     best = min(dearest(cuts) for cuts in itertools.combinations(range(1, len(costs)), stages - 1))
-    assert max(sum(costs[layer] for layer in part) for part in ranges) == pytest.approx(best)
+    of_stages = [sum(costs[part.start : part.stop]) for part in ranges]
+    assert max(of_stages) == pytest.approx(best)
 
 
 def test_sequentials_within_each_other_are_one_chain() -> None:
@@ -56,10 +57,8 @@ def test_models_that_call_their_children_in_order_are_chains(task: dure.Task) ->
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Linear(FEATURES, FEATURES).double(),
-            nn.Linear(FEATURES, CLASSES).double(),
-        )
+        self.first = nn.Linear(FEATURES, FEATURES).double()
+        self.second = nn.Linear(FEATURES, CLASSES).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores: Tensor = self.second(inputs + self.first(inputs))
@@ -100,7 +99,8 @@ def test_models_that_cannot_be_divided_are_refused(
 
 
 def test_costs_are_counted_for_an_example_and_measuring_leaves_no_gradient() -> None:
-    model, data = network(), Examples(examples().inputs, examples().targets)
+    model = network()
+    data = Examples(examples().inputs, examples().targets)
     costs = counted_costs(layers_of(model), data)
     assert costs == [2 * 6 * 12 + 120, 120, 2 * 12 * 8 + 80, 80, 2 * 8 * 3 + 30]
     writing = nn.Sequential(nn.Linear(FEATURES, 5).double(), nn.ReLU(inplace=True))

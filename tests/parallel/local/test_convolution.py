@@ -122,7 +122,8 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_only_the_gradients_that_are_asked_for_are_made() -> None:
-    images, kernels = numbers(1, 1, 4, 4), numbers(1, 1, 2, 2, seed=1).requires_grad_()
+    images = numbers(1, 1, 4, 4)
+    kernels = numbers(1, 1, 2, 2, seed=1).requires_grad_()
     conv2d_im2col(images, kernels).sum().backward()
     assert images.grad is None
     assert kernels.grad is not None
@@ -132,7 +133,8 @@ def test_only_the_gradients_that_are_asked_for_are_made() -> None:
 def test_it_works_in_other_precisions_and_on_images_whose_channels_lie_last(
     dtype: torch.dtype,
 ) -> None:
-    images, kernels = numbers(2, 3, 6, 6).to(dtype), numbers(4, 3, 3, 3, seed=1).to(dtype)
+    images = numbers(2, 3, 6, 6).to(dtype)
+    kernels = numbers(4, 3, 3, 3, seed=1).to(dtype)
     expected = F.conv2d(images.double(), kernels.double(), padding=1)
     ours = conv2d_im2col(images.contiguous(memory_format=torch.channels_last), kernels, padding=1)
     assert ours.dtype == dtype

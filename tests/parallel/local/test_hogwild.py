@@ -32,10 +32,8 @@ def train(task: dure.Task, world: Any, epochs: float = 2, **options: Any) -> dur
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear = (
-            nn.BatchNorm1d(FEATURES).double(),
-            nn.Linear(FEATURES, CLASSES).double(),
-        )
+        self.norm = nn.BatchNorm1d(FEATURES).double()
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores: Tensor = self.linear(F.dropout(self.norm(inputs), 0.3, self.training))
@@ -67,8 +65,7 @@ def test_several_workers_learn_from_every_example_of_an_epoch(world: Any) -> Non
 
 @pytest.mark.parametrize("world", SEVERAL, ids=lambda world: world.name)
 def test_weights_of_a_million_numbers_survive_writers_at_the_same_time(world: Any) -> None:
-    """Nothing is torn: all that is ever written are multiples of 1/1024, and sums of those stay
-    multiples."""
+    """Nothing is torn: all that is written are multiples of 1/1024, and so are their sums."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -130,7 +127,8 @@ def test_a_run_goes_on_with_the_optimizers_of_all_its_workers(tmp_path: Path, wo
 
 
 def test_ctrl_c_ends_a_round_after_the_steps_at_hand(tmp_path: Path) -> None:
-    steps, pressed = 0, False
+    steps = 0
+    pressed = False
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         nonlocal steps, pressed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,8 @@ def test_stages_and_micro_batches_walk_the_path_of_one_worker(
     stages: int, parts: int, batch: int | None
 ) -> None:
     stop = dure.Stop(epochs=1)
-    many, one = piped(small_task(), batch, parts, stages, stop), alone(small_task(), batch, stop)
+    many = piped(small_task(), batch, parts, stages, stop)
+    one = alone(small_task(), batch, stop)
     assert largest_difference(many, one) < 1e-12
     for mine, other in zip(many.history.steps, one.history.steps, strict=True):
         assert abs(mine.loss - other.loss) < 1e-12
@@ -132,11 +134,12 @@ def test_stages_on_other_devices_draw_other_numbers() -> None:
         assert seeds[1] is seeds[3]
 
     dure.Threads(4).run(program, lambda event: None)
-    assert len({seed for seeds in found.values() for seed in seeds}) == 6
+    assert len(set(itertools.chain.from_iterable(found.values()))) == 6
 
 
 def test_the_meters_count_what_stages_hand_over() -> None:
-    steps, batch = 4, 8
+    steps = 4
+    batch = 8
     run = piped(small_task(), batch, 3, 3, dure.Stop(steps=steps))
     names = [one["name"] for one in run.summary["per_worker"]]
     assert names == ["master", "stage 0, layers 0-1", "stage 1, layer 2", "stage 2, layers 3-4"]
@@ -151,7 +154,8 @@ def test_the_meters_count_what_stages_hand_over() -> None:
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     task = small_task(model=dropping, n=40, optimizer=partial(torch.optim.Adam, lr=0.01))
-    strategy, world = dure.LayersPerCore(8, 2), dure.Threads(2)
+    strategy = dure.LayersPerCore(8, 2)
+    world = dure.Threads(2)
     dure.train(task, strategy, world, dure.Stop(steps=3), seed=5, out=tmp_path)
     assert same_bits(dure.resume(tmp_path, task=task, stop=STOP), piped(task, 8, 2))
 

@@ -58,10 +58,8 @@ class Structured(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Linear(FEATURES, CLASSES).double(),
-            nn.Linear(FEATURES, 2).double(),
-        )
+        self.first = nn.Linear(FEATURES, CLASSES).double()
+        self.second = nn.Linear(FEATURES, 2).double()
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, str]:
         scores = self.first(inputs["x"])
@@ -100,8 +98,7 @@ def test_the_loss_may_be_any_function_of_the_whole_batch() -> None:
 
 
 class Branches(nn.Module):
-    """`sometimes` is used by some workers only, `never` by none, `frozen` has no gradient, `tied`
-    has another's."""
+    """Some workers use `sometimes`, none `never`; `frozen` has no gradient; `tied` is shared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +145,8 @@ class Random(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 16).double(), nn.Linear(16, CLASSES).double()
+        self.first = nn.Linear(FEATURES, 16).double()
+        self.second = nn.Linear(16, CLASSES).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = F.dropout(self.first(inputs), 0.4, self.training)
@@ -167,10 +165,8 @@ def test_each_worker_draws_what_the_rank_of_its_number_draws() -> None:
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.out = (
-            nn.BatchNorm1d(FEATURES).double(),
-            nn.Linear(FEATURES, CLASSES).double(),
-        )
+        self.norm = nn.BatchNorm1d(FEATURES).double()
+        self.out = nn.Linear(FEATURES, CLASSES).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores: Tensor = self.out(F.dropout(self.norm(inputs), 0.2, self.training))
@@ -178,8 +174,7 @@ class Normed(nn.Module):
 
 
 def test_batch_norm_sees_a_workers_part_and_keeps_worker_0s_statistics() -> None:
-    """As ranks do; finding out that the model draws, by doing a pass twice, changes no
-    statistics."""
+    """As ranks do: a pass that is done twice, since the model draws, changes no statistics."""
     task = small_task(model=Normed, train=examples(40))
     assert largest_difference(in_threads(task, workers=2), in_processes(task)) < 1e-12
 
@@ -195,7 +190,9 @@ def test_an_optimizer_that_puts_weights_elsewhere_is_followed() -> None:
 
 
 def test_the_meters_count_what_is_handed_over() -> None:
-    workers, batch, steps = 3, 8, 5
+    workers = 3
+    batch = 8
+    steps = 5
     run = in_threads(small_task(), batch, workers, dure.Stop(steps=steps))
     down, up = handed_over(batch * FEATURES, batch * CLASSES, run.summary["parameters"], workers)
     master, *rest = run.summary["per_worker"]
@@ -245,7 +242,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any, stop: dure.Stop) -> None
     task = small_task(
         model=Normed, train=examples(40), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     )
-    strategy, world = dure.DataParallel(8), dure.Threads(2)
+    strategy = dure.DataParallel(8)
+    world = dure.Threads(2)
     whole = dure.train(task, strategy, world, stop, seed=5)
     dure.train(task, strategy, world, dure.Stop(steps=4), seed=5, out=tmp_path)
     resumed = dure.resume(tmp_path, task=task, stop=stop)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def test_every_rank_has_a_place_of_its_own(mesh: Mesh) -> None:
 def test_groups_part_the_ranks_along_one_axis(mesh: Mesh) -> None:
     for axis in AXES:
         groups = mesh.groups(axis)
-        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+        assert sorted(chain.from_iterable(groups)) == list(range(mesh.size))
         for group in groups:
             assert len(group) == getattr(mesh, axis)
             assert group == sorted(group)

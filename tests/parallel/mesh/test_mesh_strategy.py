@@ -1,5 +1,4 @@
-"""Every mesh walks the path of one worker, whatever is combined, and its checkpoints load onto any
-other mesh."""
+"""Every mesh walks the path of one worker, and its checkpoints load onto any other mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +31,9 @@ from dure.tasks.models import Transformer
 for module in (sys.modules[__name__], loops):
     cloudpickle.register_pickle_by_value(module)
 
-SYMBOLS, CONTEXT, BATCH = 23, 8, 16
+SYMBOLS = 23
+CONTEXT = 8
+BATCH = 16
 STEPS = 10
 
 
@@ -81,7 +82,8 @@ def go_on(learner: ParallelLearner, steps: int) -> None:
 
 def saved(learner: ParallelLearner, place: Place) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The whole checkpoint, on every rank, as the driver writes and reads it."""
-    state, weights = learner.state(), learner.weights()
+    state = learner.state()
+    weights = learner.weights()
     parts = place.group.gather_bytes(tree_to_bytes(learner.part()))
     packed = tree_to_bytes([weights, {**state, "parts": [tree_from_bytes(part) for part in parts]}])
     weights, state = tree_from_bytes(place.group.broadcast_bytes(packed))
@@ -133,8 +135,7 @@ def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
 
 
 def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_in_every_schedule():
-    """Shards of half a sequence: half the bytes. Where all ranks compute alike they draw alike, on
-    shards apart."""
+    """Shards of half a sequence: half the bytes. On shards ranks draw apart, elsewhere alike."""
 
     def program(place: Place) -> list[Any]:
         keys: list[tuple[Any, ...]] = []
@@ -151,7 +152,7 @@ def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_i
             }  # -1 is the loss
             replicated = {
                 n: p.detach()
-                for n, p in learner.parameters.items()
+                for n, p in learner.held.parameters.items()
                 if "norm" in n or "position" in n
             }
             stage = learner.facts()["stages"][0]
@@ -181,8 +182,7 @@ DIVIDED = [
 
 
 def test_gradients_and_parameters_are_divided_where_ranks_have_fewer_micro_batches_or_none():
-    """49 texts: batches of 16, of which a rank of four has four in three micro-batches, and one of
-    1."""
+    """49 texts: batches of 16, four for each rank in three micro-batches, and a batch of one."""
 
     def program(place: Place) -> list[Any]:
         learners = [trained(place, strategy, 5, count=49) for strategy in DIVIDED]
@@ -210,11 +210,15 @@ def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
         partly = dataclasses.replace(task(count=48), model=partly_frozen)
         learner = ParallelLearner(partly, place, 0, Parallel(Mesh(2), BATCH, 1, zero=stage))
         go_on(learner, 2)
-        assert learner.zero is not None
+        assert learner.held.zero is not None
         counters = learner.group.meter.counters
         before = counters.bytes_sent
         go_on(learner, 1)
-        return learner.facts()["held"], counters.bytes_sent - before, learner.zero.bytes_per_step()
+        return (
+            learner.facts()["held"],
+            counters.bytes_sent - before,
+            learner.held.zero.bytes_per_step(),
+        )
 
     whole = 8 * sum(parameter.numel() for parameter in partly_frozen().parameters())
     trained = 8 * sum(
@@ -251,7 +255,7 @@ def test_a_checkpoint_loads_onto_any_other_mesh():
 def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
     def program(place: Place) -> Any:
         learner = trained(place, Parallel(Mesh(2, 1, 2), BATCH, 2), 4, dropout=0.2)
-        return learner.at, {name: p.detach().clone() for name, p in learner.parameters.items()}
+        return learner.at, {name: p.detach().clone() for name, p in learner.held.parameters.items()}
 
     found = dict(on_ranks(4, program, deadline=120))
     for tensor in range(2):
@@ -259,8 +263,10 @@ def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
 
 
 class Speaker(torch.nn.Module):
-    """Llama of Hugging Face, of one argument, whose queries share a head of keys; scores as (B,
-    vocabulary, T)."""
+    """Llama of Hugging Face, whose queries share a head of keys.
+
+    It takes one argument, and gives scores as (B, vocabulary, T).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +334,8 @@ def test_sequences_that_the_degree_does_not_divide_are_refused_before_any_work(
     mesh: Mesh, odd: str
 ) -> None:
     inputs, targets = texts(BATCH)
-    short, strategy = (inputs[:, :7], targets[:, :7]), Parallel(mesh, BATCH, 2, sequence=True)
+    short = (inputs[:, :7], targets[:, :7])
+    strategy = Parallel(mesh, BATCH, 2, sequence=True)
     given = {"train": texts(BATCH), "test": texts(BATCH), odd: short}
     uneven = dure.Task(
         network, F.cross_entropy, given["train"], given["test"], partial(torch.optim.SGD, lr=0.1)
@@ -367,7 +374,8 @@ class Hasty(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.first = torch.nn.Linear(6, 8)
+        self.second = torch.nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)

@@ -62,8 +62,10 @@ def task_of(
 
 
 class Path(NamedTuple):
-    """Where training has led. gradients: of the last step, by name; tests: of the model at the
-    end."""
+    """Where training has led.
+
+    gradients: of the last step, by name; tests: of the model at the end.
+    """
 
     state: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -109,7 +111,7 @@ def walk(
     learner = ParallelLearner(task, place, seed, strategy)
     place.group.step = "step"
     losses = [learner.advance(0).loss for _ in range(steps)]
-    mine = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
+    mine = {name: p.grad for name, p in learner.held.parameters.items() if p.grad is not None}
     gradients: dict[str, Tensor] = {}
     for part in place.group.gather_bytes(pickle.dumps(mine)):
         gradients |= pickle.loads(part)
@@ -146,23 +148,27 @@ def compare(
 
 @contextmanager
 def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
-    """All learners that are made inside have one model, with fresh weights, and its traces: these
-    take the most time, and are the same for every schedule."""
-    model, traces = make(), {}
+    """All learners that are made inside have one model, with fresh weights, and its traces.
+
+    These take the most time, and are the same for every schedule.
+    """
+    model = make()
+    traces = {}
 
     class Traced(CutModel):
-        def trace(self, examples: int, training: bool) -> Trace:
+        def _traced(self, examples: int, training: bool) -> Trace:
             key = examples, training
             if key in traces:
                 self._traces[key] = traces[key]
-            traces[key] = super().trace(examples, training)
+            traces[key] = super()._traced(examples, training)
             return traces[key]
 
     def fresh(task: dure.Task, seed: int) -> nn.Module:
         new = seeded_model(task, seed)
         with torch.no_grad():
             for own, other in zip(_tensors(model), _tensors(new), strict=True):
-                own.data, own.grad = other.data, None
+                own.data = other.data
+                own.grad = None
         return model
 
     with pytest.MonkeyPatch.context() as patch:

@@ -66,7 +66,8 @@ DTYPES = st.sampled_from([torch.float64, torch.complex128])
 def test_a_linear_layer(
     leading: list[int], ins: int, outs: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    x, weight = torch.randn(*leading, ins, dtype=dtype), torch.randn(outs, ins, dtype=dtype)
+    x = torch.randn(*leading, ins, dtype=dtype)
+    weight = torch.randn(outs, ins, dtype=dtype)
     agree(aten.linear.default, [x, weight, *([torch.randn(outs, dtype=dtype)] if biased else [])])
 
 
@@ -102,8 +103,7 @@ def test_what_has_no_such_form_stays_with_autograd() -> None:
 
 
 def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
-    """A backward pass that fails in the middle has left weight gradients that belong to no
-    micro-batch yet."""
+    """A backward pass that fails has left weight gradients that belong to no micro-batch yet."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -115,7 +115,8 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
             raise ArithmeticError("in the middle")
 
     remaining: Remaining = []
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    first = nn.Linear(3, 3)
+    second = nn.Linear(3, 3)
     _, deferred = apart(aten.linear.default, remaining.append)
     assert deferred is not None
     fails = [True]
@@ -126,16 +127,16 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
             hidden = Fails.apply(hidden) if fails[0] else hidden  # type: ignore[no-untyped-call]
             return (deferred(hidden, second.weight, second.bias),)
 
-    program = Program(Module(), (0,), (), (), False, (), (None,))
+    program = Program(Module(), inputs=(0,), received=(), leaving=(), shapes=(None,))
     structure = tree_flatten(torch.zeros(()))[1]
     stage = Stage(
         0,
-        True,
-        lambda n: program,
-        lambda n: structure,
-        lambda out, _: out.sum(),
-        Stream(0, False),
-        remaining,
+        last=True,
+        program_for=lambda n: program,
+        structure_for=lambda n: structure,
+        loss=lambda out, _: out.sum(),
+        stream=Stream(0, False),
+        remaining=remaining,
     )
     batch = Microbatch(2, 1.0, lambda: (torch.ones(2, 3), None))
 
@@ -168,7 +169,8 @@ def test_weights_that_are_frozen_watched_or_saved_elsewhere_are_as_in_autograd(n
         place, deferred = apart(getattr(aten, name).default, later)
         assert deferred is not None
         tensors = [torch.randn(*shape, requires_grad=True) for shape in shapes[name]]
-        weight, seen = tensors[place], []
+        weight = tensors[place]
+        seen = []
 
         def gradient(
             tensors: list[Tensor] = tensors, deferred: Any = deferred, weight: Tensor = weight

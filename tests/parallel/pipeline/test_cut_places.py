@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import chain, combinations
 
 import pytest
 import torch
@@ -50,11 +50,12 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(case: Costs, stages: int) -> N
     best = min(map(dearest, cuts))
     found = tuple(best_starts(case, stages))
     assert dearest(found) <= SLACK * best + 1e-9
+
+    def sent(cut: tuple[int, ...]) -> float:
+        return sum(case.crossing[place] for place in cut)
+
     close = [cut for cut in cuts if dearest(cut) <= SLACK * best]
-    assert (
-        sum(case.crossing[p] for p in found)
-        <= min(sum(case.crossing[p] for p in cut) for cut in close) + 1e-9
-    )
+    assert sent(found) <= min(map(sent, close)) + 1e-9
 
 
 class Products(nn.Module):
@@ -62,7 +63,9 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen, self.within, self.out = nn.Conv2d(1, 3, 3), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.seen = nn.Conv2d(1, 3, 3)
+        self.within = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 2)
 
     def forward(self, images: Tensor) -> Tensor:
         rows = self.within(self.seen(images).flatten(2).view(-1, 6, 6))
@@ -101,7 +104,8 @@ class Writing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("seen", torch.zeros(()))
 
@@ -117,12 +121,9 @@ class Writing(nn.Module):
 
 def test_what_changes_memory_is_settled() -> None:
     trace = Trace(Writing().train(), torch.randn(3, 4))
-    changed = {
-        trace.names[trace.root[v]]
-        for n in trace.operations
-        for v in changed_by(n)
-        if trace.root[v] in trace.names
-    }
+    values = chain.from_iterable(map(changed_by, trace.operations))
+    roots = {trace.root[value] for value in values}
+    changed = {trace.names[root] for root in roots if root in trace.names}
     assert changed == {"seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert not any(node.op == "placeholder" for node in trace.changed), (
         "inputs are copied before they change"

@@ -1,5 +1,4 @@
-"""Pipelines that go on from a checkpoint: with the same bits, on other ranks, by other
-schedules."""
+"""Pipelines go on from a checkpoint: with the same bits, on other ranks, by other schedules."""
 
 from __future__ import annotations
 
@@ -19,21 +18,23 @@ from torch import Tensor, nn
 
 import dure
 from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.mesh.strategy import Parallel
-from dure.parallel.pipeline.strategy import Pipeline
 from small import CLASSES, FEATURES, largest_difference, same_bits, small_task
 
 
 class Odd(nn.Module):
-    """Dropout, batch norm, a weight that two stages share, a buffer that is not kept, a layer that
-    is not used."""
+    """Dropout, batch norm, a shared weight, a buffer that is not kept, a layer that is not used."""
 
     def __init__(self, chance: float = 0.2) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(FEATURES)
-        self.first, self.middle = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 8)
-        self.drop, self.never = nn.Dropout(chance), nn.Linear(2, 2)
-        self.last, self.out = nn.Linear(8, FEATURES), nn.Linear(FEATURES, CLASSES)
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.middle = nn.Linear(FEATURES, 8)
+        self.drop = nn.Dropout(chance)
+        self.never = nn.Linear(2, 2)
+        self.last = nn.Linear(8, FEATURES)
+        self.out = nn.Linear(FEATURES, CLASSES)
         self.again = nn.Linear(FEATURES, FEATURES)
         self.again.weight = self.first.weight
         self.register_buffer("count", torch.zeros((), dtype=torch.float64), persistent=False)
@@ -49,10 +50,10 @@ class Odd(nn.Module):
 
 
 def groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Short parameters have settings of their own; a rank may hold none of them, and has an empty
-    group."""
+    """Short parameters have settings of their own; a rank that holds none has an empty group."""
     own = list(parameters)
-    long, short = [p for p in own if p.dim() > 1], [p for p in own if p.dim() <= 1]
+    long = [p for p in own if p.dim() > 1]
+    short = [p for p in own if p.dim() <= 1]
     parted = [{"params": short, "lr": 0.02, "weight_decay": 0.0}, {"params": long}]
     return torch.optim.AdamW(parted, lr=0.01, weight_decay=0.1)
 
@@ -82,7 +83,8 @@ def changed(folder: Path, **strategy: Any) -> None:
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     strategy = Parallel(Mesh(2, 2), 12, 3, "zero-bubble", recompute=True)
-    task, world = small_task(n=48, model=Odd, optimizer=groups), dure.Processes(4)
+    task = small_task(n=48, model=Odd, optimizer=groups)
+    world = dure.Processes(4)
     whole = dure.train(task, strategy, world, dure.Stop(steps=8))
     dure.train(task, strategy, world, dure.Stop(steps=3), out=tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(steps=8))
@@ -98,7 +100,8 @@ def test_ctrl_c_ends_all_stages_after_their_step_and_the_run_goes_on(tmp_path: P
         if event["step"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    task, world = small_task(n=48, model=Odd, optimizer=groups), dure.Processes(2)
+    task = small_task(n=48, model=Odd, optimizer=groups)
+    world = dure.Processes(2)
     strategy = Pipeline(12, 3)
     run = dure.train(
         task,
@@ -120,7 +123,8 @@ def test_ctrl_c_ends_all_stages_after_their_step_and_the_run_goes_on(tmp_path: P
 
 @pytest.mark.parametrize("optimizer", [groups, MOMENTUM])
 def test_a_run_goes_on_with_other_ranks_and_schedules(optimizer: Any, tmp_path: Path) -> None:
-    task, out = small_task(n=48, model=partial(Odd, 0.0), optimizer=optimizer), tmp_path / "run"
+    task = small_task(n=48, model=partial(Odd, 0.0), optimizer=optimizer)
+    out = tmp_path / "run"
     one = dure.train(task, Pipeline(12, 2, "gpipe"), dure.Processes(1), dure.Stop(steps=8))
     dure.train(task, Pipeline(12, 2), dure.Processes(2), dure.Stop(steps=3), out=out)
     changed(out, ranks=3, schedule="zero-bubble")
@@ -133,7 +137,8 @@ def test_a_run_goes_on_with_other_ranks_and_schedules(optimizer: Any, tmp_path: 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_groups_of_the_optimizer_go_to_other_meshes(zero: Any, tmp_path: Path) -> None:
-    task, out = small_task(n=48, model=without_biases, optimizer=groups), tmp_path / "run"
+    task = small_task(n=48, model=without_biases, optimizer=groups)
+    out = tmp_path / "run"
     one = dure.train(task, Parallel(Mesh(), 12, 2), dure.Processes(1), dure.Stop(steps=8))
     dure.train(
         task, Parallel(Mesh(2), 12, 2, zero=zero), dure.Processes(2), dure.Stop(steps=3), out=out

@@ -1,5 +1,4 @@
-"""Random numbers and running statistics are those of the undivided model, or of one rank, to the
-last bit."""
+"""Random numbers and running statistics are, to the last bit, those of the undivided model."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
 def test_the_state_of_the_generator_travels_with_the_values() -> None:
     def program(place: Place) -> tuple[int, int]:
         _, learner = walk(place, texts(), pipeline(place, schedule="naive"), 1)
-        cut = learner.cut
+        cut = learner.held.cut
         assert isinstance(cut, CutModel)
         there, back = cut.message_bytes(0, 8)
         return (
@@ -172,9 +171,10 @@ def test_running_statistics_are_those_of_accumulated_micro_batches() -> None:
 
 
 def test_a_run_with_several_micro_batches_repeats_itself() -> None:
-    from dure.parallel.pipeline.strategy import Pipeline
+    from dure.parallel.mesh.pipeline import Pipeline
 
-    task, strategy = small_task(model=dropped), Pipeline(8, 3)
+    task = small_task(model=dropped)
+    strategy = Pipeline(8, 3)
     runs = [
         dure.train(task, strategy, dure.Processes(ranks), dure.Stop(steps=3)) for ranks in (2, 3)
     ]

@@ -67,8 +67,10 @@ def schedules(ranks: int, microbatches: int) -> list[dict[str, Any]]:
 
 
 def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
-    """Every schedule, with fewer micro-batches than ranks and with more; what else there is to
-    choose changes from one to the next."""
+    """Every schedule, with fewer micro-batches than ranks and with more.
+
+    What else there is to choose changes from one to the next.
+    """
     found = []
     for microbatches in {1: (3,), 2: (1, 2, 5), 3: (4,), 4: (3,)}[ranks]:
         for options in schedules(ranks, microbatches):
@@ -89,8 +91,7 @@ def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
     ids=["1", "2", "3", "4", "2, receives begun ahead", "3, receives begun ahead"],
 )
 def test_ten_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None:
-    """ahead: as where messages are too long to lie with their receiver until it asks, or not of
-    this host."""
+    """ahead: as if no message could lie with its receiver until that asks for it."""
 
     def program(place: Place) -> list[float]:
         holds = mock.patch.object(Group, "holds", return_value=False) if ahead else nullcontext()
@@ -117,7 +118,8 @@ def test_long_weights_whose_gradients_are_added_inside_the_product() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
+            self.first = nn.Linear(FEATURES, width)
+            self.last = nn.Linear(width, CLASSES)
             self.layers = nn.ModuleList(
                 nn.Linear(width, width, bias=number < 2) for number in range(4)
             )
@@ -188,7 +190,8 @@ def test_data_groups_of_pipelines() -> None:
         )
         seen = path.state.get("norm.running_mean")
         # two groups of three micro-batches each: what the first group has seen is kept
-        batches, expected = Batches(44, 11, 0), torch.zeros(FEATURES, dtype=torch.float64)
+        batches = Batches(44, 11, 0)
+        expected = torch.zeros(FEATURES, dtype=torch.float64)
         for step in range(4):
             for piece in batches.at(step).tensor_split(2)[0].tensor_split(2):
                 expected = 0.9 * expected + 0.1 * small_task(n=44).train.batch(piece)[0].mean(0)
@@ -199,11 +202,13 @@ def test_data_groups_of_pipelines() -> None:
 
 def test_messages_are_as_long_as_the_formula_says() -> None:
     def program(place: Place) -> tuple[int, int]:
-        task, strategy = small_task(model=Deep), pipeline(place, batch_size=10, microbatches=3)
+        task = small_task(model=Deep)
+        strategy = pipeline(place, batch_size=10, microbatches=3)
         learner = ParallelLearner(task, place, 0, strategy)
         for _ in range(2):
             learner.advance(0)
-        cut, expected = learner.cut, 0
+        cut = learner.held.cut
+        expected = 0
         assert isinstance(cut, CutModel)
         for examples in 2 * [len(piece) for piece in torch.arange(10).tensor_split(3)]:
             for boundary in range(cut.stages - 1):

@@ -1,5 +1,4 @@
-"""A pipeline measures what one worker measures: of any targets and shapes, and of what training
-does not use."""
+"""A pipeline measures what one worker measures, also of what training does not use."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ class Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+        self.first = nn.Linear(FEATURES, 5)
+        self.last = nn.Linear(5, CLASSES)
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -101,6 +101,6 @@ class Growing(dure.Examples):
 def test_examples_of_another_shape_are_refused() -> None:
     task = dure.Task(Mean, F.cross_entropy, Growing(numbers(20, 3, FEATURES), labels(20)), None)
     with pytest.raises(
-        WorkerFailedError, match=r"examples of shape \[6, 6\] come behind others of \[3, 6\]"
+        WorkerFailedError, match=r"examples of shape \[6, 6\] come after others of \[3, 6\]"
     ):
         dure.train(task, dure.Pipeline(8, 2), dure.Processes(1), dure.Stop(steps=6))

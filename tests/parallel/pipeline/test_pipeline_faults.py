@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import LossNotFiniteError, PeerLostError, WorkerFailedError
-from dure.parallel.pipeline.strategy import Pipeline
+from dure.parallel.mesh.pipeline import Pipeline
 from small import small_task
 
 
@@ -32,8 +32,7 @@ class Falling(torch.optim.SGD):
 
 @torch.library.custom_op("tests::faulty", mutates_args=())
 def faulty(inputs: Tensor) -> Tensor:
-    """Gives back what it gets, until it was called for the fourth time; then it does what the
-    environment says."""
+    """Gives back what it gets; at the fourth call it does what the environment says."""
     calls.append(0)
     if len(calls) == 4 and os.environ["FAULT"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

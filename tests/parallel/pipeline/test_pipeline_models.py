@@ -90,12 +90,13 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down1, self.down2, self.bottom = block(1, 3), block(3, 4), block(4, 5)
-        self.up2, self.up1 = (
-            nn.ConvTranspose2d(5, 4, 2, stride=2),
-            nn.ConvTranspose2d(4, 3, 2, stride=2),
-        )
-        self.join2, self.join1 = block(8, 4), block(6, 3)
+        self.down1 = block(1, 3)
+        self.down2 = block(3, 4)
+        self.bottom = block(4, 5)
+        self.up2 = nn.ConvTranspose2d(5, 4, 2, stride=2)
+        self.up1 = nn.ConvTranspose2d(4, 3, 2, stride=2)
+        self.join2 = block(8, 4)
+        self.join1 = block(6, 3)
         self.out = nn.Conv2d(3, 2, 1)
         self.double()
 
@@ -113,7 +114,8 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.out = block(1, 4), nn.Linear(4, 3)
+        self.stem = block(1, 4)
+        self.out = nn.Linear(4, 3)
         self.blocks = nn.ModuleList(
             nn.Sequential(block(4, 4), nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
             for _ in range(2)
@@ -133,10 +135,8 @@ class Normed(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.out = (
-            nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True),
-            nn.Linear(15, 3),
-        )
+        self.layers = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(15, 3)
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -163,12 +163,10 @@ class Permuted(nn.Module):
         self, first: nn.Module, order: tuple[int, ...], back: tuple[int, ...], numbers: int
     ) -> None:
         super().__init__()
-        self.first, self.order, self.rows, self.out = (
-            first,
-            order,
-            Rows(*back),
-            nn.Linear(numbers, 2),
-        )
+        self.first = first
+        self.order = order
+        self.rows = Rows(*back)
+        self.out = nn.Linear(numbers, 2)
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -252,7 +250,8 @@ class Placed(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, 3, 2, stride=2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.places = nn.Parameter(torch.randn(16, 3))
-        self.rows, self.out = Rows(0, 1, 2), nn.Linear(48, 2)
+        self.rows = Rows(0, 1, 2)
+        self.out = nn.Linear(48, 2)
         self.double()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -269,8 +268,7 @@ class Placed(nn.Module):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_values_whose_memory_is_in_another_order(recompute: bool) -> None:
-    """Also in evaluation, and in a last batch of another size, whose traces are made when a rank
-    has its stage only."""
+    """Also in evaluation and in a last batch of another size, traced when a rank has its stage."""
     tasks = [
         task_of(three_dimensions, numbers(16, 5, 4), words(2, 16)),
         seeing(four_dimensions),

@@ -50,7 +50,8 @@ class Anything(nn.Module):
             for _ in range(chance.randint(5, 12))
         ]
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.plan)
-        self.tied, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
         self.table = nn.Embedding(WIDTH, WIDTH)
         self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.plan)
         for number, (kind, _, _) in enumerate(self.plan):
@@ -61,7 +62,8 @@ class Anything(nn.Module):
         self.double()
 
     def apply_one(self, number: int, kind: str, one: Tensor, two: Tensor) -> Any:
-        layer, count = self.layers[number], f"count{number}"
+        layer = self.layers[number]
+        count = f"count{number}"
         match kind:
             case "linear" | "frozen":
                 return torch.tanh(layer(one)) + two

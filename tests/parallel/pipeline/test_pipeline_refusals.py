@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import dure
 from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.mesh.strategy import Parallel
+from dure.parallel.mesh.tensor_parallel import TensorParallel
 from dure.parallel.pipeline.builders import make
-from dure.parallel.pipeline.strategy import Pipeline
-from dure.parallel.tensor.strategy import TensorParallel
 from small import CLASSES, FEATURES, network, small_task
 
 
@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "too many modules": (
         Pipeline(8, cut=("2", "4")),
-        "begin at 1 modules behind the first, not at 2: 2, 4",
+        "begin at 1 modules after the first, not at 2: 2, 4",
     ),
     "the first module": (Pipeline(8, cut=("0",)), "name modules in their order"),
     "modules in another order": (

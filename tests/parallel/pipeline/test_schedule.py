@@ -1,9 +1,8 @@
-"""Schedules as data: every builder's can run, messages keep their order, and what is written is
-read again."""
+"""Schedules as data: all can run, messages keep their order, what is written is read again."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,9 @@ from dure.parallel.pipeline.schedule import COMPUTING, KINDS, Action, Schedule, 
 from dure.parallel.pipeline.validate import check
 from dure.parallel.pipeline.zero_bubble_v import v_shaped
 
-RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 16), st.integers(1, 4)
+RANKS = st.integers(1, 8)
+MICROBATCHES = st.integers(1, 16)
+CHUNKS = st.integers(1, 4)
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -30,15 +31,14 @@ SCHEDULE = st.builds(made, st.sampled_from(list(SCHEDULES)), RANKS, MICROBATCHES
 def test_every_schedule_is_right_and_is_read_as_it_was_written(schedule):
     check(schedule)
     assert Schedule.parse(schedule.text()) == schedule
-    assert sorted(
-        stage for rank in range(schedule.ranks) for stage in schedule.stages_of(rank)
-    ) == list(range(schedule.stages))
+    stages = chain.from_iterable(map(schedule.stages_of, range(schedule.ranks)))
+    assert sorted(stages) == list(range(schedule.stages))
 
 
 @given(SCHEDULE)
 def test_every_boundary_between_ranks_is_crossed_once_each_way_by_every_microbatch(schedule):
     boundaries = sum(a != b for a, b in pairwise(schedule.home))
-    transfers = sum(not action.computes for actions in schedule.actions for action in actions)
+    transfers = sum(not action.computes for action in chain.from_iterable(schedule.actions))
     assert transfers == 2 * 2 * boundaries * schedule.microbatches
 
 
@@ -46,7 +46,7 @@ def test_every_boundary_between_ranks_is_crossed_once_each_way_by_every_microbat
 def test_forwards_alone_are_a_schedule_for_any_home(homes, ranks, microbatches, chunks):
     schedule = forward_only(homes(ranks, chunks), microbatches)
     check(schedule, require_backward=False)
-    assert {action.kind for actions in schedule.computing for action in actions} == {"forward"}
+    assert {action.kind for action in chain.from_iterable(schedule.computing)} == {"forward"}
 
 
 @given(st.permutations(list(range(3)) * 2), st.integers(1, 5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,9 @@ from dure.parallel.pipeline.simulate import Simulation, Span, Times, simulate
 from dure.parallel.pipeline.validate import ScheduleError
 from dure.parallel.pipeline.zero_bubble_v import V_TIMES
 
-RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 16), st.integers(1, 9)
+RANKS = st.integers(1, 8)
+MICROBATCHES = st.integers(1, 16)
+SECONDS = st.integers(1, 9)
 
 
 def simulated(
@@ -94,11 +98,9 @@ def test_zero_bubble_v_is_hardly_idle_and_keeps_to_its_memory(p, m):
 @settings(max_examples=40)
 @given(st.integers(2, 8), MICROBATCHES)
 def test_zero_bubble_v_is_made_for_weight_gradients_that_take_less_than_the_rest(p, m):
-    forward, inputs, weights = (
-        V_TIMES["forward"],
-        V_TIMES["input_gradient"],
-        V_TIMES["weight_gradient"],
-    )
+    forward = V_TIMES["forward"]
+    inputs = V_TIMES["input_gradient"]
+    weights = V_TIMES["weight_gradient"]
 
     def time(schedule: Schedule, halves: int) -> float:
         each = [(halves * t,) * schedule.stages for t in (forward, 0, inputs, weights)]
@@ -145,7 +147,8 @@ def test_forwards_alone_are_simulated_too():
 @given(st.sampled_from(["1f1b", "zero-bubble"]), st.integers(1, 5), st.integers(1, 6), st.randoms())
 def test_a_measured_run_is_simulated_to_the_same_times(name, p, m, random):
     schedule = make(name, p, m)
-    measured = {action: random.randint(1, 9) for actions in schedule.actions for action in actions}
+    actions = chain.from_iterable(schedule.actions)
+    measured = {action: random.randint(1, 9) for action in actions}
     times = Times.uniform(p)
     run = simulate(schedule, Times(*(times.forward,) * 4, measured=measured))
     for span in run.spans:

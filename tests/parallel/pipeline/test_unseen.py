@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from dure.parallel.pipeline.strategy import Pipeline
+from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.pipeline.trace import Trace
 from small import CLASSES, FEATURES, small_task
 
@@ -34,8 +34,12 @@ reverse: Callable[[Tensor], Tensor] = Reversed.apply
 class Strange(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.what, self.calls, self.cached, self.unknown = what, 0, None, float("nan")
-        self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+        self.what = what
+        self.calls = 0
+        self.cached = None
+        self.unknown = float("nan")
+        self.first = nn.Linear(FEATURES, 4)
+        self.last = nn.Linear(4, CLASSES)
         if what == "module hook":
             self.last.register_full_backward_hook(lambda *_: None)
         self.double()

@@ -48,12 +48,14 @@ def at_all_degrees(program: Callable[[Group], Any], deadline: float = 60) -> dic
         return found
 
     rows = on_ranks(4, each, deadline=deadline)
-    return {degree: [row[degree] for row in rows if degree in row] for degree in (1, 2, 4)}
+    found: dict[int, list[Any]] = {}
+    for degree in (1, 2, 4):
+        found[degree] = [row[degree] for row in rows if degree in row]
+    return found
 
 
 def transformer(tied: bool = False, **options: Any) -> nn.Module:
-    """A small one in float64, whose gradients are large enough to be seen. The vocabulary is
-    odd."""
+    """A small one in float64 of an odd vocabulary, whose gradients are large enough to be seen."""
     torch.manual_seed(1)
     settings = {"context": 8, "layers": 2, "heads": 4, "width": 16, **options}
     model = dure.models.Transformer(13, tied=tied, **settings).double()
@@ -90,10 +92,11 @@ def texts(
 ) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(4)
     shape = (batch, length)
-    return [
-        tuple(torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2))
-        for _ in range(count)
-    ]  # type: ignore[misc]
+    made = []
+    for _ in range(count):
+        inputs = torch.randint(0, vocabulary, shape, generator=generator)
+        made.append((inputs, torch.randint(0, vocabulary, shape, generator=generator)))
+    return made
 
 
 def numbers(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -158,8 +161,7 @@ def compare(
     scores: Scores = own_scores,
     **options: Any,
 ) -> dict[str, float]:
-    """How far the divided model is from the undivided one: gradients, losses, weights after all
-    steps."""
+    """How far the divided model is from the undivided one: gradients, losses, final weights."""
     alone = make()
     model = copy.deepcopy(alone)
     parallelize(model, plan_for(model, **options), group)
@@ -167,7 +169,8 @@ def compare(
     backward(alone, data[0], scores)
     backward(model, data[0], scores)
     of_gradients = apart(gradients(model), gradients(alone))
-    one, other = train(alone, data, scores), train(model, data, scores)
+    one = train(alone, data, scores)
+    other = train(model, data, scores)
     return {
         "begin": begins,
         "gradients": of_gradients,

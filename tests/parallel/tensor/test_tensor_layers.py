@@ -54,9 +54,9 @@ SHAPES = st.builds(
 
 
 def pair(shape: Shape, group: Group) -> float:
-    """How far a column-parallel layer and a row-parallel one are from what they divide; all of
-    their gradients too."""
-    size, rank = group.size, group.rank
+    """How far divided layers are from what they divide, all of their gradients included."""
+    size = group.size
+    rank = group.rank
     blocks = [block * size for block in shape.blocks]
     hidden = sum(blocks)
     generator = torch.Generator().manual_seed(5)
@@ -64,7 +64,8 @@ def pair(shape: Shape, group: Group) -> float:
     def draw(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
-    first, second = draw(hidden, shape.inputs), draw(shape.outputs, hidden)
+    first = draw(hidden, shape.inputs)
+    second = draw(shape.outputs, hidden)
     biases = (draw(hidden), draw(shape.outputs)) if shape.bias else (None, None)
     inputs = draw(shape.batch, shape.length * size, shape.inputs).requires_grad_()
     weights = [each.requires_grad_() for each in (first, second, *biases) if each is not None]
@@ -116,12 +117,13 @@ def test_a_pair_of_layers_is_what_it_divides(degree: int, shapes: list[Shape]) -
 
 
 def costs(group: Group) -> dict[str, tuple[int, int]]:
-    """Elements that a rank sends, there and back, of 48 in the whole; everything is checked against
-    plain sums."""
+    """Elements that a rank sends, there and back, of 48; values are checked against plain sums."""
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(2, 4, 6 * 4, generator=generator, dtype=torch.float64)
-    size, rank = group.size, group.rank
-    features, shard = whole.chunk(size, -1)[rank], whole.chunk(size, 1)[rank]
+    size = group.size
+    rank = group.rank
+    features = whole.chunk(size, -1)[rank]
+    shard = whole.chunk(size, 1)[rank]
     cases: dict[str, tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]] = {
         "enter": (between.enter, whole, whole, size * whole),
         "leave": (between.leave, whole, size * whole, size * whole),
@@ -150,7 +152,8 @@ def costs(group: Group) -> dict[str, tuple[int, int]]:
 def test_what_travels() -> None:
     for size, rows in at_all_degrees(costs).items():
         n = 2 * 4 * 24
-        all_reduce, half = 2 * (size - 1) * n // size, (size - 1) * n // size
+        all_reduce = 2 * (size - 1) * n // size
+        half = (size - 1) * n // size
         for row in rows:
             assert row == {
                 "enter": (0, all_reduce),
@@ -167,8 +170,7 @@ def test_what_travels() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12))
 def test_units_and_ranks_go_into_each_other(units: int, width: int, size: int) -> None:
-    """Each rank has whole units, or so many ranks share one that its outputs are divided evenly;
-    else it is said."""
+    """Each rank has whole units, or ranks that share one divide its outputs evenly."""
     if units % size == 0:
         assert sharers("a layer", units * width, size, width) == 1
     elif size % units == 0 and width % (size // units) == 0:
@@ -184,7 +186,8 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def several(place: Place) -> None:
-    group, rank = place.group, place.group.rank
+    group = place.group
+    rank = place.group.rank
     inputs = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     whole = linear(6, 12)
@@ -260,8 +263,10 @@ def test_options_and_errors(backend: str) -> None:
 
 
 def dropping(group: Group, again: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What dropout has left inside and outside, and the gradient; again: by a checkpoint that
-    computes it twice."""
+    """What dropout has left inside and outside, and the gradient.
+
+    again: by a checkpoint that computes it twice.
+    """
     from dure.parallel.tensor import parallelize, plan_for
 
     torch.manual_seed(2)

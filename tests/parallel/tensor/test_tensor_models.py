@@ -77,7 +77,8 @@ def written_alike(group: Group) -> None:
     """Text goes on the same, with a cache of this rank's heads."""
     ((start, _),) = texts(1, length=3)
     for make in (gpt2, partial(llama, 4, False), partial(llama, 1, False)):
-        alone, model = make().eval(), make().eval()
+        alone = make().eval()
+        model = make().eval()
         parallelize(model, plan_for(model), group)
         with torch.no_grad():
             one, other = (

@@ -42,7 +42,10 @@ from dure.parallel.tensor import (
 )
 from dure.parallel.tensor.draws import mark_on_shards, modules_on_shards
 
-LAYERS, WIDTH, CONTEXT, BATCH = 2, 16, 8, 3
+LAYERS = 2
+WIDTH = 16
+CONTEXT = 8
+BATCH = 3
 
 
 def bytes_of_a_step(group: Group) -> list[int]:
@@ -59,8 +62,7 @@ def bytes_of_a_step(group: Group) -> list[int]:
 
 
 def test_bytes() -> None:
-    """Two all-reduces of b·s·h elements forward and two backward a layer, one each for embedding
-    and output layer."""
+    """Two all-reduces of b·s·h forward and backward a layer, one for embedding and output each."""
     for size, rows in at_all_degrees(bytes_of_a_step).items():
 
         def all_reduce(n: int, size: int = size) -> int:
@@ -105,7 +107,8 @@ def states(group: Group) -> list[bool]:
             match=r"norm.weight has the shape \[3\] in the state, and \[16\] in the model",
         ):
             load_whole(model, {**state, "norm.weight": torch.zeros(3)})
-        divided, replicated = divided_parameters(model), replicated_parameters(model)
+        divided = divided_parameters(model)
+        replicated = replicated_parameters(model)
         found.append(divided.keys() | replicated.keys() == dict(model.named_parameters()).keys())
         found.append("blocks.0.expand.bias" in divided and "blocks.0.contract.bias" in replicated)
     return found
@@ -120,7 +123,8 @@ def norms(group: Group) -> float:
     worst = 0.0
     for sequence in (False, True):
         (batch,) = texts(1)
-        alone, model = transformer(), transformer()
+        alone = transformer()
+        model = transformer()
         parallelize(model, plan_for(model, sequence=sequence), group)
         backward(alone, batch)
         backward(model, batch)
@@ -243,9 +247,9 @@ def test_ready_plans_of_multilayer_perceptrons() -> None:
 
 
 def test_pairs_are_where_layers_stand() -> None:
-    """Layers that stand in several places are seen in each; a linear one would end a pair and begin
-    one."""
-    again, softmax = nn.Linear(6, 6), nn.Softmax(-1)
+    """Layers that stand in several places are seen in each: a linear one would end a pair."""
+    again = nn.Linear(6, 6)
+    softmax = nn.Softmax(-1)
     several = {
         "a linear layer twice": nn.Sequential(again, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), again),
         "a softmax twice": nn.Sequential(softmax, nn.Linear(6, 8), softmax, nn.Linear(8, 4)),

@@ -37,10 +37,8 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.heads = 4
-        self.up, self.down = (
-            nn.Linear(FEATURES, 12, dtype=torch.float64),
-            nn.Linear(12, 8, dtype=torch.float64),
-        )
+        self.up = nn.Linear(FEATURES, 12, dtype=torch.float64)
+        self.down = nn.Linear(12, 8, dtype=torch.float64)
         self.last = nn.Linear(8, CLASSES, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +70,8 @@ TEXT = "=Attributes('heads'); up=Column(unit=3); down=Row(unit=3)"
 def test_a_model_divided_by_its_own_plan_walks_the_path_of_one_worker(
     strategy: Any, ranks: int, plan: Any
 ) -> None:
-    task, stop = small_task(model=Own), dure.Stop(epochs=2)
+    task = small_task(model=Own)
+    stop = dure.Stop(epochs=2)
     alone = dure.train(task, dure.SingleWorker(8), stop=stop, seed=3)
     many = dure.train(task, strategy(plan), dure.Processes(ranks), stop, seed=3)
     assert largest_difference(alone, many) < TOLERANCE
@@ -87,11 +86,9 @@ def test_without_a_plan_the_model_is_refused_and_told_of_plans() -> None:
 
 
 def test_a_run_with_a_plan_goes_on_from_its_folder(tmp_path: Path) -> None:
-    task, strategy, world = (
-        small_task(model=Own),
-        dure.TensorParallel(8, plan=PLAN),
-        dure.Processes(2),
-    )  # type: ignore[arg-type]
+    task = small_task(model=Own)
+    strategy = dure.TensorParallel(8, plan=PLAN)  # type: ignore[arg-type]
+    world = dure.Processes(2)
     whole = dure.train(task, strategy, world, dure.Stop(steps=8), seed=3)
     dure.train(task, strategy, world, dure.Stop(steps=4), seed=3, out=tmp_path / "run")
     assert same_bits(whole, dure.resume(tmp_path / "run", task=task, stop=dure.Stop(steps=8)))

@@ -28,36 +28,31 @@ from dure.parallel.local import parts
 from dure.randomness.seeds import generators_state, restore_generators
 
 WORK_OF_AN_ELEMENT = 10
-"""What an element of a layer's output costs beside the products that are counted, in floating-point
-operations."""
+"""Operations that an element of a layer's output costs on top of the counted products."""
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a chain: those of an `nn.Sequential`, or of a module's children in their
-    order."""
-    if not isinstance(model, nn.Sequential):
-        return [layer for child in model.children() for layer in _flat(child)]
-    return _flat(model)
-
-
-def _flat(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, nn.Sequential):
-        return [layer for child in module for layer in _flat(child)]
-    return [module]
+    """The layers of a chain: a module's children in their order, each Sequential opened."""
+    layers: list[nn.Module] = []
+    # Not by `children`: a Sequential may have the same layer twice, which is called twice.
+    for child in model if isinstance(model, nn.Sequential) else model.children():
+        layers += layers_of(child) if isinstance(child, nn.Sequential) else [child]
+    return layers
 
 
 def check_chain(task: Task, stages: int) -> None:
-    """Raises ValueError unless the task's model is a chain of layers that `stages` threads can
-    divide.
+    """Raises ValueError unless the model is a chain of layers that `stages` threads can divide.
 
-    It is one if its layers, one behind the other, compute what it computes, in training mode, on
-    two examples.
+    It is one if its layers, one after the other, compute what it computes, in training mode, on two
+    examples.
     """
-    whole, chain = seeded_model(task, 0), seeded_model(task, 0)
+    whole = seeded_model(task, 0)
+    chain = seeded_model(task, 0)
     layers = layers_of(chain)
     inputs, _ = examples_for(whole, task)[0].batch(torch.arange(min(2, len(task.train))))
     before = generators_state()
     try:
+        # From one seed both draw the same dropout. Layers may write into inputs: each has a copy.
         torch.manual_seed(0)
         expected = whole.train()(copied(inputs))
         torch.manual_seed(0)
@@ -68,16 +63,16 @@ def check_chain(task: Task, stages: int) -> None:
             for a, b in zip(tree_leaves(expected), tree_leaves(found), strict=True)
         )
     except Exception as error:
-        same, reason = False, f" ({type(error).__name__}: {error})".replace("\n", " ")
+        same = False
+        reason = f" ({type(error).__name__}: {error})".replace("\n", " ")
     else:
         reason = ""
     finally:
         restore_generators(before)
     if not same or not layers:
         raise ValueError(
-            f"the model is no chain of its layers: its children one behind the other compute "
-            f"something else{reason}; "
-            "make it an nn.Sequential"
+            "the model is no chain of its layers: its children one after the other compute "
+            f"something else{reason}; make it an nn.Sequential"
         )
     if stages > len(layers):
         raise ValueError(
@@ -98,7 +93,7 @@ def _check_nothing_is_shared(layers: Sequence[nn.Module], stages: int) -> None:
 
 
 def run(layers: Iterable[nn.Module], inputs: Any) -> Any:
-    """The layers one behind the other."""
+    """The layers one after the other."""
     for layer in layers:
         inputs = layer(inputs)
     return inputs
@@ -150,13 +145,9 @@ def measured_costs(
             given = copied(hidden)
             started = time.perf_counter()
             outputs = layer(given)
-            parts.backward(
-                outputs,
-                [
-                    torch.ones_like(leaf) if leaf.requires_grad else None
-                    for leaf in _tensors(outputs)
-                ],
-            )
+            ends = _tensors(outputs)
+            ones = [torch.ones_like(end) if end.requires_grad else None for end in ends]
+            parts.backward(outputs, ones)
             seconds.append(time.perf_counter() - started)
         layer.train(training)
         layer.zero_grad(set_to_none=True)
@@ -175,15 +166,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
-    """The layers of each stage, neighbours and at least one, so that the dearest stage is as cheap
-    as can be."""
+    """The layers of each stage, so that the dearest stage is as cheap as can be.
+
+    A stage has neighbouring layers, at least one.
+    """
     n = len(costs)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    least = [
-        [math.inf] * (n + 1) for _ in range(stages + 1)
-    ]  # least[s][j]: of s stages over the first j layers
+    # least[s][j]: the cost of the dearest of s stages over the first j layers, where the last of
+    # them begins at layer cut[s][j].
+    least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
     cut = [[0] * (n + 1) for _ in range(stages + 1)]
     least[0][0] = 0.0
     for stage in range(1, stages + 1):
@@ -191,8 +184,10 @@ def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
             for start in range(stage - 1, end):
                 dearest = max(least[stage - 1][start], sums[end] - sums[start])
                 if dearest < least[stage][end]:
-                    least[stage][end], cut[stage][end] = dearest, start
-    ranges, end = [], n
+                    least[stage][end] = dearest
+                    cut[stage][end] = start
+    ranges = []
+    end = n
     for stage in range(stages, 0, -1):
         ranges.append(range(cut[stage][end], end))
         end = cut[stage][end]

@@ -13,8 +13,8 @@ pixel lies in. With g groups there are g such products, each of C/g channels wit
 
 Cost: 2·Co·(C/g)·kh·kw·oh·ow·B operations forward and twice as many backward, all in matrix
 products, which BLAS does near the peak of the machine. The price is memory: cols has about kh·kw/s²
-times the elements of X. So it is made for a part of the batch at a time, and once more for the
-backward pass instead of being kept.
+times the elements of X. So it is made for a part of the batch at a time, and it is not kept for the
+backward pass but made once more.
 
 Source: K. Chellapilla, S. Puri, P. Simard, "High Performance Convolutional Neural Networks for
 Document Processing", IWFHR 2006.
@@ -33,8 +33,7 @@ from torch.nn.functional import pad
 Pair = int | tuple[int, int]
 
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements of the columns that are made at once; on a CPU few, for they stay in the cache and in
-memory used again."""
+"""Elements of the columns that are made at once: on a CPU few, which stay in its cache."""
 
 
 class Window(NamedTuple):
@@ -46,13 +45,15 @@ class Window(NamedTuple):
     dilation: tuple[int, int] = (1, 1)
 
     def outputs(self, height: int, width: int) -> tuple[int, int]:
-        """(oh, ow) for an image of this size. Raises ValueError if it is smaller than the
-        kernel."""
+        """(oh, ow) for an image of this size.
+
+        Raises ValueError if it is smaller than the kernel.
+        """
         sizes = [self._outputs(axis, size) for axis, size in enumerate((height, width))]
         if min(sizes) < 1:
             raise ValueError(
                 f"an image of {height}x{width} pixels with padding {self.padding} is smaller than "
-                f"the kernel"
+                "the kernel"
             )
         return sizes[0], sizes[1]
 
@@ -61,9 +62,13 @@ class Window(NamedTuple):
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
 
     def taps(self, height: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
-        """For each element (i, j) of the kernel, the rows and columns of the padded image that it
-        meets."""
-        (oh, ow), (sh, sw), (dh, dw) = self.outputs(height, width), self.stride, self.dilation
+        """For each element (i, j) of the kernel, the rows and columns of the padded image it meets.
+
+        Each is (i, j, rows, columns).
+        """
+        oh, ow = self.outputs(height, width)
+        sh, sw = self.stride
+        dh, dw = self.dilation
         for i in range(self.kernel[0]):
             for j in range(self.kernel[1]):
                 rows = slice(i * dh, i * dh + (oh - 1) * sh + 1, sh)
@@ -71,8 +76,10 @@ class Window(NamedTuple):
 
 
 def window(kernel: Pair, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1) -> Window:
-    """A window from single numbers or pairs. Raises ValueError for what is not positive (padding:
-    negative)."""
+    """A window from single numbers or pairs.
+
+    Raises ValueError for a padding below 0, and for others below 1.
+    """
     made = Window(*map(_pair, (kernel, stride, padding, dilation)))
     for name, values, least in zip(Window._fields, made, (1, 1, 0, 1), strict=True):
         if min(values) < least:
@@ -112,10 +119,13 @@ def col2im(
 
 def _im2col(images: Tensor, over: Window) -> Tensor:
     b, c, height, width = images.shape
-    (kh, kw), (oh, ow), (ph, pw) = over.kernel, over.outputs(height, width), over.padding
+    kh, kw = over.kernel
+    oh, ow = over.outputs(height, width)
+    ph, pw = over.padding
     padded = pad(images, (pw, pw, ph, ph)) if ph or pw else images
     channels = padded.transpose(0, 1)
     columns = images.new_empty(c, kh, kw, b, oh, ow)
+    # One strided copy for each element of the kernel: there are far fewer than patches.
     for i, j, rows, across in over.taps(height, width):
         columns[:, i, j] = channels[:, :, rows, across]
     return columns.view(c * kh * kw, b * oh * ow)
@@ -123,7 +133,9 @@ def _im2col(images: Tensor, over: Window) -> Tensor:
 
 def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> Tensor:
     b, c, height, width = shape
-    (kh, kw), (oh, ow), (ph, pw) = over.kernel, over.outputs(height, width), over.padding
+    kh, kw = over.kernel
+    oh, ow = over.outputs(height, width)
+    ph, pw = over.padding
     if columns.shape != (c * kh * kw, b * oh * ow):
         raise ValueError(
             f"columns have the shape {tuple(columns.shape)}, expected {(c * kh * kw, b * oh * ow)}"
@@ -153,13 +165,15 @@ class _Convolution(torch.autograd.Function):
         at_once: int,
     ) -> Tensor:
         ctx.save_for_backward(images, kernels)
-        ctx.over, ctx.groups, ctx.at_once = over, groups, at_once
-        co, (oh, ow) = len(kernels), over.outputs(*images.shape[2:])
+        ctx.over = over
+        ctx.groups = groups
+        ctx.at_once = at_once
+        co = len(kernels)
+        oh, ow = over.outputs(*images.shape[2:])
         matrices = kernels.reshape(groups, co // groups, -1)
         outputs = images.new_empty(len(images), co, oh, ow)
-        for some, into in zip(
-            torch.split(images, at_once), torch.split(outputs, at_once), strict=True
-        ):
+        pieces = zip(torch.split(images, at_once), torch.split(outputs, at_once), strict=True)
+        for some, into in pieces:
             columns = _im2col(some, over)
             products = matrices @ columns.view(groups, -1, columns.shape[1])
             into.copy_(products.view(co, len(some), oh, ow).transpose(0, 1))
@@ -175,15 +189,12 @@ class _Convolution(torch.autograd.Function):
         d_matrices = torch.zeros_like(matrices) if for_kernels else None
         for first in range(0, len(images), ctx.at_once):
             which = slice(first, first + ctx.at_once)
-            some, d_outputs = (
-                images[which],
-                gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1),
-            )
+            some = images[which]
+            d_outputs = gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1)
             if d_matrices is not None:
                 columns = _im2col(some, ctx.over)
-                d_matrices.baddbmm_(
-                    d_outputs, columns.view(ctx.groups, -1, columns.shape[1]).transpose(1, 2)
-                )
+                of_groups = columns.view(ctx.groups, -1, columns.shape[1])
+                d_matrices.baddbmm_(d_outputs, of_groups.transpose(1, 2))
             if d_images is not None:
                 d_columns = matrices.transpose(1, 2) @ d_outputs
                 d_images[which] = _col2im(
@@ -219,8 +230,7 @@ def conv2d_im2col(
     if groups < 1 or len(kernels) % groups or images.shape[1] != kernels.shape[1] * groups:
         raise ValueError(
             f"{images.shape[1]} channels and {len(kernels)} kernels of {kernels.shape[1]} channels "
-            f"do not fit "
-            f"into {groups} groups"
+            f"do not fit into {groups} groups"
         )
     if bias is not None and bias.shape != kernels.shape[:1]:
         raise ValueError(
@@ -238,10 +248,10 @@ def conv2d_im2col(
 def conv2d_flops(
     images: tuple[int, int, int, int], kernels: tuple[int, int, int, int], over: Window
 ) -> int:
-    """Operations of a forward pass, a multiplication and an addition being two. Shapes are those of
-    `conv2d_im2col`.
+    """Operations of a forward pass, a multiplication and an addition being two.
 
-    The backward pass has twice as many, or as many where the images need no gradient.
+    Shapes are those of `conv2d_im2col`. The backward pass has twice as many, or as many where the
+    images need no gradient.
     """
     oh, ow = over.outputs(images[2], images[3])
     co, channels, kh, kw = kernels

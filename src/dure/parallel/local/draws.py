@@ -30,17 +30,22 @@ _LENT = threading.Lock()
 
 
 def own_draws(seed: int, devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
-    """Inside, the random operators of this thread draw from fresh generators of `seed`, on the CPU
-    and on `devices`."""
+    """Inside, this thread's random operators draw from fresh generators of `seed`.
+
+    That is so on the CPU and on `devices`.
+    """
     mode: AbstractContextManager[Any] = _OwnDraws(seed, devices)
     return mode
 
 
 @contextmanager
 def _flags_restored() -> Iterator[None]:
-    """torch notes for the whole process whether a thread is in such a mode, and each thread puts
-    back what it has found there: where they take turns it would look as if one had never left, and
-    nothing were compiled any more."""
+    """Puts back what torch notes about dispatch modes.
+
+    It notes for the whole process whether a thread is in such a mode, and each thread puts back
+    what it has found there. Where threads take turns it would look as if one had never left, and
+    torch would compile nothing any more.
+    """
     before = {
         name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")
     }
@@ -74,11 +79,9 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = self.own.get(device)
         if own is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        place = next(
-            (i for i, one in enumerate(func._schema.arguments) if one.name == "generator"), None
-        )
-        if place is not None and (func._schema.arguments[place].kwarg_only or len(args) <= place):
-            return func(*args, **{**kwargs, "generator": own})
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.name == "generator" and (argument.kwarg_only or len(args) <= place):
+                return func(*args, **{**kwargs, "generator": own})
         return self._with_the_common_one(self.common[device], own, lambda: func(*args, **kwargs))
 
     def _with_the_common_one(
@@ -99,9 +102,9 @@ def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     named = kwargs.get("device")
     if named is not None:
         device = torch.device(named)
-        return (
-            torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-        )
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
     return next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))
 
 
@@ -113,21 +116,25 @@ class Draws:
     """
 
     def __init__(self, devices: Sequence[torch.device], models: Sequence[nn.Module]) -> None:
-        self.devices, self.models = devices, models
+        self.devices = devices
+        self.models = models
         self.found = False
 
     def run(self, work: Callable[[Callable[[int], AbstractContextManager[Any]]], Value]) -> Value:
-        """work(own) does a pass of all workers, each of them inside `own(seed)`. It may be done
-        twice."""
+        """What work(own) returns: a pass of all workers, each of them inside `own(seed)`.
+
+        It is done twice where it turns out that the model draws.
+        """
         if self.found:
             with _flags_restored():
                 return work(lambda seed: own_draws(seed, self.devices))
+        # The pass is done on trial: if it has drawn, it is done again from the same state.
         common = global_generators(self.devices).values()
         before = [generator.get_state() for generator in common]
-        modules = [module for model in self.models for module in model.modules()]
-        buffers = [
-            (module, name, buffer) for module in modules for name, buffer in module._buffers.items()
-        ]
+        buffers: list[tuple[nn.Module, str, Tensor | None]] = []
+        for model in self.models:
+            for module in model.modules():
+                buffers += [(module, name, buffer) for name, buffer in module._buffers.items()]
         kept = [buffer.clone() if buffer is not None else None for _, _, buffer in buffers]
         value = work(lambda seed: nullcontext())
         if all(torch.equal(a.get_state(), b) for a, b in zip(common, before, strict=True)):
@@ -137,7 +144,8 @@ class Draws:
             generator.set_state(state)
         with torch.no_grad():
             for (module, name, buffer), old in zip(buffers, kept, strict=True):
-                module._buffers[name] = buffer  # forward may have put another in its place
+                # Forward may have put another one in its place.
+                module._buffers[name] = buffer
                 if buffer is not None and old is not None and not torch.equal(buffer, old):
                     buffer.copy_(old)
         return self.run(work)

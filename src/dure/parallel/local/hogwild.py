@@ -99,31 +99,39 @@ class Hogwild:
 
 
 class Hog:
-    """A worker: a model that uses the shared weights, and an optimizer of its own. number: among
-    all workers."""
+    """A worker: a model that uses the shared weights, and an optimizer of its own.
+
+    number: its own among all workers.
+    """
 
     def __init__(
         self, number: int, learner: HogwildLearner, model: nn.Module, meter: Meter
     ) -> None:
-        self.number, self.learner, self.model, self.meter = number, learner, model, meter
-        self.optimizer = (
-            learner.optimizer
-            if model is learner.model
-            else learner.task.optimizer(model.parameters())
-        )
+        self.number = number
+        self.learner = learner
+        self.model = model
+        self.meter = meter
+        if model is learner.model:
+            self.optimizer = learner.optimizer
+        else:
+            self.optimizer = learner.task.optimizer(model.parameters())
         self.rates = Rates(self.optimizer, learner.task.lr_schedule)
         self.batches = Batches(
             len(learner.train_examples), learner.strategy.batch_size, learner.seed
         )
 
     def run(self, first: int, end: int) -> tuple[float, int]:
-        """Makes its own among the steps first … end-1; (sum of its examples' losses, how many
-        examples)."""
-        total, examples = 0.0, 0
+        """Makes its own among the steps first … end-1.
+
+        Returns the sum of its examples' losses, and how many examples there were.
+        """
+        total = 0.0
+        examples = 0
         for step in range(first + self.number, end, self.learner.size):
             try:
                 loss, count = self._step(step)
             except BaseException as error:
+                # The others would go on to the end of the round, for nothing.
                 self.learner.stop_all()
                 if isinstance(error, DureError) or not isinstance(error, Exception):
                     raise
@@ -131,14 +139,17 @@ class Hog:
                 raise WorkerFailedError(
                     self.meter.name, f"step {step + 1}", reason, traceback.format_exc()
                 ) from error
-            total, examples = total + loss * count, examples + count
+            total += loss * count
+            examples += count
             if self.learner.stopping():
                 break
         return total, examples
 
     def _step(self, step: int) -> tuple[float, int]:
-        learner, indices = self.learner, self.batches.at(step)
+        learner = self.learner
+        indices = self.batches.at(step)
         if len(learner.hogs) == 1:
+            # Threads share the generators: only a worker alone in its process can seed them.
             draws = learner.train_examples.draws
             seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
         inputs, targets = to_device(learner.train_examples.batch(indices), learner.device)
@@ -160,7 +171,8 @@ class HogwildLearner(SingleLearner):
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: Hogwild) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
-        self.strategy, self.place = strategy, place
+        self.strategy = strategy
+        self.place = place
         steps = self.batches.steps_per_epoch
         self.period = strategy.period if strategy.period is not None else steps
         self.units_per_epoch = max(1, steps // self.period)
@@ -196,17 +208,19 @@ class HogwildLearner(SingleLearner):
     def advance(self, wish: int) -> Progress:
         """One round: the steps of all workers until they meet."""
         self._begin()
-        first, end = self.step, self.step + self.period
+        first = self.step
+        end = self.step + self.period
         if self.team is not None:
             results = self._in_threads(self.team, first, end)
         else:
             results, wish = self._in_processes(first, end, wish)
-        self.round, self.step = self.round + 1, end
+        self.round += 1
+        self.step = end
         examples = sum(count for _, count in results)
         return Progress(sum(total for total, _ in results) / examples, examples, wish)
 
     def _begin(self) -> None:
-        """Nobody begins before all are there: rank 0 may still be saving the weights."""
+        """All begin together: rank 0 may still have been saving the weights."""
         if self.group.rank == 0:
             self.stop.zero_()
         self.group.all_gather_values([0.0], "the start of a round")
@@ -227,18 +241,21 @@ class HogwildLearner(SingleLearner):
         started = time.perf_counter()
         total, count = self.hogs[0].run(first, end)
         ended = time.perf_counter()
+        # Clocks differ between hosts; arrivals are told in rank 0's time.
         told = [total, float(count), float(wish), ended + self.place.clock_offset]
         rows = self.group.all_gather_values(told, "the end of a round")
         arrival = max(row[3] for row in rows) - self.place.clock_offset
         self.group.meter.compute("training", started, ended, self.round + 1)
         self.group.meter.communication(
-            "meeting", ended, time.perf_counter(), self.round + 1, arrival
+            "meeting", ended, time.perf_counter(), self.round + 1, arrival=arrival
         )
         self.group.broadcast_values(self.buffers.of(self.model))
         return [(row[0], int(row[1])) for row in rows], int(rows[0][2])
 
     def evaluate(self) -> dict[str, float]:
-        return evaluate(self.task, self.model, self.test_examples, self.group, self.round)
+        return evaluate(
+            self.task, self.model, self.test_examples, group=self.group, step=self.round
+        )
 
     def state(self) -> dict[str, Any]:
         return {
@@ -256,7 +273,8 @@ class HogwildLearner(SingleLearner):
         load_passing_buffers(self.model, state["buffers"])
         for hog, kept in zip(self.hogs, state["parts"][self.group.rank]["optimizers"], strict=True):
             hog.optimizer.load_state_dict(dict(kept))
-        self.round, self.step = state["round"], state["step"]
+        self.round = state["round"]
+        self.step = state["step"]
 
     def meters(self) -> Sequence[Meter]:
         return [hog.meter for hog in self.hogs]
@@ -264,25 +282,27 @@ class HogwildLearner(SingleLearner):
 
 @torch.no_grad()
 def share_weights(model: nn.Module, group: Group) -> Tensor:
-    """Moves the model's parameters into memory that all ranks map, rank 0's values; returns one
-    more number there.
+    """Moves the model's parameters into memory that all ranks map; they have rank 0's values.
 
-    All ranks call it together. The memory is gone with the last rank, however they end. The number,
-    int64 of shape (1,), begins at 0. Raises ValueError if the ranks do not share a host.
+    Returns one more number there, int64 of shape (1,), which begins at 0. All ranks call it
+    together. The memory is gone with the last rank, however they end. Raises ValueError if the
+    ranks do not share a host.
     """
     if group.size > 1 and len(group.hosts()) > 1:
         raise ValueError(
             "Hogwild's processes share the weights in memory: all ranks have to be on one machine"
         )
     sizes = [-(-parameter.nbytes // _LINE) * _LINE for parameter in model.parameters()]
+    # The others open rank 0's file by its process; it has no name that could be left behind.
     file = os.memfd_create("dure-weights") if group.rank == 0 else -1
-    path = group.broadcast_bytes(
-        f"/proc/{os.getpid()}/fd/{file}".encode() if group.rank == 0 else None
-    ).decode()
+    own = f"/proc/{os.getpid()}/fd/{file}".encode() if group.rank == 0 else None
+    path = group.broadcast_bytes(own).decode()
     if group.rank == 0:
         os.ftruncate(file, sum(sizes) + _LINE)
+    # Nobody maps the file before it has its length.
     group.all_gather_values([0.0], "sharing the weights")
     storage = torch.UntypedStorage.from_file(path, True, sum(sizes) + _LINE)
+    # The number has the first line to itself: all workers read it after each of their steps.
     start = _LINE
     for parameter, size in zip(model.parameters(), sizes, strict=True):
         shared = _tensor_in(storage, start, parameter)
@@ -290,6 +310,7 @@ def share_weights(model: nn.Module, group: Group) -> Tensor:
             shared.copy_(parameter)
         parameter.data = shared
         start += size
+    # Rank 0 closes the file when all have mapped it.
     group.all_gather_values([0.0], "sharing the weights")
     if group.rank == 0:
         os.close(file)

@@ -1,21 +1,21 @@
 """Layers per core: a pipeline of threads in one process.
 
 The layers of a chain l_L(… l_2(l_1(x)) …) are divided over S threads, a stage of neighbouring
-layers each, and the batch into M micro-batches, which pass through the stages one behind the other:
+layers each, and the batch into M micro-batches, which pass through the stages one after the other:
 
     all forward:   stage s computes micro-batch m while stage s-1 computes m+1
     the loss       of the joint batch, from the outputs of all micro-batches, in the last stage
     all backward:  stage s computes micro-batch m while stage s+1 computes m+1
 
-so every step ends with the gradient of the joint batch, whatever the loss, and the path is that of
+So every step ends with the gradient of the joint batch, whatever the loss, and the path is that of
 one worker. Stages are idle while the pipeline fills and empties: of S stages that take equally long
-a share of (S-1)/(M+S-1) of the time. Larger M makes that less, and every micro-batch smaller, which
-operators like less.
+a share of (S-1)/(M+S-1) of the time. Larger M makes that less, but every micro-batch smaller, and
+operators are less efficient on small ones.
 
 Layers are divided so that the most expensive stage is as cheap as can be (`divided_layers`): by
 counted operations, or by measured time; either way the numbers that are computed are the same.
 Dropout is drawn from (seed, step, micro-batch), by generators that go with the micro-batch from
-stage to stage, so that it does not matter either which layer is in which stage, as long as these
+stage to stage. So it does not matter which layer is in which stage either, as long as all stages
 are on one device. Batch norm sees a micro-batch.
 
 What is handed over is counted as if memory were not shared: a stage hands its outputs on and the
@@ -75,7 +75,7 @@ class LayersPerCore:
 
     Args:
         batch_size: examples of a step; None is all the data.
-        microbatches: M, the parts of a batch that pass through the stages one behind the other.
+        microbatches: M, the parts of a batch that pass through the stages one after the other.
         balance: how layers are divided over stages: by counted operations, or by measured time.
     """
 
@@ -111,7 +111,7 @@ class LayersPerCore:
 
 
 _FAILED = object()
-"""What a stage that has failed puts into everybody's way, so that nobody waits for it."""
+"""What a stage that has failed puts on all lines, so that no other stage waits for it."""
 
 
 class Span(NamedTuple):
@@ -124,8 +124,10 @@ class Span(NamedTuple):
 
 @dataclass
 class Work:
-    """A stage's part of a step: what it did, the bytes it handed on and back, and in the last stage
-    the loss."""
+    """A stage's part of a step: what it did, and the bytes that it handed on and back.
+
+    loss: in the last stage, that of the joint batch.
+    """
 
     spans: list[Span] = field(default_factory=list)
     handed_on: int = 0
@@ -143,6 +145,7 @@ class Belt:
     """What passes between the stages in one pass: outputs forwards, their gradients backwards."""
 
     def __init__(self, stages: int) -> None:
+        # Stage s takes from the lines s; micro-batches come in their order.
         self.forwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
         self.backwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
 
@@ -159,7 +162,7 @@ class Belt:
 
 
 class Chain(nn.Module):
-    """The stages one behind the other, each on its device: the whole model, as it is evaluated.
+    """The stages one after the other, each on its device: the whole model, as it is evaluated.
 
     writing: the stages with layers that write into what they are given, which may be a view of the
     stage's inputs.
@@ -196,20 +199,23 @@ class PipelineLearner(SingleLearner):
         super().__init__(task, place, seed, strategy.batch_size)
         self.where = "master"
         self.microbatches = strategy.microbatches
-        layers, stages = layers_of(self.model), len(place.devices)
+        layers = layers_of(self.model)
+        stages = len(place.devices)
         self.size = max(1, self.batches.batch_size // self.microbatches)
-        costs = (
-            counted_costs(layers, self.train_examples)
-            if strategy.balance == "counted"
-            else measured_costs(layers, self.train_examples, self.size)
-        )
+        if strategy.balance == "counted":
+            costs = counted_costs(layers, self.train_examples)
+        else:
+            costs = measured_costs(layers, self.train_examples, self.size)
         self.division = divided_layers(costs, stages)
         writes = writers(layers, self.train_examples)
-        writing = {
-            stage for stage, numbers in enumerate(self.division) if any(writes[n] for n in numbers)
-        }
-        stages_of = [[layers[number] for number in numbers] for numbers in self.division]
-        self.chain = Chain(stages_of, place.devices, writing)
+        writing: set[int] = set()
+        of_stages: list[list[nn.Module]] = []
+        for stage, numbers in enumerate(self.division):
+            own = slice(numbers.start, numbers.stop)
+            of_stages.append(layers[own])
+            if any(writes[own]):
+                writing.add(stage)
+        self.chain = Chain(of_stages, place.devices, writing)
         self.team = team_at(place, self.flops_per_step() / stages, "stage")
         self.sheets = [
             TimeSheet(Meter(name_of(stage, numbers), place.trace), "the other stages")
@@ -250,42 +256,42 @@ class PipelineLearner(SingleLearner):
             belt.forwards[0].put(microbatch)
         draws = self._draws(len(sizes), own)
         done = self.team.each(
-            lambda stage: self._stage(stage, belt, sizes, targets, draws[stage]), self.group.step
+            lambda stage: self._stage(stage, belt, draws[stage], sizes=sizes, targets=targets),
+            self.group.step,
         )
         return [one.value for one in done]
 
     def _draws(self, microbatches: int, own: Own) -> list[list[Draw]]:
-        """For each stage those of each micro-batch, which stages on one device share: of one seed,
-        two GPUs would draw the same numbers."""
-        of_device = {
-            device: [
-                own(derive(self.seed, "step", self.step, number, *([place] if place else [])))
-                for number in range(microbatches)
-            ]
-            for place, device in enumerate(dict.fromkeys(self.chain.devices))
-        }
+        """For each stage those of each micro-batch; stages on one device share them."""
+        of_device: dict[torch.device, list[Draw]] = {}
+        for place, device in enumerate(dict.fromkeys(self.chain.devices)):
+            # From one seed two GPUs would draw the same numbers, so the later ones add their place.
+            own_place = (place,) if place else ()
+            of_device[device] = []
+            for number in range(microbatches):
+                position = (self.step, number, *own_place)
+                of_device[device].append(own(derive(self.seed, "step", *position)))
         return [of_device[device] for device in self.chain.devices]
 
     def _stage(
-        self, stage: int, belt: Belt, sizes: list[int], targets: Any, draws: Sequence[Draw]
+        self, stage: int, belt: Belt, draws: Sequence[Draw], sizes: list[int], targets: Any
     ) -> Work:
         """The life of a stage in a pass."""
         try:
             work = Work()
-            begun = [
-                self._forward(stage, number, belt, work, draw) for number, draw in enumerate(draws)
-            ]
+            begun = []
+            for number, draw in enumerate(draws):
+                begun.append(self._forward(stage, number, belt=belt, work=work, draw=draw))
             if stage + 1 == len(self.division):
-                grads = work.timed(
-                    "loss",
-                    lambda: self._loss([outputs for _, outputs in begun], sizes, targets, work),
-                )
+                ends = [outputs for _, outputs in begun]
+                grads = work.timed("loss", lambda: self._loss(ends, sizes, targets, work))
                 for grad in grads:
                     belt.backwards[stage].put(grad)
-            for number, (leaves, outputs) in enumerate(begun):
-                self._backward(stage, number, belt, work, leaves, outputs)
+            for number, graph in enumerate(begun):
+                self._backward(stage, number, graph, belt=belt, work=work)
             return work
         except BaseException:
+            # The other stages would wait for this one for ever.
             belt.stop()
             raise
 
@@ -322,8 +328,10 @@ class PipelineLearner(SingleLearner):
         return [parts.gradients(leaf) for leaf in leaves]
 
     def _backward(
-        self, stage: int, number: int, belt: Belt, work: Work, leaves: Any, outputs: Any
+        self, stage: int, number: int, graph: tuple[Any, Any], belt: Belt, work: Work
     ) -> None:
+        """One micro-batch. graph: what `_forward` returned."""
+        leaves, outputs = graph
         grads = belt.taken(belt.backwards[stage])
         work.timed(f"backward of micro-batch {number}", lambda: parts.backward(outputs, grads))
         if stage > 0:
@@ -342,7 +350,7 @@ class PipelineLearner(SingleLearner):
                     self.sheets[other].meter.received(handed)
 
     def evaluate(self) -> dict[str, float]:
-        return evaluate(self.task, self.chain, self.test_examples, self.group, self.step)
+        return evaluate(self.task, self.chain, self.test_examples, group=self.group, step=self.step)
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter, *(sheet.meter for sheet in self.sheets)]
@@ -350,17 +358,13 @@ class PipelineLearner(SingleLearner):
 
 def name_of(stage: int, layers: range) -> str:
     """What reports call a stage: "stage 1, layers 2-4"."""
-    first, last = layers[0], layers[-1]
-    return (
-        f"stage {stage}, layer {first}"
-        if first == last
-        else f"stage {stage}, layers {first}-{last}"
-    )
+    if len(layers) == 1:
+        return f"stage {stage}, layer {layers[0]}"
+    return f"stage {stage}, layers {layers[0]}-{layers[-1]}"
 
 
 def handed_over(widths: Sequence[int], examples: int) -> list[int]:
-    """Elements that each stage hands over in a step: of its outputs on, and of its inputs'
-    gradients back.
+    """Elements that each stage hands over in a step: outputs on, and inputs' gradients back.
 
     widths: elements of an example at each of the S-1 cuts.
     """

@@ -1,8 +1,7 @@
-"""Inputs and outputs of a model, divided over workers and put together again: tensors in any
-structure.
+"""Inputs and outputs of a model, divided over workers and put together again.
 
-Every tensor has the examples along its first dimension; tuples, lists, dicts and what else torch's
-pytrees know are kept as they are.
+They are tensors in any structure. Every tensor has the examples along its first dimension; tuples,
+lists, dicts and what else torch's pytrees know are kept as they are.
 """
 
 from __future__ import annotations
@@ -16,20 +15,22 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 
 def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """The first sizes[0] examples of every tensor in `tree`, the next sizes[1], …: views, one
-    structure a size.
+    """The first sizes[0] examples of every tensor in `tree`, the next sizes[1], and so on.
 
-    Raises ValueError for what is no tensor, or has another number of examples.
+    They are views, in one structure for each size. Raises ValueError for what is no tensor, or has
+    another number of examples.
     """
     leaves, structure = tree_flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise ValueError(
                 f"a {type(leaf).__name__} among the inputs cannot be divided over workers: give "
-                f"tensors"
+                "tensors"
             )
     pieces = [leaf.split(list(sizes)) for leaf in leaves]
-    return [tree_unflatten([piece[i] for piece in pieces], structure) for i in range(len(sizes))]
+    if not pieces:
+        return [tree_unflatten([], structure) for _ in sizes]
+    return [tree_unflatten(list(own), structure) for own in zip(*pieces, strict=True)]
 
 
 def joined(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -45,39 +46,37 @@ def joined(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
             "the model returned different structures on different workers, which cannot be put "
             "together"
         )
-    leaves = [
-        _joined_leaf(list(parts), sizes)
-        for parts in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return tree_unflatten(leaves, structure)
+    of_workers = [leaves for leaves, _ in flat]
+    joined_leaves = [_joined_leaf(list(each), sizes) for each in zip(*of_workers, strict=True)]
+    return tree_unflatten(joined_leaves, structure)
 
 
 def _joined_leaf(parts: list[Any], sizes: Sequence[int]) -> Any:
     if not all(isinstance(part, Tensor) for part in parts):
+        # A number, such as a width, that all workers return alike needs no putting together.
         if any(part != parts[0] for part in parts):
             raise ValueError(
                 f"the model returned {parts}, one a worker, which cannot be put together: return "
-                f"tensors"
+                "tensors"
             )
         return parts[0]
     for part, size in zip(parts, sizes, strict=True):
         if part.ndim == 0 or len(part) != size:
             raise ValueError(
                 f"the model returned a tensor of shape {tuple(part.shape)} for {size} examples; to "
-                f"be put together "
-                "with other workers' it needs the examples along its first dimension"
+                "be put together with other workers' it needs the examples along its first "
+                "dimension"
             )
     return torch.cat([part.to(parts[0].device) for part in parts])
 
 
 def detached(tree: Any) -> Any:
-    """The same values, as the beginning of another graph: floating-point tensors that had a
-    gradient ask for one."""
+    """The same values, as the beginning of another graph; what had a gradient asks for one."""
 
     def cut(leaf: Any) -> Any:
-        return (
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        )
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.requires_grad)
 
     return tree_map(cut, tree)
 

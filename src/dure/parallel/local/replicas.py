@@ -1,16 +1,17 @@
-"""Data parallel in one process: a master divides each batch over replicas of the model that run in
-threads.
+"""Data parallel in one process: a master divides each batch over replicas in worker threads.
 
 In a step the master
 
-    scatters the inputs, examples b_1 … b_N of the joint batch, to N workers, whose replicas run
-    forward at once; gathers the outputs, computes the loss of the whole batch and its gradient with
-    respect to the outputs; scatters these gradients to the workers, whose replicas run backward at
-    once; reduces the gradients of the weights, g = g_1 + … + g_N in this order, and updates.
+    scatters  the inputs, examples b_1 … b_N of the joint batch, to N workers, whose replicas run
+              forward at once;
+    gathers   the outputs, and computes the loss of the whole batch and its gradient with respect to
+              the outputs;
+    scatters  these gradients to the workers, whose replicas run backward at once;
+    reduces   the gradients of the weights, g = g_1 + … + g_N in this order, and updates.
 
 Since the loss is the master's, it may be any function of the whole batch, and N workers walk the
-path of one. What the master does, nobody else does meanwhile: that is its extra load, beside which
-`dure.parallel.data.strategy`, where all ranks do the same, is even.
+path of one. While the master works the workers wait: that is its extra load, which
+`dure.parallel.data.strategy`, where all ranks do the same, does not have.
 
 Replicas on the master's device use the weights in its memory; there a gradient for each worker is
 all they add. Replicas on other devices get a copy of the weights in every step. Batch norm sees a
@@ -67,15 +68,16 @@ class Worker:
     """A worker as its master sees it: the replica, what it was handed, and what it did."""
 
     def __init__(self, model: nn.Module, device: torch.device, meter: Meter) -> None:
-        self.model, self.device, self.meter = model, device, meter
+        self.model = model
+        self.device = device
+        self.meter = meter
         self.sheet = TimeSheet(meter, "the master")
         self.inputs: Any = None
         self.outputs: Any = None
         self.leaves: Any = None
 
     def forward(self) -> None:
-        """From `inputs` to `outputs`, and to `leaves`: their values, at which the master's graph
-        begins."""
+        """From `inputs` to `outputs` and their values `leaves`: the master's graph begins there."""
         self.outputs = self.model(copied(self.inputs))
         self.leaves = parts.detached(self.outputs)
 
@@ -98,20 +100,18 @@ class ReplicasLearner(SingleLearner):
         precision: Literal["full", "bf16"] = "full",
     ) -> None:
         super().__init__(task, place, seed, batch_size)
-        self.clip_norm, self.precision = clip_norm, precision
+        self.clip_norm = clip_norm
+        self.precision = precision
         self.where = "master"
         self.share = -(-self.batches.batch_size // len(place.devices))
         self.team = team_at(place, self.flops_per_step())
-        self.workers = [
-            Worker(
-                self.model
-                if worker == 0
-                else replica(self.model, seeded_model(task, seed), device),
-                device,
-                Meter(f"worker {worker}", place.trace),
-            )
-            for worker, device in enumerate(place.devices)
-        ]
+        self.workers: list[Worker] = []
+        for number, device in enumerate(place.devices):
+            own = self.model
+            if number > 0:
+                own = replica(self.model, seeded_model(task, seed), device)
+            meter = Meter(f"worker {number}", place.trace)
+            self.workers.append(Worker(own, device, meter))
         self.draws = Draws(place.devices, [worker.model for worker in self.workers])
 
     def flops_per_step(self) -> float:
@@ -131,16 +131,9 @@ class ReplicasLearner(SingleLearner):
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
-        with (
-            torch.autocast(self.device.type, torch.bfloat16)
-            if self.precision == "bf16"
-            else nullcontext()
-        ):
-            self.draws.run(
-                lambda own: self._at_once(
-                    "forward", busy, lambda worker: self._forward(worker, own)
-                )
-            )
+        mixed = self.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
+            self.draws.run(lambda own: self._forward_all(busy, own))
             loss, value = self._loss(busy, sizes, targets)
         self._begin_backward(loss, busy)
         self._at_once("backward", busy, lambda worker: self.workers[worker].backward())
@@ -156,6 +149,11 @@ class ReplicasLearner(SingleLearner):
             self._to(worker, refresh(worker.model, self.model) + parts.nbytes(mine))
         self._moved("scatter", started)
         return busy
+
+    def _forward_all(
+        self, busy: list[Worker], own: Callable[[int], AbstractContextManager[Any]]
+    ) -> None:
+        self._at_once("forward", busy, lambda number: self._forward(number, own))
 
     def _forward(self, number: int, own: Callable[[int], AbstractContextManager[Any]]) -> None:
         with own(derive(self.seed, "step", self.step, number)):
@@ -197,10 +195,10 @@ class ReplicasLearner(SingleLearner):
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes([weight.grad for weight in worker.model.parameters()]))
+        # Worker 0 works on the model itself, whose gradients are there.
         for worker in busy[1:]:
-            for weight, mine in zip(
-                self.model.parameters(), worker.model.parameters(), strict=True
-            ):
+            weights = zip(self.model.parameters(), worker.model.parameters(), strict=True)
+            for weight, mine in weights:
                 if mine.grad is not None:
                     add_gradient(weight, mine.grad.to(weight.device))
                     mine.grad = None
@@ -209,7 +207,8 @@ class ReplicasLearner(SingleLearner):
             started = time.perf_counter()
             for weight in self.model.parameters():
                 if weight.grad is not None and weight.grad.is_sparse:
-                    weight.grad = as_dense(weight.grad)  # torch takes no norms of sparse ones
+                    # torch takes no norms of sparse gradients.
+                    weight.grad = as_dense(weight.grad)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
 
@@ -232,11 +231,12 @@ class ReplicasLearner(SingleLearner):
 
 
 def replica(model: nn.Module, fresh: nn.Module, device: torch.device) -> nn.Module:
-    """`fresh` as a replica of `model` on `device`. Raises ValueError if they have a parameter in
-    common."""
-    if {id(weight) for weight in model.parameters()} & {
-        id(weight) for weight in fresh.parameters()
-    }:
+    """`fresh` as a replica of `model` on `device`.
+
+    Raises ValueError if they have a parameter in common.
+    """
+    known = {id(weight) for weight in model.parameters()}
+    if any(id(weight) in known for weight in fresh.parameters()):
         raise ValueError(
             "the task's model function returned the same parameters twice: it has to make fresh "
             "ones"
@@ -247,11 +247,10 @@ def replica(model: nn.Module, fresh: nn.Module, device: torch.device) -> nn.Modu
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> int:
-    """Gives a replica the weights and buffers of its model, and no gradients; returns how many
-    bytes it was given.
+    """Gives a replica the weights and buffers of its model, and no gradients.
 
-    On the model's device the replica uses the weights where they are, also those that an optimizer
-    has put elsewhere.
+    Returns how many bytes it was given. On the model's device the replica uses the weights where
+    they are, also those that an optimizer has put elsewhere.
     """
     given = 0
     for mine, weight in zip(replica.parameters(), model.parameters(), strict=True):
@@ -265,9 +264,8 @@ def refresh(replica: nn.Module, model: nn.Module) -> int:
         if own is buffer:
             continue
         given += buffer.nbytes
-        if own.device != buffer.device or not torch.equal(
-            own, buffer
-        ):  # an expanded one is equal, and not written
+        # A buffer that is expanded could not be written; nothing changes it, so it is equal.
+        if own.device != buffer.device or not torch.equal(own, buffer):
             own.copy_(buffer)
     return given
 

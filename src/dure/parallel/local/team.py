@@ -62,7 +62,8 @@ class Team:
     """
 
     def __init__(self, devices: Sequence[torch.device], threads: int, name: str = "worker") -> None:
-        self.devices, self.name = tuple(devices), name
+        self.devices = tuple(devices)
+        self.name = name
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self.devices]
         self._outbox: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._members = [
@@ -82,13 +83,13 @@ class Team:
         """How many threads an operator of a worker uses from now on."""
         mine = torch.get_num_threads()
         self.each(lambda worker: set_own_threads(threads), "the start")
-        torch.set_num_threads(mine)  # and for threads that are yet to come
+        # A thread that says its number says it for threads that are yet to come, too.
+        torch.set_num_threads(mine)
 
     def each(
         self, work: Callable[[int], Value], step: str, workers: Iterable[int] | None = None
     ) -> list[Done[Value]]:
-        """work(worker) of all workers, or of these, at the same time; what they returned, in their
-        order.
+        """work(worker) of all workers, or of these, at the same time: what they returned, in order.
 
         step: what they work on, for errors. Raises, when all have ended, the first worker's error:
         WorkerFailedError for what is not dure's own.
@@ -97,7 +98,10 @@ class Team:
         mixed = _mixed_precision(self.devices[0].type)
         for worker in asked:
             self._inboxes[worker].put((work, mixed))
-        outcomes = {outcome.worker: outcome for outcome in (self._next() for _ in asked)}
+        outcomes: dict[int, _Outcome] = {}
+        for _ in asked:
+            outcome = self._next()
+            outcomes[outcome.worker] = outcome
         failed = [outcomes[worker] for worker in asked if outcomes[worker].error is not None]
         if failed:
             failed.sort(key=lambda outcome: isinstance(outcome.error, AbandonedError))
@@ -105,8 +109,9 @@ class Team:
         return [done for worker in asked if (done := outcomes[worker].done) is not None]
 
     def _next(self) -> _Outcome:
-        """What the next worker that is done says. A signal that the system gave to another thread
-        is only seen by a main thread that looks up from waiting."""
+        """What the next worker that is done says."""
+        # A main thread that waits without a timeout does not see signals that the system has given
+        # to another thread.
         while True:
             try:
                 return self._outbox.get(timeout=LOOK_UP_SECONDS)
@@ -127,7 +132,8 @@ class Team:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             while (job := self._inboxes[worker].get()) is not None:
                 self._outbox.put(self._do(worker, *job))
-                del job  # what the run has given up shall not live on here
+                # What the run gives up must not live on here until the next job comes.
+                del job
 
     def _do(
         self,
@@ -158,7 +164,8 @@ class TimeSheet:
     """When a worker computed; the rest of a step it was idle, waiting for `others`."""
 
     def __init__(self, meter: Meter, others: str) -> None:
-        self.meter, self.others = meter, others
+        self.meter = meter
+        self.others = others
         self._free = 0.0
 
     def begin(self, now: float) -> None:
@@ -183,11 +190,8 @@ def team_at(place: Place, flops: float, name: str = "worker") -> Team:
     They divide the cores; an operator of theirs uses one thread if their steps are small
     (`dure.machine.threads`).
     """
-    team = Team(
-        place.devices,
-        min(threads_for(flops), max(1, torch.get_num_threads() // len(place.devices))),
-        name,
-    )
+    share = max(1, torch.get_num_threads() // len(place.devices))
+    team = Team(place.devices, min(threads_for(flops), share), name)
     place.ending.callback(team.close)
     return team
 

@@ -1,1 +1,1 @@
-"""Data, pipeline and tensor parallelism on one mesh of ranks."""
+"""Data, pipeline and tensor parallelism on one mesh of ranks, and the meshes of one axis."""

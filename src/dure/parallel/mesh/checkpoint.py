@@ -1,5 +1,4 @@
-"""The checkpoint of a run on a mesh: what is kept is that of the undivided model, so it loads onto
-any other mesh.
+"""The checkpoint of a run on a mesh: that of the undivided model, which loads onto any other mesh.
 
 weights     each from the first stage that holds it, its parts joined over the tensor group
 optimizer   the state of each parameter, by its name, undivided
@@ -7,15 +6,17 @@ optimizer   the state of each parameter, by its name, undivided
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
 from dure.machine.devices import to_cpu
-from dure.parallel.mesh import zero as mesh_zero
+from dure.parallel.mesh.held import Held
+from dure.parallel.mesh.zero import whole
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered
 from dure.parallel.tensor.state import divisions, whole_state_dict
@@ -23,81 +24,77 @@ from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.weights import weights_from_bytes, weights_to_bytes
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
 
-if TYPE_CHECKING:
-    from dure.parallel.mesh.strategy import ParallelLearner
 
-
-def weights_of(learner: ParallelLearner) -> dict[str, Tensor]:
+def weights_of(held: Held) -> dict[str, Tensor]:
     """The undivided model's state_dict, on rank 0; all ranks call it."""
-    whole: dict[str, Tensor] = {}
-    with mesh_zero.whole(learner):
-        state = whole_state_dict(learner.model)
-    mine = {name: state[name] for name in state if _keeper(learner, name) == learner.at.pipeline}
-    sends = learner.at.data == 0 and learner.at.tensor == 0
-    content = weights_to_bytes(to_cpu(mine)) if sends else b""
-    for part in learner.group.gather_bytes(content):
+    joined: dict[str, Tensor] = {}
+    with whole(held):
+        state = whole_state_dict(held.model)
+    mine = {name: state[name] for name in state if _keeper(held, name) == held.at.pipeline}
+    content = weights_to_bytes(to_cpu(mine)) if _writes(held) else b""
+    for part in held.group.gather_bytes(content):
         if part:
-            whole |= weights_from_bytes(part)
-    return {name: whole[name] for name in state} if learner.group.rank == 0 else {}
+            joined |= weights_from_bytes(part)
+    return {name: joined[name] for name in state} if held.group.rank == 0 else {}
 
 
-def _keeper(learner: ParallelLearner, name: str) -> int:
-    """The stage's rank from which an entry of the state_dict is taken: for what a module adds to
-    it, the first."""
-    return learner.keepers.get(learner.first_name[name], [0])[0]
+def _writes(held: Held) -> bool:
+    """Whether this rank writes what its stages hold: one of those that hold the same does."""
+    return held.at.data == 0 and held.at.tensor == 0
 
 
-def state_of(learner: ParallelLearner) -> dict[str, Any]:
+def _keeper(held: Held, name: str) -> int:
+    """The stage's rank from which an entry of the state_dict is taken."""
+    # What a module adds to the state_dict by itself is no parameter or buffer: all ranks have it.
+    return held.keepers.get(held.first_name[name], [0])[0]
+
+
+def state_of(held: Held) -> dict[str, Any]:
     """What all ranks have alike."""
-    return {"step": learner.step, "buffers": _passing_buffers(learner)}
+    return {"step": held.step, "buffers": _passing_buffers(held)}
 
 
-def _passing_buffers(learner: ParallelLearner) -> dict[str, Tensor]:
+def _passing_buffers(held: Held) -> dict[str, Tensor]:
     """Those of all stages that a state_dict leaves out, on rank 0; all ranks call it."""
-    sends = learner.at.data == 0 and learner.at.tensor == 0
-    own = passing_buffers(learner.model) if sends else {}
-    mine = {
-        name: value
-        for name, value in own.items()
-        if learner.keepers[name][0] == learner.at.pipeline
-    }
+    own = passing_buffers(held.model) if _writes(held) else {}
+    mine = {name: value for name, value in own.items() if held.is_first(name)}
     found: dict[str, Tensor] = {}
-    for part in learner.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
+    for part in held.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
         found |= tree_from_bytes(part)
     return found
 
 
-def part_of(learner: ParallelLearner) -> dict[str, Any]:
+def part_of(held: Held) -> dict[str, Any]:
     """The optimizer's state of what this rank holds, by name."""
-    if learner.optimizer is None:
+    if held.optimizer is None:
         return {"groups": [], "state": {}}
-    written = to_cpu(
-        (learner.zero.optimizer_state_dict if learner.zero else learner.optimizer.state_dict)()
-    )
-    names = [name for group in _names_in_the_optimizer(learner) for name in group]
-    divided = divisions(learner.model)
-    states = {
-        names[index]: _joined(value, learner.parameters[names[index]], divided.get(names[index]))
-        for index, value in written["state"].items()
-    }
-    if learner.at.tensor > 0 or learner.at.data > 0:
-        states = {}
-    groups = [
-        {**group, "params": [names[index] for index in group["params"]]}
-        for group in written["param_groups"]
-    ]
-    return {"groups": groups, "state": states}
+    state = held.zero.optimizer_state_dict() if held.zero else held.optimizer.state_dict()
+    written = to_cpu(state)
+    # torch numbers parameters through all groups; names hold on any other mesh.
+    names = list(chain.from_iterable(_names_in_the_optimizer(held)))
+    divided = divisions(held.model)
+    states = {}
+    for index, value in written["state"].items():
+        name = names[index]
+        # Every tensor neighbour takes part in the joining, though only the first one writes.
+        states[name] = _joined(value, held.parameters[name], divided.get(name))
+    groups = []
+    for group in written["param_groups"]:
+        groups.append({**group, "params": [names[index] for index in group["params"]]})
+    return {"groups": groups, "state": states if _writes(held) else {}}
 
 
-def _names_in_the_optimizer(learner: ParallelLearner) -> list[list[str]]:
-    """The parameters' names, for each group of the optimizer, in the order in which it counts
-    them."""
-    assert learner.optimizer is not None
-    names = {id(parameter): name for name, parameter in learner.parameters.items()}
-    groups = [group["params"] for group in learner.optimizer.param_groups]
-    if learner.zero is not None:
-        groups = learner.zero.division.original
-    return [[names[id(parameter)] for parameter in group] for group in groups]
+def _names_in_the_optimizer(held: Held) -> list[list[str]]:
+    """The parameters' names, for each group of the optimizer, in the order of its numbers."""
+    assert held.optimizer is not None
+    names = {id(parameter): name for name, parameter in held.parameters.items()}
+    groups = [group["params"] for group in held.optimizer.param_groups]
+    if held.zero is not None:
+        groups = held.zero.division.original
+    named = []
+    for group in groups:
+        named.append([names[id(parameter)] for parameter in group])
+    return named
 
 
 def _joined(
@@ -115,13 +112,13 @@ def _joined(
     }
 
 
-def _own_part(learner: ParallelLearner, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def _own_part(held: Held, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `_joined`."""
-    how, parameter = divisions(learner.model).get(name), learner.parameters[name]
+    how = divisions(held.model).get(name)
     if how is None:
         return dict(state)
     division, group = how
-    shape = list(parameter.shape)
+    shape = list(held.parameters[name].shape)
     shape[division.dim] = division.length
     return {
         key: division.part(value, group.rank, group.size)
@@ -131,69 +128,63 @@ def _own_part(learner: ParallelLearner, name: str, state: Mapping[str, Any]) -> 
     }
 
 
-def restore(
-    learner: ParallelLearner, weights: Mapping[str, Tensor], state: Mapping[str, Any]
-) -> None:
-    """Takes this rank\'s part of a checkpoint, of this mesh or another."""
-    own, held, divided = (
-        learner.model.state_dict(keep_vars=True),
-        set(learner.held),
-        divisions(learner.model),
-    )
-    with mesh_zero.whole(learner), torch.no_grad():
+def restore(held: Held, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Takes this rank's part of a checkpoint, of this mesh or another."""
+    _restore_weights(held, weights)
+    buffers = {name: value for name, value in state["buffers"].items() if name in held.names}
+    load_passing_buffers(held.model, buffers)
+    _restore_optimizer(held, state["parts"])
+    held.step = state["step"]
+
+
+@torch.no_grad()
+def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
+    own = held.model.state_dict(keep_vars=True)
+    divided = divisions(held.model)
+    with whole(held):
         for name, value in weights.items():
             module, _, entry = name.rpartition(".")
             if entry == "_extra_state":
-                learner.model.get_submodule(module).set_extra_state(value)
-            elif learner.first_name[name] in held:
+                held.model.get_submodule(module).set_extra_state(value)
+            elif held.first_name[name] in held.names:
                 if name in divided:
                     division, group = divided[name]
                     value = division.part(value, group.rank, group.size)
                 own[name].copy_(value)
-    if learner.zero is not None and learner.zero.stage == 1:
-        held_here = {
-            str(i): parameter.detach().clone()
-            for i, parameter in enumerate(learner.parameters.values())
-        }
-        learner.zero.load_state_dict(held_here)
-    buffers = {name: value for name, value in state["buffers"].items() if name in held}
-    load_passing_buffers(learner.model, buffers)
-    if learner.optimizer is not None:
-        states: dict[str, Any] = {}
-        for part in state["parts"]:
-            own_names = part["state"].keys() & learner.parameters.keys()
-            states |= {name: _own_part(learner, name, part["state"][name]) for name in own_names}
-        names = _names_in_the_optimizer(learner)
-        settings = {
-            name: group
-            for part in state["parts"]
-            for group in part["groups"]
-            for name in group["params"]
-        }
-        now = (
-            learner.zero.division.groups()
-            if learner.zero
-            else learner.optimizer.state_dict()["param_groups"]
-        )
-        # one may be empty, as of biases where a stage has none, or unknown, where nobody trained it
-        # there
-        groups = [
-            {
-                **next((settings[name] for name in own if name in settings), group),
-                "params": group["params"],
-            }
-            for own, group in zip(names, now, strict=True)
-        ]
-        numbered = enumerate(name for group in names for name in group)
-        load_state = (
-            learner.zero.load_optimizer_state_dict
-            if learner.zero
-            else learner.optimizer.load_state_dict
-        )
-        load_state(
-            {
-                "state": {index: states[name] for index, name in numbered if name in states},
-                "param_groups": groups,
-            }
-        )
-    learner.step = state["step"]
+    if held.zero is not None and held.zero.stage == 1:
+        # In stages 2 and 3 ZeRO takes what was written when `whole` ends; in stage 1, where `whole`
+        # does nothing, it is told here. It knows the parameters by their places.
+        here = {}
+        for place, parameter in enumerate(held.parameters.values()):
+            here[str(place)] = parameter.detach().clone()
+        held.zero.load_state_dict(here)
+
+
+def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Takes what this rank trains out of what all ranks of the run before have written."""
+    if held.optimizer is None:
+        return
+    states: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for part in parts:
+        for name in part["state"].keys() & held.parameters.keys():
+            states[name] = _own_part(held, name, part["state"][name])
+        for group in part["groups"]:
+            settings.update(dict.fromkeys(group["params"], group))
+    names = _names_in_the_optimizer(held)
+    now = held.zero.division.groups() if held.zero else held.optimizer.state_dict()["param_groups"]
+    groups = []
+    for own, group in zip(names, now, strict=True):
+        # A group may be empty, such as that of biases where a stage has none, or unknown, where
+        # no rank trained it: then it has the settings that it was made with.
+        known = next((settings[name] for name in own if name in settings), group)
+        groups.append({**known, "params": group["params"]})
+    numbered = enumerate(chain.from_iterable(names))
+    restored = {
+        "state": {index: states[name] for index, name in numbered if name in states},
+        "param_groups": groups,
+    }
+    if held.zero is not None:
+        held.zero.load_optimizer_state_dict(restored)
+    else:
+        held.optimizer.load_state_dict(restored)

@@ -1,9 +1,8 @@
-"""What ranks of a mesh hold alike, and how it stays alike: gradients of shared parameters, norms,
-buffers.
+"""What ranks of a mesh hold alike, and how it stays alike: gradients, their norm, and buffers.
 
 stages       a parameter that several of them use: its gradient is the sum of theirs, on each
 data groups  the gradient of every parameter is the sum over the group; buffers that a step changes
-are the first's
+             are the first's
 norm         of the whole gradient: what several ranks hold alike counts once
 """
 
@@ -11,29 +10,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from dure.collectives.all_reduce import all_reduce
+from dure.collectives.group import Group
 from dure.parallel.gradients import as_dense
-from dure.parallel.mesh import zero as mesh_zero
+from dure.parallel.mesh.held import Held
+from dure.parallel.mesh.zero import account, names_of
 from dure.parallel.tensor.state import divisions
 from dure.parallel.zero.away import gradient_of, set_gradient
 
-if TYPE_CHECKING:
-    from dure.parallel.mesh.strategy import ParallelLearner
-
 
 @torch.no_grad()
-def sum_tied(learner: ParallelLearner) -> None:
-    """Parameters that several stages use: the gradient is the sum of theirs, in order of stages, on
-    each."""
-    group = learner.groups.pipeline
-    for name in learner.tied:
-        parameter, ranks = learner.parameters[name], learner.keepers[name]
+def sum_tied(held: Held) -> None:
+    """Gradients of parameters that several stages use are the sums of theirs, on each of them."""
+    group = held.groups.pipeline
+    for name in held.tied:
+        parameter = held.parameters[name]
+        ranks = held.keepers[name]
         found = gradient_of(parameter)
         mine = as_dense(found) if found is not None else torch.zeros_like(parameter)
         others = [rank for rank in ranks if rank != group.rank]
@@ -44,92 +41,92 @@ def sum_tied(learner: ParallelLearner) -> None:
             [(arrived[rank], rank) for rank in others],
         )
         end()
-        total = sum(
-            (arrived.get(rank, mine) for rank in ranks[1:]),
-            start=arrived.get(ranks[0], mine).clone(),
-        )
+        # All add in the order of stages, so that each has the same bits.
+        total = arrived.get(ranks[0], mine).clone()
+        for rank in ranks[1:]:
+            total += arrived.get(rank, mine)
         set_gradient(parameter, total)
 
 
 @torch.no_grad()
-def sum_over_replicas(learner: ParallelLearner) -> None:
-    """Gradients are the sums over the data group; with ZeRO each rank is left with those of its
-    part."""
-    group = learner.groups.data
-    if group.size == 1 or not learner.parameters:
+def sum_over_replicas(held: Held) -> None:
+    """Gradients are the sums over the data group; with ZeRO each rank keeps those of its part."""
+    group = held.groups.data
+    if group.size == 1 or not held.parameters:
         return
-    if learner.zero is not None:
-        learner.zero.reduce()
-        mesh_zero.account(learner, computing=False)
+    if held.zero is not None:
+        held.zero.reduce()
+        account(held, computing=False)
         return
     started = time.perf_counter()
-    parameters = list(learner.parameters.values())
+    parameters = list(held.parameters.values())
+    # A parameter that no rank of the group has used keeps no gradient, as with one worker.
     used = [float(parameter.grad is not None) for parameter in parameters]
-    alike = [sum(column) for column in zip(*group.all_gather_values(used), strict=True)]
-    summed = [parameter for parameter, count in zip(parameters, alike, strict=True) if count]
-    for alike_type in dict.fromkeys((parameter.dtype, parameter.device) for parameter in summed):
-        same = [
-            parameter for parameter in summed if (parameter.dtype, parameter.device) == alike_type
-        ]
-        gradients = [as_dense(p.grad) if p.grad is not None else torch.zeros_like(p) for p in same]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        all_reduce(flat, algorithm="native", group=group)
-        for parameter, piece in zip(
-            same, torch.split(flat, [p.numel() for p in same]), strict=True
-        ):
-            parameter.grad = piece.view(parameter.shape)
-    learner.group.meter.communication(
-        "all-reduce of gradients", started, time.perf_counter(), learner.step + 1
+    counts = [sum(column) for column in zip(*group.all_gather_values(used), strict=True)]
+    summed = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
+    for dtype, device in dict.fromkeys((one.dtype, one.device) for one in summed):
+        _sum_flat([p for p in summed if (p.dtype, p.device) == (dtype, device)], group)
+    held.group.meter.communication(
+        "all-reduce of gradients", started, time.perf_counter(), held.step + 1
     )
 
 
-def share_buffers(learner: ParallelLearner) -> None:
-    """Buffers that a step changes, as running statistics, are everywhere those of the first data
-    group."""
-    group = learner.groups.data
-    if group.size == 1 or not learner.written:
+def _sum_flat(parameters: Sequence[Tensor], group: Group) -> None:
+    """Sums the gradients of parameters of one dtype and device, as one message."""
+    gradients = [
+        as_dense(p.grad) if p.grad is not None else torch.zeros_like(p) for p in parameters
+    ]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    all_reduce(flat, algorithm="native", group=group)
+    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.view(parameter.shape)
+
+
+def share_buffers(held: Held) -> None:
+    """Buffers that a step changes, such as running statistics, are those of the first data group.
+
+    In this way they are the same in all groups, though each has seen other examples.
+    """
+    group = held.groups.data
+    if group.size == 1 or not held.written:
         return
     started = time.perf_counter()
-    if (
-        learner.speaking is not None
-    ):  # nobody has looked into the model: those that forward passes have changed
-        flags = group.all_gather_values(
-            [float(changed) for changed in learner.speaking.changed()], "changed buffers"
-        )
-        learner.speaking.take(group, [flag > 0 for flag in flags[0]])
+    if held.speaking is not None:
+        # No trace says what forward passes write, so the first rank says what they have changed.
+        changed = [float(one) for one in held.speaking.changed()]
+        flags = group.all_gather_values(changed, "changed buffers")
+        held.speaking.take(group, [flag > 0 for flag in flags[0]])
     else:
-        buffers = dict(learner.model.named_buffers())
-        group.broadcast_values([buffers[name] for name in learner.written])
-    learner.group.meter.communication(
-        "broadcast of buffers", started, time.perf_counter(), learner.step + 1
+        buffers = dict(held.model.named_buffers())
+        group.broadcast_values([buffers[name] for name in held.written])
+    held.group.meter.communication(
+        "broadcast of buffers", started, time.perf_counter(), held.step + 1
     )
 
 
-def clip(learner: ParallelLearner, largest: float) -> None:
+def clip(held: Held, largest: float) -> None:
     """Scales the gradient so that its norm over the whole model is at most `largest`.
 
     What several stages or tensor neighbours hold alike counts once.
     """
-    divided = divisions(learner.model)
-    for parameter in learner.parameters.values() if learner.zero is None else ():
+    divided = divisions(held.model)
+    for parameter in held.parameters.values() if held.zero is None else ():
         if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = (
-                parameter.grad.coalesce()
-            )  # an element that is there several times is one
+            # An element that is there several times is one, the square of a sum.
+            parameter.grad = parameter.grad.coalesce()
     squares = [
         _square(gradient.values() if gradient.is_sparse else gradient)
-        for name, gradient in summed_gradients(learner)
-        if learner.keepers[name][0] == learner.at.pipeline
-        and (name in divided or learner.at.tensor == 0)
+        for name, gradient in summed_gradients(held)
+        if held.is_first(name) and (name in divided or held.at.tensor == 0)
     ]
-    rows = learner.group.all_gather_values([sum(squares)], "the norm of the gradient")
-    alike = (
-        1 if learner.zero is not None else learner.strategy.mesh.data
-    )  # else each replica has the whole
+    rows = held.group.all_gather_values([sum(squares)], "the norm of the gradient")
+    # Without ZeRO every replica has the whole gradient, and has sent its square.
+    alike = 1 if held.zero is not None else held.mesh.data
     total = sum(row[0] for row in rows) / alike
     scale = min(1.0, largest / (math.sqrt(total) + 1e-6))
-    for _, gradient in summed_gradients(learner):
-        if scale < 1:
+    if scale < 1:
+        for _, gradient in summed_gradients(held):
             gradient *= scale
 
 
@@ -137,14 +134,15 @@ def _square(gradient: Tensor) -> float:
     return float((gradient.abs() if gradient.is_complex() else gradient).double().square().sum())
 
 
-def summed_gradients(learner: ParallelLearner) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer will use here: gradients, or with ZeRO this rank's parts of them, by
-    name."""
-    if learner.zero is None:
-        yield from ((name, p.grad) for name, p in learner.parameters.items() if p.grad is not None)
+def summed_gradients(held: Held) -> Iterator[tuple[str, Tensor]]:
+    """The gradients that the optimizer will use here, by name: with ZeRO this rank's parts."""
+    if held.zero is None:
+        for name, parameter in held.parameters.items():
+            if parameter.grad is not None:
+                yield name, parameter.grad
         return
-    names = mesh_zero.names_of(learner)
-    for share in learner.zero.trained:
-        for held in share.held:
-            if held.part.grad is not None:
-                yield names[share.block.names[held.place]], held.part.grad
+    names = names_of(held)
+    for share in held.zero.trained:
+        for part in share.held:
+            if part.part.grad is not None:
+                yield names[share.block.names[part.place]], part.part.grad

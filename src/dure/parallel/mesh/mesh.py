@@ -4,8 +4,8 @@
 
     data      groups of ranks that hold the same parameters and see other examples
     pipeline  groups that hold the stages of one model
-    tensor    groups that hold the parts of the same layers: neighbours in rank, for they speak most, so that they share
-              a host wherever launchers fill hosts one after another
+    tensor    groups that hold the parts of the same layers: neighbours in rank, for they speak
+              most, so that they share a host wherever launchers fill hosts one after another
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM".
@@ -14,7 +14,7 @@ Megatron-LM".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dure.collectives.group import Group
@@ -43,11 +43,10 @@ class Mesh:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            degree = getattr(self, field.name)
+        for axis, degree in zip(AXES, self.degrees, strict=True):
             if degree < 1:
                 raise ValueError(
-                    f"{field.name} is {degree}, but along every axis there is one rank at least"
+                    f"{axis} is {degree}, but along every axis there is one rank at least"
                 )
 
     @property
@@ -66,8 +65,7 @@ class Mesh:
         if self.size != workers:
             raise ValueError(
                 f"{self} are {self.size} ranks, but the world has {workers}: choose degrees whose "
-                f"product is "
-                f"{workers}, or {self.size} workers"
+                f"product is {workers}, or {self.size} workers"
             )
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -87,36 +85,36 @@ class Mesh:
         return list(found.values())
 
     def check_hosts(self, hosts: Sequence[int]) -> None:
-        """Raises ValueError if tensor neighbours do not share a host. hosts: the host of each rank,
-        by number."""
+        """Raises ValueError if tensor neighbours do not share a host.
+
+        hosts: the host of each rank, by number.
+        """
         for ranks in self.groups("tensor"):
             if len({hosts[rank] for rank in ranks}) > 1:
                 names = ", ".join(map(str, ranks))
                 raise ValueError(
                     f"ranks {names} divide the same layers but do not share a host, and would wait "
-                    f"for the network in "
-                    f"every layer: choose a tensor degree that divides the ranks of each host"
+                    "for the network in every layer: choose a tensor degree that divides the ranks "
+                    "of each host"
                 )
 
     def table(self) -> str:
-        """The ranks for people: a row for each data and pipeline index, a column for each tensor
-        index."""
-        head = ["", *(f"tensor {index}" for index in range(self.tensor))]
-        rows = [
-            [f"data {data}, stage {stage}"]
-            + [
-                f"rank {self.rank(Coordinates(data, stage, tensor))}"
-                for tensor in range(self.tensor)
-            ]
-            for data in range(self.data)
-            for stage in range(self.pipeline)
-        ]
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in [head, *rows]
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        """For people: a row for each data and pipeline index, a column for each tensor index."""
+        rows = [["", *(f"tensor {index}" for index in range(self.tensor))]]
+        for data in range(self.data):
+            for stage in range(self.pipeline):
+                row = [f"data {data}, stage {stage}"]
+                for tensor in range(self.tensor):
+                    row.append(f"rank {self.rank(Coordinates(data, stage, tensor))}")
+                rows.append(row)
+        columns = [_padded(column) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _padded(cells: Sequence[str]) -> list[str]:
+    """All as long as the longest."""
+    width = max(map(len, cells))
+    return [cell.ljust(width) for cell in cells]
 
 
 @dataclass(frozen=True)
@@ -137,4 +135,9 @@ class Groups:
 def groups_on(mesh: Mesh, group: Group) -> Groups:
     """The groups of this rank; all ranks of `group` call it together."""
     made = {axis: group.parted(mesh.groups(axis)) for axis in AXES}
-    return Groups(mesh.coordinates(group.rank), made["data"], made["pipeline"], made["tensor"])
+    return Groups(
+        at=mesh.coordinates(group.rank),
+        data=made["data"],
+        pipeline=made["pipeline"],
+        tensor=made["tensor"],
+    )

@@ -1,7 +1,7 @@
-"""Input and weight gradients apart, as zero-bubble schedules want them; weight gradients added
-inside the product.
+"""Gradients of inputs and of weights apart, and weight gradients added inside the product.
 
-    y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w += ∂yᵀ x  for later: nobody waits for it
+    y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w += ∂yᵀ x  for later, as
+                zero-bubble schedules want it: no other rank waits for ∂w
                 (of complex numbers: the conjugates of w and x)
 
 The operations that hold nearly all of a model's weight gradients have such a form here: linear
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dure.parallel.tensor.layers import has_hooks
+from dure.parallel.tensor.divided import has_hooks
 from dure.parallel.zero.away import gradient_of, set_gradient
 
 Remaining = list[Callable[[], None]]
@@ -46,16 +46,20 @@ def now(compute: Callable[[], None]) -> None:
 
 
 def pays(operation: Any, weight: Tensor, later: Later) -> bool:
-    """Whether the form of `apart` is of use: where nothing is left for later, for long weights of
-    products alone."""
+    """Whether the form of `apart` is of use.
+
+    Where nothing is left for later, it is of use for long weights of products alone.
+    """
     return later is not now or (
         weight.numel() >= LONG and operation in (aten.linear.default, aten.addmm.default)
     )
 
 
 def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]:
-    """Where `operation` has its weight among its arguments, and the same operation with the
-    weight's gradient apart; None for operations that have no such form."""
+    """The operation with its weight's gradient apart, and the weight's place in its arguments.
+
+    (0, None) for operations that have no such form.
+    """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if weight.dim() != 2 or not _is_ours(weight):
@@ -63,6 +67,7 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
         return _Product.apply(x, weight, bias, True, later)  # type: ignore[no-untyped-call]
 
     def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Any:
+        # A bias of another shape is broadcast, which `_Product` does not do.
         if bias.shape != weight.shape[1:] or not _is_ours(weight):
             return operation(bias, x, weight)
         return _Product.apply(x, weight, bias, False, later)  # type: ignore[no-untyped-call]
@@ -79,7 +84,7 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
         if isinstance(padding, str):
             return operation(x, weight, bias, stride, padding, dilation, groups)
         settings = (
-            *(_each(value, weight.dim() - 2) for value in (stride, padding, dilation)),
+            *[_each(each, weight.dim() - 2) for each in (stride, padding, dilation)],
             groups,
         )
         if x.dim() != weight.dim() or weight.is_complex() or not _is_ours(weight):
@@ -96,8 +101,7 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
 
 
 def _is_ours(weight: Tensor) -> bool:
-    """Whether it has a gradient, and nobody looks at it on its way; that may change from step to
-    step."""
+    """Whether it has a gradient that no hook looks at; that may change from step to step."""
     return weight.requires_grad and not has_hooks(weight)
 
 
@@ -107,7 +111,8 @@ def _each(value: Any, dimensions: int) -> list[int]:
 
 
 def _add(weight: Tensor, gradient: Tensor) -> None:
-    before = gradient_of(weight)  # which ZeRO does not show to everybody
+    # Not `weight.grad`: with ZeRO that is refused to everybody else.
+    before = gradient_of(weight)
     set_gradient(weight, gradient if before is None else before.add_(gradient))
 
 
@@ -116,9 +121,8 @@ def _add_product(weight: Tensor, one: Tensor, other: Tensor) -> None:
     if before is None or before.dtype != one.dtype or before.layout is not torch.strided:
         _add(weight, one @ other)
     else:
-        before.addmm_(
-            one, other
-        )  # written once; a product of its own would be written, read and added
+        # The sum is written once; a product of its own would be written, read and added.
+        before.addmm_(one, other)
 
 
 class _Product(torch.autograd.Function):
@@ -129,11 +133,10 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool, later: Later
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.across, ctx.later, ctx.parameter = (
-            across,
-            later,
-            weight,
-        )  # what is saved may come back as another tensor
+        ctx.across = across
+        ctx.later = later
+        # What is saved may come back as another tensor; the gradient belongs to this one.
+        ctx.parameter = weight
         return F.linear(x, weight if across else weight.T, bias)
 
     @staticmethod
@@ -144,7 +147,10 @@ class _Product(torch.autograd.Function):
 
         def compute() -> None:
             rows = x.reshape(-1, x.shape[-1]).conj()
-            _add_product(ctx.parameter, *((outs.T, rows) if ctx.across else (rows.T, outs)))
+            if ctx.across:
+                _add_product(ctx.parameter, outs.T, rows)
+            else:
+                _add_product(ctx.parameter, rows.T, outs)
 
         ctx.later(compute)
         back = g @ (weight if ctx.across else weight.T).conj() if ctx.needs_input_grad[0] else None
@@ -152,6 +158,8 @@ class _Product(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
+    """settings: stride, padding and dilation, each by dimension, and groups."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -162,7 +170,9 @@ class _Convolution(torch.autograd.Function):
         later: Later,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings, ctx.later, ctx.parameter = settings, later, weight
+        ctx.settings = settings
+        ctx.later = later
+        ctx.parameter = weight
         stride, padding, dilation, groups = settings
         out: Tensor = aten.convolution(
             x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups

@@ -12,8 +12,8 @@ boundaries the fewest bytes travel.
 Costs of an operation:
     estimated  floating-point operations, counted, and what its output takes to write, at 30 GFLOP/s
     measured   seconds, forward and backward, on one micro-batch: the best of three
-    memory     bytes: parameters four times (gradient, two states of Adam), outputs once for each micro-batch that is
-               under way in 1F1B
+    memory     bytes: parameters four times (gradient, two states of Adam), outputs once for each
+               micro-batch that is under way in 1F1B
 
 A message takes its bytes at 1 GB/s.
 
@@ -40,20 +40,26 @@ from dure.randomness.seeds import generators_state, restore_generators
 Balance = Literal["estimated", "measured", "memory"]
 
 SPEED = 3e10
+"""Floating-point operations a second."""
 LINK = 1e9
+"""Bytes of a message a second."""
 WORK_OF_AN_ELEMENT = 10
+"""Floating-point operations in whose time an element of an output is written."""
 SLACK = 1.02
+"""How much dearer than the best a cut may be that sends fewer bytes."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of each operation of `Trace.moving`: its cost, and the bytes that would travel if the cut
-    were before it."""
+    """Costs of each operation of `Trace.moving`.
+
+    crossing: bytes that would travel if the cut were before it. link: what a byte of a message
+    costs.
+    """
 
     own: tuple[float, ...]
     crossing: tuple[int, ...]
     link: float
-    """What a byte of a message costs."""
 
 
 IMPOSSIBLE = 1 << 60
@@ -80,9 +86,11 @@ def crossing_bytes(trace: Trace) -> list[int]:
         for source in node.all_input_nodes:
             if source in place:
                 last[source] = place[node]
-    last |= {
-        leaf: len(place) for leaf in trace.outputs if isinstance(leaf, fx.Node) and leaf in place
-    }
+    for leaf in trace.outputs:
+        if isinstance(leaf, fx.Node) and leaf in place:
+            last[leaf] = len(place)
+    # Each value adds its bytes where it is made and takes them off after its last use; the running
+    # sum of these steps is what crosses.
     steps = numpy.zeros(len(place) + 2, dtype=numpy.int64)
     for node, until in last.items():
         if isinstance(node.meta["val"], Tensor):
@@ -98,7 +106,8 @@ def crossing_bytes(trace: Trace) -> list[int]:
 
 def inside_divided(trace: Trace) -> list[bool]:
     """For each place in `trace.moving`: whether a cut there would be inside a divided region."""
-    inside, open_ = [], False
+    inside = []
+    open_ = False
     for node in trace.moving:
         inside.append(open_)
         change = opens(node)
@@ -118,43 +127,41 @@ def _flops(trace: Trace, node: fx.Node) -> float:
         found = found.meta["val"] if isinstance(found, fx.Node) else found
         return tree_map(lambda t: bare(t) if isinstance(t, Tensor) else t, found)
 
-    def bare(
-        tensor: Tensor,
-    ) -> Tensor:  # one on the device "meta" is faster than the fake one that a trace has
+    def bare(tensor: Tensor) -> Tensor:
+        # On the device "meta" operations are faster than on the fake tensors that a trace has.
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     if is_opaque(node):
         return _products(trace, node)
     factors: list[fx.Node] = []
     fx.node.map_arg((node.args, dict(node.kwargs)), factors.append)
-    if takes_apart(node) or len(factors) < 2:  # of which a product has two, maybe one and the same
+    if takes_apart(node) or len(factors) < 2:
+        # A product has two factors, which may be the same node; nothing else is worth counting.
         return 0.0
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), without_data)
             node.target(*args, **kwargs)  # type: ignore[operator]
         return float(counter.get_total_flops())
-    except Exception:  # an operation that does nothing without data
+    except Exception:
+        # Some operations cannot be computed without data.
         return _products(trace, node)
 
 
 def _products(trace: Trace, node: fx.Node) -> float:
     """Of matrix products of an operation's weights with its rows."""
-    weights = [
-        tensor
-        for tensor in map(trace.tensor, trace.attributes(node))
-        if isinstance(tensor, nn.Parameter)
-    ]
+    used = map(trace.tensor, trace.attributes(node))
+    weights = [tensor for tensor in used if isinstance(tensor, nn.Parameter)]
     ends = _tensors(node.meta["val"])[:1]
-    if is_opaque(node):  # of which one end may be a shard of the sequence
+    if is_opaque(node):
+        # Of a divided layer one end may be a shard of the sequence; the other has all rows.
         ends += _tensors(node.all_input_nodes[0].meta["val"])
     rows = max((leaf.numel() / leaf.shape[-1] for leaf in ends if leaf.dim()), default=1)
     return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
-    """Seconds of each operation, forward and backward, on this micro-batch: the best of
-    `repeats`."""
+    """Seconds of each operation, forward and backward, on this micro-batch: best of `repeats`."""
     before = generators_state()
     buffers = {name: buffer.clone() for name, buffer in trace.module.named_buffers()}
     best = [float("inf")] * len(trace.moving)
@@ -162,10 +169,8 @@ def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[floa
         timer = _Timer(trace)
         with torch.no_grad():
             timer.run(*inputs, enable_io_processing=False)
-        best = [
-            min(pair)
-            for pair in zip(best, (timer.seconds[node] for node in trace.moving), strict=True)
-        ]
+        seconds = [timer.seconds[node] for node in trace.moving]
+        best = list(map(min, best, seconds))
     with torch.no_grad():
         for name, buffer in trace.module.named_buffers():
             buffer.copy_(buffers[name])
@@ -205,11 +210,10 @@ def _alone(leaf: Any) -> Any:
     """A value as an operation may have it to itself: cut from the graph, and free to be written."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
         return leaf
-    return (
-        leaf.detach().clone().requires_grad_(leaf.is_floating_point()).mul(1)
-        if leaf.is_floating_point()
-        else leaf
-    )
+    if not leaf.is_floating_point():
+        return leaf
+    # The product is no leaf of the graph, so that the operation may write into it.
+    return leaf.detach().clone().requires_grad_().mul(1)
 
 
 def _memory(trace: Trace) -> list[float]:
@@ -246,6 +250,8 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
         )
         return result
 
+    # First the least that the dearest stage can cost, then among all cuts whose stages cost at most
+    # a little more the one that sends the fewest bytes.
     bound = SLACK * _path(n, stages, dearest)[0]
 
     def bytes_within(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
@@ -262,19 +268,24 @@ def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
     join(least, end, start): the values of divisions whose last stage begins at each of `start` and
     ends before `end`.
     """
+    # least[j]: the best value of the stages so far over the first j operations.
     least = numpy.full(n + 1, numpy.inf)
     least[0] = 0.0
     origins = []
     for stage in range(1, stages + 1):
-        following, origin = numpy.full(n + 1, numpy.inf), numpy.zeros(n + 1, dtype=int)
+        following = numpy.full(n + 1, numpy.inf)
+        origin = numpy.zeros(n + 1, dtype=int)
+        # Every stage has an operation at least: so many are before this one, so many come after it.
         for end in range(stage, n - (stages - stage) + 1):
             start = slice(stage - 1, end)
             values = join(least, end, start)
             best = int(values.argmin())
-            following[end], origin[end] = values[best], best + stage - 1
+            following[end] = values[best]
+            origin[end] = best + stage - 1
         least = following
         origins.append(origin)
-    starts, end = [], n
+    starts = []
+    end = n
     for origin in reversed(origins):
         end = int(origin[end])
         starts.append(end)

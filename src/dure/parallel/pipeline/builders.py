@@ -1,12 +1,20 @@
 """The schedules that pipelines are known by. Where all stages take as long and messages no time:
 
-    schedule         stages a rank   idle over busy                             most activations a rank holds
-    naive            1               p - 1, as m = 1                            1
-    gpipe            1               (p-1)/m                                    m
-    1f1b             1               (p-1)/m                                    p - rank
-    interleaved      v               (p-1)/(v·m), if p divides m                2(p-rank-1) + (v-1)p + 1, of a v-th each
-    zero-bubble      1               (p-1)(F+I-min(F,I,W))/(m(F+I+W)), m ≥ p    p
-    zero-bubble-v    2               about (p-1)/(6m), m ≥ 2p and F = I = W     2p, of a half each
+    schedule       stages a rank  idle over busy
+    naive          1              p - 1, as m = 1
+    gpipe          1              (p-1)/m
+    1f1b           1              (p-1)/m
+    interleaved    v              (p-1)/(v·m), if p divides m
+    zero-bubble    1              (p-1)(F+I-min(F,I,W))/(m(F+I+W)), m ≥ p
+    zero-bubble-v  2              about (p-1)/(6m), m ≥ 2p and F = I = W
+
+    schedule       most activations that a rank holds
+    naive          1
+    gpipe          m
+    1f1b           p - rank
+    interleaved    2(p-rank-1) + (v-1)p + 1, of a v-th each
+    zero-bubble    p
+    zero-bubble-v  2p, of a half each
 
 Sources: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism"; Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training"
@@ -35,15 +43,12 @@ def _backwards(stage: int, microbatches: int) -> list[Action]:
 def _alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are
-    left."""
+    """`warm_up` forwards, then a forward and a backward in turn, then what backwards are left."""
     warm_up = min(warm_up, len(forwards))
-    steady = [
-        action
-        for pair in zip(forwards[warm_up:], backwards[: len(forwards) - warm_up], strict=True)
-        for action in pair
-    ]
-    return [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
+    actions = list(forwards[:warm_up])
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        actions += [forward, backward]
+    return [*actions, *backwards[len(forwards) - warm_up :]]
 
 
 def gpipe(ranks: int, microbatches: int) -> Computing:
@@ -55,8 +60,10 @@ def gpipe(ranks: int, microbatches: int) -> Computing:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Computing:
-    """p - rank - 1 forwards to warm up, then a forward and a backward in turn: a rank holds p -
-    rank activations."""
+    """p - rank - 1 forwards to warm up, then a forward and a backward in turn.
+
+    A rank holds p - rank activations.
+    """
     return [
         _alternating(
             _forwards(rank, microbatches), _backwards(rank, microbatches), ranks - rank - 1
@@ -74,12 +81,10 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
     """
     if stages_per_rank == 1:
         return one_f_one_b(ranks, microbatches)
-    turns = [
-        (chunk, first + number)
-        for first in range(0, microbatches, ranks)
-        for chunk in range(stages_per_rank)
-        for number in range(ranks)
-    ]
+    turns: list[tuple[int, int]] = []
+    for first in range(0, microbatches, ranks):
+        for chunk in range(stages_per_rank):
+            turns += [(chunk, number) for number in range(first, first + ranks)]
     computing = []
     for rank in range(ranks):
         forwards = [Action("forward", chunk * ranks + rank, number) for chunk, number in turns]
@@ -87,6 +92,8 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
             Action("backward", (stages_per_rank - 1 - chunk) * ranks + rank, number)
             for chunk, number in turns
         ]
+        # Before a rank's first backward: two forwards for every rank after it, and those of p
+        # micro-batches in each of its chunks but the last.
         actions = _alternating(
             forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks
         )
@@ -95,11 +102,10 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
 
 
 def zero_bubble(ranks: int, microbatches: int) -> Computing:
-    """ZB-H1: 1F1B with I in B's place, and W `rank` micro-batches behind it: each rank holds p
-    activations.
+    """ZB-H1: 1F1B with I in B's place, and W `rank` micro-batches later.
 
     The gradient that the rank before waits for leaves earlier by W, and what W would have delayed
-    is done at the end, where 1F1B waits.
+    is done at the end, where 1F1B waits. Each rank holds p activations.
     """
     return [
         _with_weights_later(actions, delay=rank)
@@ -128,40 +134,26 @@ def round_robin(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
 
 def in_order(home: Sequence[int], microbatches: int) -> Schedule:
     """All forward, then all backward, for stages that live anywhere."""
-    computing = [
-        [
-            *(
-                action
-                for stage, rank in enumerate(home)
-                if rank == own
-                for action in _forwards(stage, microbatches)
-            ),
-            *(
-                a
-                for stage, rank in reversed([*enumerate(home)])
-                if rank == own
-                for a in _backwards(stage, microbatches)
-            ),
-        ]
-        for own in range(max(home) + 1)
-    ]
+    computing: list[list[Action]] = [[] for _ in range(max(home) + 1)]
+    for stage, rank in enumerate(home):
+        computing[rank] += _forwards(stage, microbatches)
+    for stage, rank in reversed(list(enumerate(home))):
+        computing[rank] += _backwards(stage, microbatches)
     return with_transfers("in-order", home, microbatches, computing)
 
 
 def forward_only(home: Sequence[int], microbatches: int) -> Schedule:
-    """Forwards alone, for evaluation: of those that can be next a rank takes the one nearest to the
-    end."""
-    order = sorted(
-        (
-            Action("forward", stage, number)
-            for stage in range(len(home))
-            for number in range(microbatches)
-        ),
-        key=lambda action: (action.stage + action.microbatch, action.microbatch),
-    )
-    computing = [
-        [action for action in order if home[action.stage] == rank] for rank in range(max(home) + 1)
-    ]
+    """Forwards alone, for evaluation.
+
+    Of those that can be next a rank takes the one nearest to the end.
+    """
+    order: list[Action] = []
+    for stage in range(len(home)):
+        order += _forwards(stage, microbatches)
+    order.sort(key=lambda action: (action.stage + action.microbatch, action.microbatch))
+    computing: list[list[Action]] = [[] for _ in range(max(home) + 1)]
+    for action in order:
+        computing[home[action.stage]].append(action)
     return with_transfers("forward-only", home, microbatches, computing)
 
 
@@ -184,8 +176,10 @@ _ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
 
 
 def make(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """The schedule of that name, with transfers. Raises ValueError for a name or numbers for which
-    there is none."""
+    """The schedule of that name, with transfers.
+
+    Raises ValueError for a name or numbers for which there is none.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}{suggestion(name, SCHEDULES)}")
     for what, number in (

@@ -14,11 +14,11 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from dure.parallel.gradients import is_dense
 from dure.parallel.pipeline.apart import Later
-from dure.parallel.pipeline.balance import Balance, best_starts, costs_of, inside_divided
+from dure.parallel.pipeline.balance import Balance, Costs, best_starts, costs_of, inside_divided
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import (
     Program,
@@ -35,8 +35,10 @@ from dure.randomness.seeds import generators_state, restore_generators
 
 @dataclass(frozen=True)
 class StageSize:
-    """For tables. share: of the cost of all stages. message: bytes that leave it for one
-    micro-batch."""
+    """A stage for tables.
+
+    share: of the cost of all stages. message: bytes that leave it for one micro-batch.
+    """
 
     first: str
     operations: int
@@ -81,22 +83,25 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
 
 
 def kinds_of(trace: Trace) -> list[tuple[str, list[str]]]:
-    """What each operation is, and the parameters and buffers that it uses: where these are alike,
-    so are two traces."""
-    return [
-        (
-            str(node.target),
-            [trace.names[source] for source in trace.attributes(node) if source in trace.names],
-        )
-        for node in trace.moving
-    ]
+    """What each operation is, with the names of the parameters and buffers that it uses.
+
+    Two traces of which these are equal can be cut at the same places.
+    """
+    return [(str(node.target), _names_used(trace, node)) for node in trace.moving]
+
+
+def _names_used(trace: Trace, node: fx.Node) -> list[str]:
+    """The names of the parameters and buffers that an operation uses."""
+    return [trace.names[source] for source in trace.attributes(node) if source in trace.names]
 
 
 class CutModel:
-    """`model` in `stages` stages. sample: inputs of so many examples; test: those of evaluation, by
-    default the same.
+    """`model` in `stages` stages, for micro-batches of `examples` examples.
 
-    starts: where stages 1 … begin; None is not decided yet (`decide`).
+    sample: gives inputs of so many examples; test: those of evaluation, by default the same.
+    costs: of the operations, where `choose` has needed them.
+    After `decide`: starts, where stages 1 … begin; names, the parameters and buffers of each stage;
+    holders, the stages of each parameter and buffer.
     """
 
     def __init__(
@@ -107,12 +112,16 @@ class CutModel:
         examples: int,
         test: Callable[[int], Any] | None = None,
     ) -> None:
-        self.model, self.stages, self.examples = model, stages, examples
-        self._sample, self._test = sample, test or sample
+        self.model = model
+        self.stages = stages
+        self.examples = examples
+        self._sample = sample
+        self._test = test or sample
         self._traces: dict[tuple[int, bool], Trace] = {}
         self._homes: dict[tuple[int, bool], dict[fx.Node, int]] = {}
         self._programs: dict[tuple[int, int, bool], Program] = {}
-        self.reference = self.trace(examples, True)
+        self.costs: Costs | None = None
+        self.reference = self._traced(examples, True)
 
     def trace(self, examples: int, training: bool) -> Trace:
         """The trace of a micro-batch of so many examples.
@@ -120,24 +129,28 @@ class CutModel:
         Raises ValueError where it cannot be traced, as a single example where batch norm wants
         several.
         """
+        try:
+            return self._traced(examples, training)
+        except ValueError as error:
+            if not training:
+                raise
+            raise ValueError(
+                f"a micro-batch of {examples} among others of {self.examples}: choose another "
+                f"batch_size, or fewer micro-batches; {error}"
+            ) from error
+
+    def _traced(self, examples: int, training: bool) -> Trace:
         key = (examples, training)
         if key not in self._traces:
-            before, mode = generators_state(), self.model.training
+            before = generators_state()
+            mode = self.model.training
             inputs = (self._sample if training else self._test)(examples)
             self.model.train(training)
             try:
-                # without gradients, layers of torch are one operation each, in other stages'
-                # parameters
+                # Without gradients torch computes some of its layers as one operation, which could
+                # not be cut, and whose parameters would lie in several stages.
                 with torch.enable_grad(), unwatched(self.model.parameters()):
                     self._traces[key] = Trace(self.model, inputs)
-            except ValueError as error:
-                if not training or not hasattr(self, "reference"):
-                    raise
-                raise ValueError(
-                    f"a micro-batch of {examples} among others of {self.examples}: choose another "
-                    f"batch_size, or "
-                    f"fewer micro-batches; {error}"
-                ) from error
             finally:
                 self.model.train(mode)
                 restore_generators(before)
@@ -148,9 +161,8 @@ class CutModel:
         if names is not None:
             if len(names) != self.stages - 1:
                 raise ValueError(
-                    f"{self.stages} stages begin at {self.stages - 1} modules behind the first, "
-                    f"not at {len(names)}: "
-                    f"{', '.join(names) or 'none'}"
+                    f"{self.stages} stages begin at {self.stages - 1} modules after the first, "
+                    f"not at {len(names)}: {', '.join(names) or 'none'}"
                 )
             return named_starts(self.reference, names)
         self.costs = costs_of(self.reference, balance, leaves_of(self._sample(self.examples)))
@@ -166,8 +178,8 @@ class CutModel:
         if empty:
             raise ValueError(
                 f"stage {empty[0]} would have no operations: there are "
-                f"{len(self.reference.moving)}, some of which "
-                f"cannot be parted, for {self.stages} stages"
+                f"{len(self.reference.moving)}, some of which cannot be parted, "
+                f"for {self.stages} stages"
             )
         self._homes[self.examples, True] = homes
         self.names = parameters_of(self.reference, homes, self.stages)
@@ -193,8 +205,11 @@ class CutModel:
         """The program of a stage for micro-batches of so many examples."""
         key = (stage, examples, training)
         if key not in self._programs:
-            trace, homes = self.trace(examples, training), self.homes(examples, training)
-            self._programs[key] = program(trace, homes, self.stages, stage, stream, later)
+            trace = self.trace(examples, training)
+            homes = self.homes(examples, training)
+            self._programs[key] = program(
+                trace, homes, stages=self.stages, stage=stage, stream=stream, later=later
+            )
         return self._programs[key]
 
     def structure(self, examples: int, training: bool) -> TreeSpec:
@@ -221,105 +236,48 @@ class CutModel:
         return bool(self.reference.numbers_of_draws())
 
     def message_bytes(self, boundary: int, examples: int, training: bool = True) -> tuple[int, int]:
-        """Bytes of the values that leave stage `boundary` for a micro-batch, and of the gradients
-        that come back."""
+        """Bytes of a micro-batch that cross the boundary after a stage: of values, of gradients."""
         trace = self.trace(examples, training)
-        values = [
-            trace.value(node)
-            for node in crossing(trace, self.homes(examples, training), self.stages)[boundary]
-        ]
+        nodes = crossing(trace, self.homes(examples, training), self.stages)[boundary]
+        values = [trace.value(node) for node in nodes]
         return sum(v.nbytes for v in values), sum(v.nbytes for v in values if v.differentiable)
 
     def sizes(self) -> list[StageSize]:
         """The stages, for a table."""
-        moving, total = (
-            self.reference.moving,
-            sum(self.costs.own) if hasattr(self, "costs") else 0.0,
-        )
+        moving = self.reference.moving
+        costs = self.costs.own if self.costs is not None else []
+        total = sum(costs)
         bounds = [0, *self.starts, len(moving)]
         parameters = dict(self.model.named_parameters())
         sizes = []
         for stage in range(self.stages):
-            start, end = bounds[stage], bounds[stage + 1]
+            start = bounds[stage]
+            end = bounds[stage + 1]
             elements = sum(
                 parameters[name].numel() for name in self.names[stage] if name in parameters
             )
-            share = sum(self.costs.own[start:end]) / total if total else float("nan")
             message = self.message_bytes(stage, self.examples)[0] if stage < self.stages - 1 else 0
-            sizes.append(StageSize(owner_of(moving[start]), end - start, elements, share, message))
+            size = StageSize(
+                first=owner_of(moving[start]),
+                operations=end - start,
+                parameters=elements,
+                share=sum(costs[start:end]) / total if total else float("nan"),
+                message=message,
+            )
+            sizes.append(size)
         return sizes
 
 
-class UncutModel:
-    """A model in one stage, computed as it is: nothing is traced. It has the face of a
-    `CutModel`."""
-
-    draws = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sample: Callable[[int], Any],
-        stages: int,
-        examples: int,
-        test: Callable[[int], Any] | None = None,
-    ) -> None:
-        self.model, self.stages, self.examples = model, stages, examples
-        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-        self.holders: dict[str, list[int]] = {name: [0] for name in names}
-        self.learned = frozenset(name for name, _ in model.named_parameters())
-        inputs = tree_flatten(((sample(1),), {}))[1]
-        self._flat = _Flat(model, inputs)
-        written = tuple(name for name, _ in model.named_buffers())
-        self._program = Program(self._flat, tuple(range(inputs.num_leaves)), (), (), False, written)
-
-    def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
-        """Nowhere."""
-        if names:
-            raise ValueError(
-                f"a model in one stage begins nowhere else, but cut names {', '.join(names)}"
-            )
-        return []
-
-    def decide(self, starts: Sequence[int]) -> None:
-        """There is nothing to decide."""
-
-    def program(
-        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
-    ) -> Program:
-        """The model itself."""
-        return self._program
-
-    def structure(self, examples: int, training: bool) -> TreeSpec:
-        """Of the outputs that were computed last."""
-        return self._flat.outputs
-
-
-class _Flat(nn.Module):
-    """A model that takes and gives leaves."""
-
-    outputs: TreeSpec
-
-    def __init__(self, model: nn.Module, inputs: TreeSpec) -> None:
-        super().__init__()
-        self.model, self._inputs = model, inputs
-
-    def forward(self, *leaves: Any) -> tuple[Any, ...]:
-        (inputs,), _ = tree_unflatten(list(leaves), self._inputs)
-        outputs, self.outputs = tree_flatten(self.model(inputs))
-        return tuple(outputs)
-
-
 def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> dict[fx.Node, int]:
-    """Stages for a trace of another size or mode: operations go where their parameters are, in
-    order.
+    """The stages of a trace of another size or mode: operations go where their parameters are.
 
-    Raises ValueError if they would have to go back.
+    Stages come in their order; an operation without parameters goes where the one before it is.
+    Raises ValueError if an operation would have to go back to an earlier stage.
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
-        names = [trace.names[source] for source in trace.attributes(node) if source in trace.names]
+        names = _names_used(trace, node)
         homes = {name: holders[name] for name in names if name in holders}
         while any(stage not in stages for stages in homes.values()):
             name, stages = next(item for item in homes.items() if stage not in item[1])
@@ -327,8 +285,7 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
             if not later or place in trace.inseparable:
                 raise ValueError(
                     f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses "
-                    f"it together with or "
-                    f"after what lies in stage {stage}: cut it elsewhere"
+                    f"it together with or after what lies in stage {stage}: cut it elsewhere"
                 )
             stage = later[0]
         stage_of[node] = stage_of.get(origin_of(node), stage)
@@ -336,10 +293,10 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
 
 
 def forget(model: nn.Module, names: Sequence[str]) -> None:
-    """Lets go of the memory of these parameters and buffers: what stays is names, shapes, strides,
-    and zeros.
+    """Lets go of the memory of these parameters and buffers; names, shapes and strides stay.
 
-    With other strides than on the ranks that hold them, traces to come would differ from theirs.
+    They are zeros from here on. With other strides than on the ranks that hold them, traces to come
+    would differ from theirs.
     """
     own = set(names)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -349,11 +306,11 @@ def forget(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _untouched(like: Tensor) -> Tensor:
-    """Zeros in addresses that take no memory until somebody writes there; on a GPU, where there are
-    none, one zero."""
+    """Zeros of this shape that take no memory: on a GPU one zero, expanded."""
     if like.device.type != "cpu":
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
-    zeros = torch.from_numpy(numpy.zeros(like.numel() * like.itemsize, numpy.uint8)).view(
-        like.dtype
-    )
+    # numpy asks the system for zeroed pages, which take no memory until somebody writes there;
+    # torch.zeros writes.
+    pages = numpy.zeros(like.numel() * like.itemsize, numpy.uint8)
+    zeros = torch.from_numpy(pages).view(like.dtype)
     return zeros.as_strided(like.shape, like.stride()) if is_dense(like) else zeros.view(like.shape)

@@ -1,18 +1,20 @@
 """What the ranks of a pipeline do when, as a picture: a row for each rank, time from left to right.
 
     gantt_text(simulation.spans)                                        for a terminal
-    gantt_svg([("measured", spans), ("simulated", others)], unit="s")   for a page, panels on one time axis
+    gantt_svg([("measured", spans), ("simulated", others)], unit="s")   for a page, panels on one
+                                                                        time axis
 
 In a terminal a column is the action that computes in its middle, by the last digit of its
 micro-batch: 3 for a forward, ₃ below the line for a backward or an input gradient, ³ above it for a
 weight gradient. In the picture these are three colours, which follow the reader's light or dark
-scheme; where a rank has several stages, those behind its first are fainter.
+scheme; where a rank has several stages, those after its first are fainter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from xml.sax.saxutils import escape
 
 from dure.parallel.pipeline.schedule import Kind
@@ -33,15 +35,24 @@ _LEGEND: tuple[tuple[Kind, str, str], ...] = (
 )
 _CLASSES = {kind: letter for kind, letter, _ in _LEGEND}
 
-_LEFT, _RIGHT, _WIDTH = 64, 18, 960
-_ROW, _GAP, _HEAD, _AXIS = 24, 4, 30, 40
-_CHARACTER, _INSET = 6.2, 4
-"""Width of a digit of a label, and what it needs on both sides, in pixels."""
+_LEFT = 64
+_RIGHT = 18
+_WIDTH = 960
+_ROW = 24
+_GAP = 4
+_HEAD = 30
+_AXIS = 40
+_CHARACTER = 6.2
+"""Width of a digit of a label, in pixels."""
+_INSET = 4
+"""What a label needs on both sides together, in pixels."""
 
 
 def gantt_text(spans: Sequence[Span], width: int = 100) -> str:
-    """A row for each rank and a line on what its digits mean. width: columns in all. Raises
-    ValueError below 20."""
+    """A row for each rank and a line on what its digits mean.
+
+    width: columns in all. Raises ValueError below 20.
+    """
     if width < 20:
         raise ValueError(f"{width} columns are too few to draw in: give 20 or more")
     spans = _computing(spans)
@@ -71,39 +82,33 @@ def gantt_svg(
     names: Sequence[str] | None = None,
     inside: bool = False,
 ) -> str:
-    """An SVG of panels below one another, on the same time axis. panels: titles and spans. unit: of
-    their times.
+    """An SVG of panels below one another, on the same time axis.
 
-    names: of the ranks, up to ten letters; by default "rank 0". inside: for an element of an HTML
-    page, whose style sheet gives the classes their colours; else the picture brings its own, and
-    stands alone.
+    panels: titles and spans. unit: of their times. names: of the ranks, up to ten letters; by
+    default "rank 0". inside: for an element of an HTML page, whose style sheet gives the classes
+    their colours; else the picture brings its own, and stands alone.
 
     Each panel begins with its first action. Raises ValueError if there is nothing to draw.
     """
     drawn = [(title, _computing(spans)) for title, spans in panels]
     if not any(spans for _, spans in drawn):
         raise ValueError("there is nothing to draw: give spans of actions that compute")
-    longest = max(end - start for start, end in (_limits(spans) for _, spans in drawn))
+    longest = max(_length(spans) for _, spans in drawn)
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    parts, top = _legend([span for _, spans in drawn for span in spans]), 40.0
+    parts = _legend(list(chain.from_iterable(spans for _, spans in drawn)))
+    top = 40.0
     for title, spans in drawn:
-        parts.append(
-            _text(
-                16,
-                top + 16,
-                f"{title} ({_number(_length(spans))}{f' {unit}' if unit else ''})",
-                "title",
-            )
-        )
-        parts += _panel(spans, top + _HEAD, longest, scale, names)
+        length = _number(_length(spans)) + (f" {unit}" if unit else "")
+        parts.append(_text(16, top + 16, f"{title} ({length})", "title"))
+        parts += _panel(spans, top + _HEAD, longest=longest, scale=scale, names=names)
         top += _HEAD + _ranks(spans) * (_ROW + _GAP) + _AXIS
     parts.append(_text(_LEFT, top - 4, f"time in {unit}" if unit else "time", "soft"))
     height = top + 10
-    label = escape(
-        "Gantt chart of a pipeline: " + ", ".join(title for title, _ in panels), {'"': "&quot;"}
-    )
+    titles = ", ".join(title for title, _ in panels)
+    label = escape(f"Gantt chart of a pipeline: {titles}", {'"': "&quot;"})
     content = "\n".join(parts)
-    space, style = ("", "") if inside else ('xmlns="http://www.w3.org/2000/svg" ', f"{_style()}\n")
+    space = "" if inside else 'xmlns="http://www.w3.org/2000/svg" '
+    style = "" if inside else f"{_style()}\n"
     return (
         f'<svg {space}viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" '
         f'height="{height:.0f}" role="img" aria-label="{label}">\n{style}'
@@ -116,9 +121,9 @@ def _computing(spans: Iterable[Span]) -> list[Span]:
 
 
 def _limits(spans: Sequence[Span]) -> tuple[float, float]:
-    return min((span.start for span in spans), default=0.0), max(
-        (span.end for span in spans), default=0.0
-    )
+    if not spans:
+        return 0.0, 0.0
+    return min(span.start for span in spans), max(span.end for span in spans)
 
 
 def _length(spans: Sequence[Span]) -> float:
@@ -133,7 +138,8 @@ def _ranks(spans: Iterable[Span]) -> int:
 def _panel(
     spans: Sequence[Span], top: float, longest: float, scale: float, names: Sequence[str] | None
 ) -> list[str]:
-    ranks, (start, end) = _ranks(spans), _limits(spans)
+    ranks = _ranks(spans)
+    start, end = _limits(spans)
     bottom = top + ranks * (_ROW + _GAP)
     parts = []
     for tick in _ticks(longest):
@@ -141,20 +147,17 @@ def _panel(
         parts.append(
             f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" class="grid"/>'
         )
-        parts.append(_text(x, bottom + 15, _number(tick), "soft", "middle"))
+        parts.append(_text(x, bottom + 15, _number(tick), "soft", anchor="middle"))
     for rank in range(ranks):
         y = top + rank * (_ROW + _GAP)
-        parts.append(
-            _text(
-                _LEFT - 8, y + _ROW / 2 + 4, names[rank] if names else f"rank {rank}", "key", "end"
-            )
-        )
+        name = names[rank] if names else f"rank {rank}"
+        parts.append(_text(_LEFT - 8, y + _ROW / 2 + 4, name, "key", anchor="end"))
         lane = f'x="{_LEFT}" y="{y:.1f}" width="{(end - start) * scale:.1f}" height="{_ROW}"'
         parts.append(f'<rect {lane} class="idle"/>')
-    first = [
-        min((span.action.stage for span in spans if span.rank == rank), default=0)
-        for rank in range(ranks)
-    ]
+    first: dict[int, int] = {}
+    for span in spans:
+        stage = span.action.stage
+        first[span.rank] = min(stage, first.get(span.rank, stage))
     for span in spans:
         y = top + span.rank * (_ROW + _GAP)
         parts.append(_drawn(span, start, y, scale, faint=span.action.stage != first[span.rank]))
@@ -162,17 +165,18 @@ def _panel(
 
 
 def _drawn(span: Span, start: float, y: float, scale: float, faint: bool) -> str:
-    x, width = _LEFT + (span.start - start) * scale, (span.end - span.start) * scale
+    x = _LEFT + (span.start - start) * scale
+    width = (span.end - span.start) * scale
     kind = _CLASSES[span.action.kind] + (" faint" if faint else "")
-    said = f"{span.action}, rank {span.rank}, {_number(span.start - start)} to {_number(span.end - start)}"
+    times = f"{_number(span.start - start)} to {_number(span.end - start)}"
+    said = f"{span.action}, rank {span.rank}, {times}"
     # A line of the page's colour between neighbours, where there is room for it.
     inner = width - 1 if width > 3 else width
     box = f'<rect x="{x:.2f}" y="{y:.1f}" width="{inner:.2f}" height="{_ROW}" class="{kind}"/>'
     number = str(span.action.microbatch)
     if width >= _CHARACTER * len(number) + _INSET:
-        box += _text(
-            x + inner / 2, y + _ROW / 2 + 4, number, "on" + (" faint" if faint else ""), "middle"
-        )
+        style = "on faint" if faint else "on"
+        box += _text(x + inner / 2, y + _ROW / 2 + 4, number, style, anchor="middle")
     return f"<g><title>{said}</title>{box}</g>"
 
 
@@ -189,7 +193,8 @@ def _legend(spans: Sequence[Span]) -> list[str]:
     if any(len(several) > 1 for several in stages.values()):
         entries.append(("f faint", "fainter: a rank's later stages"))
     entries.append(("idle", "idle"))
-    parts, x = [], float(_LEFT)
+    parts = []
+    x = float(_LEFT)
     for style, name in entries:
         parts.append(f'<rect x="{x:.1f}" y="14" width="16" height="12" class="{style}"/>')
         parts.append(_text(x + 22, 24, name, "key"))
@@ -199,10 +204,11 @@ def _legend(spans: Sequence[Span]) -> list[str]:
 
 
 def _ticks(longest: float) -> list[float]:
+    """At most nine, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(longest / 8))
-    step = next(
-        nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= longest / 8 * (1 - 1e-9)
-    )
+    steps = [nice * power for nice in (1, 2, 2.5, 5, 10)]
+    # Rounding must not turn a length that is eight steps into one that needs the next step.
+    step = next(step for step in steps if step >= longest / 8 * (1 - 1e-9))
     return [number * step for number in range(math.floor(longest / step + 1e-9) + 1)]
 
 
@@ -224,31 +230,31 @@ def _style() -> str:
             f".{letter}{{fill:{colour}}}" for letter, colour in zip("fbw", colours, strict=True)
         )
         return (
-            f".page{{fill:{page}}}text{{fill:{ink}}}.soft{{fill:{soft}}}.grid{{stroke:{grid}}}.idle{{fill:{idle}}}"
-            f"{fills}.on{{fill:{on}}}.on.faint{{fill:{ink}}}"
+            f".page{{fill:{page}}}text{{fill:{ink}}}.soft{{fill:{soft}}}.grid{{stroke:{grid}}}"
+            f".idle{{fill:{idle}}}{fills}.on{{fill:{on}}}.on.faint{{fill:{ink}}}"
         )
 
     shapes = (
-        "text{font:12px "
-        "system-ui,sans-serif}.title{font-weight:600;font-size:13px}.soft,.on{font-size:11px}"
+        "text{font:12px system-ui,sans-serif}"
+        ".title{font-weight:600;font-size:13px}.soft,.on{font-size:11px}"
         "rect.faint{fill-opacity:.42}.grid{stroke-width:1}"
     )
     light = rules(
-        "#fdfdfc",
-        "#1b1e22",
-        "#5a626b",
-        "#e4e5e3",
-        "#f1f2f0",
-        ("#0067a6", "#cb4e0c", "#008260"),
-        "#ffffff",
+        page="#fdfdfc",
+        ink="#1b1e22",
+        soft="#5a626b",
+        grid="#e4e5e3",
+        idle="#f1f2f0",
+        colours=("#0067a6", "#cb4e0c", "#008260"),
+        on="#ffffff",
     )
     dark = rules(
-        "#15171a",
-        "#e8eaec",
-        "#a2abb4",
-        "#2e3338",
-        "#1f2226",
-        ("#4fa8e0", "#ff8a4c", "#2fc79b"),
-        "#15171a",
+        page="#15171a",
+        ink="#e8eaec",
+        soft="#a2abb4",
+        grid="#2e3338",
+        idle="#1f2226",
+        colours=("#4fa8e0", "#ff8a4c", "#2fc79b"),
+        on="#15171a",
     )
     return f"<style>{shapes}{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"

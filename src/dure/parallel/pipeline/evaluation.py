@@ -1,4 +1,4 @@
-"""Evaluation through a pipeline: the test examples, forward alone, chunk behind chunk."""
+"""Evaluation through a pipeline: the test examples, forward alone, chunk after chunk."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import to_device
 from dure.parallel.pipeline.builders import forward_only
-from dure.parallel.pipeline.cut import CutModel, UncutModel
+from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.pipeline.uncut import UncutModel
 from dure.tasks.evaluation import measured
 
 ROUND = 32
@@ -26,7 +27,7 @@ ROUND = 32
 
 
 def chunks_of(share: Tensor, task: Task, stages: int) -> list[Tensor]:
-    """The examples `share`, in chunks that pass through the stages one behind the other."""
+    """The examples `share`, in chunks that pass through the stages one after the other."""
     longest = max(1, min(task.eval_batch_size, -(-len(share) // (2 * stages))))
     return list(share.split(longest)) if len(share) else []  # type: ignore[no-untyped-call]
 
@@ -42,10 +43,12 @@ def totals_of(
 ) -> list[float]:
     """Sums of the loss and the metrics over the examples of all chunks, then their counts.
 
-    They are zeros but on the rank of the last stage. home: the rank of each stage. The transfers
-    are not counted.
+    They are zeros but on the rank of the last stage. home: the rank of each stage. The meter does
+    not count the transfers.
     """
-    sums, counts = [0.0] * (1 + len(task.measures)), [0.0] * (1 + len(task.measures))
+    columns = 1 + len(task.measures)
+    sums = [0.0] * columns
+    counts = [0.0] * columns
 
     def measure(length: int, outputs: Any, targets: Any) -> Tensor:
         for position, (total, count) in enumerate(measured(task, outputs, targets, length)):
@@ -61,7 +64,10 @@ def totals_of(
             batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike]
             schedule = forward_only(home, len(batches))
             stages = {stage: _stage(stage, cut, stream, partial(measure, length)) for stage in mine}
-            Engine(group.unmetered(), schedule, stages, stream, device).run(0, batches)
+            engine = Engine(
+                group.unmetered(), schedule, stages=stages, stream=stream, device=device
+            )
+            engine.run(0, batches)
     return sums + counts
 
 
@@ -73,11 +79,13 @@ def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[An
 def _stage(number: int, cut: CutModel | UncutModel, stream: Stream, measure: Any) -> Stage:
     return Stage(
         number,
-        number == cut.stages - 1,
-        lambda examples: cut.program(number, examples, False, stream, None),
-        lambda examples: cut.structure(examples, False),
-        measure,
-        stream,
-        None,
+        last=number == cut.stages - 1,
+        program_for=lambda examples: cut.program(
+            number, examples, training=False, stream=stream, later=None
+        ),
+        structure_for=lambda examples: cut.structure(examples, False),
+        loss=measure,
+        stream=stream,
+        remaining=None,
         trains=False,
     )

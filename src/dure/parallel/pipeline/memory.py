@@ -1,11 +1,12 @@
 """Which operations of a trace change memory, and which of its values share it.
 
-A value that travels is copied. So what changes one copy has to be seen by all who share it, or a
-cut would change what the model computes. For that a trace is rewritten (`settle`):
+A value that travels is copied. A change of one copy would not be seen in the others, so that a cut
+would change what the model computes. Therefore a trace is rewritten (`settle`):
 
-    h.relu_()           gives h itself: who uses the result uses h
+    h.relu_()           gives h itself: what uses the result uses h
     inputs.add_(1)      inputs that change are copied first, as every stage reads its own
-    self.count += 1     buffers are written where they are computed, and not at the end as `torch.export` does it
+    self.count += 1     buffers are written where they are computed, not at the end, where
+                        `torch.export` writes them
 
 and places are found between which the model is not cut (`inseparable`): where two names of the same
 memory would travel though one of them is still to be changed, as in x[:, 0] = y, and where a buffer
@@ -37,8 +38,7 @@ def attribute(node: fx.Node) -> Any:
 
 
 def part_of(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
-    """The operations inside an operation, as of a region without gradients, and what it gives
-    them."""
+    """The graph inside an operation, such as a region without gradients, and what it is given."""
     for place, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
             part = attribute(argument)
@@ -51,7 +51,8 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation changes."""
     if node.op != "call_function":
         return []
-    if node.target in NORMS:  # running statistics, of which schemas do not tell
+    if node.target in NORMS:
+        # Running statistics, arguments 3 and 4, which change in training; schemas do not say so.
         return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node) and node.args[5]]
     if isinstance(node.target, torch._ops.OpOverload):
         if not node.target._schema.is_mutable:
@@ -85,15 +86,14 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         shared: list[fx.Node] = []
         if node.op == "call_function":
-            if isinstance(node.target, torch._ops.OpOverload):
+            if node.target in DROPOUTS:
+                shared = node.all_input_nodes[:1]
+            elif isinstance(node.target, torch._ops.OpOverload):
                 shared = [value for value, info in _arguments(node) if info is not None]
-                shared = [node.args[0]] if node.target in DROPOUTS else shared
+            elif node.target is operator.getitem:
+                shared = node.all_input_nodes[:1]
             else:
-                shared = (
-                    node.all_input_nodes[:1]
-                    if node.target is operator.getitem
-                    else changed_by(node)
-                )
+                shared = changed_by(node)
         root[node] = root[shared[0]] if shared else node
     return root
 
@@ -102,7 +102,9 @@ def settle(module: fx.GraphModule) -> None:
     """Rewrites a trace so that what changes memory can be cut."""
     graph = module.graph
     root = families(graph)
-    changed = {root[value] for node in graph.nodes for value in changed_by(node)}
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        changed.update(root[value] for value in changed_by(node))
     for node in list(graph.nodes):
         if node.op == "placeholder" and node in changed:
             with graph.inserting_after(node):
@@ -124,18 +126,20 @@ def settle(module: fx.GraphModule) -> None:
 
 def _gives_what_it_changes(node: fx.Node) -> bool:
     """Whether an operation's result is, in shape too, the one argument that it changes."""
-    if (
-        not isinstance(node.target, torch._ops.OpOverload)
-        or torch.Tag.inplace_view in node.target.tags
-    ):
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in NORMS:
         return False
-    changed = changed_by(node) if node.target not in NORMS else []
+    if torch.Tag.inplace_view in node.target.tags:
+        return False
+    changed = changed_by(node)
     return len(changed) == 1 and isinstance(node.meta.get("val"), Tensor)
 
 
 def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
-    """Writes a buffer as soon as its value is there, nobody needs the old one, and nothing changes
-    the new one."""
+    """Writes a buffer as soon as it can be: its new value is complete, its old one is not needed.
+
+    `copy` writes the value into the buffer at the end of the graph. It is moved to right after the
+    last operation that reads the old value, or makes or changes the new one.
+    """
     root = families(graph)
     buffer, value = copy.args[:2]
     source = root[value] if isinstance(value, fx.Node) else None
@@ -171,8 +175,10 @@ def mapped_regions(operations: Sequence[fx.Node]) -> list[list[fx.Node]]:
 def company(
     operations: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """For each operation those that have to be computed wherever it is: what writes into its
-    memory, and what `torch.vmap` has computed together with it."""
+    """For each operation those that have to be computed wherever it is.
+
+    They are those that write into its memory, and those that `torch.vmap` has computed with it.
+    """
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in operations:
         for value in changed_by(node):
@@ -203,9 +209,11 @@ def inseparable(
     for region in mapped_regions(moving):
         found.update(range(made[region[0]] + 1, made[region[-1]] + 1))
     for family, places in changes.items():
+        # A buffer that changes is used by one stage alone.
         if family.op == "get_attr" and not isinstance(attribute(family), nn.Parameter):
             found.update(range(uses[family][0] + 1, uses[family][-1] + 1))
             continue
+        # Up to its last change no two names of the same memory may travel, each as a copy.
         lives = [(made[node], last.get(node, 0)) for node in moving if root[node] is family]
         if len(lives) > 1:
             for place in range(min(lives)[0] + 1, places[-1] + 1):

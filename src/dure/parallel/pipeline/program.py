@@ -22,7 +22,7 @@ from dure.parallel.pipeline.apart import Later, apart, pays
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.trace import Trace, Value, origin_of
-from dure.parallel.tensor.layers import has_hooks
+from dure.parallel.tensor.divided import has_hooks
 from dure.parallel.tensor.opaque import behind, is_opaque
 
 
@@ -39,8 +39,6 @@ class Program:
     inputs: tuple[int, ...]
     received: tuple[Value, ...]
     leaving: tuple[Value, ...]
-    mutates: bool
-    """Whether it changes values in place: then it works on copies of what it received."""
     written: tuple[str, ...] = ()
     """The buffers that it changes."""
     shapes: tuple[torch.Size | None, ...] = ()
@@ -48,8 +46,11 @@ class Program:
 
 
 def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
-    """The stage of every operation that is not constant. starts: the place in `trace.moving` where
-    stages 1 … begin, or a little later where what lies there has to stay together."""
+    """The stage of every operation that is not constant.
+
+    starts: the places in `trace.moving` where stages 1 … begin; a stage begins a little later where
+    what lies there has to stay together.
+    """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
@@ -73,15 +74,12 @@ def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) ->
 
 
 def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
-    """Raises ValueError if a buffer, or a parameter, is changed in one stage and used in
-    another."""
+    """Raises ValueError if one stage changes a buffer or parameter that another one uses."""
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for node in trace.moving:
-        for source in [
-            *trace.attributes(node),
-            *(trace.root[value] for value in node.all_input_nodes),
-        ]:
+        roots = [trace.root[value] for value in node.all_input_nodes]
+        for source in [*trace.attributes(node), *roots]:
             if source in trace.names:
                 users.setdefault(trace.names[source], set()).add(stage_of[node])
                 if source in trace.changed:
@@ -96,8 +94,7 @@ def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
 
 
 def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[fx.Node]]:
-    """The values that travel over each boundary, from stage s to s+1, in the order in which they
-    are made."""
+    """The values that travel over each boundary, from stage s to s+1, in the order of making."""
     last_use: dict[fx.Node, int] = {}
     for node in trace.moving:
         for source in _moving_sources(trace, node):
@@ -105,10 +102,11 @@ def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list
     for leaf in trace.outputs:
         if isinstance(leaf, fx.Node) and leaf in stage_of:
             last_use[leaf] = stages - 1
-    return [
-        [node for node in trace.moving if stage_of[node] <= boundary < last_use.get(node, 0)]
-        for boundary in range(stages - 1)
-    ]
+    crossed: list[list[fx.Node]] = [[] for _ in range(stages - 1)]
+    for node in trace.moving:
+        for boundary in range(stage_of[node], last_use.get(node, 0)):
+            crossed[boundary].append(node)
+    return crossed
 
 
 def _moving_sources(trace: Trace, node: fx.Node) -> Iterable[fx.Node]:
@@ -123,27 +121,38 @@ def program(
     stream: Stream,
     later: Later | None = None,
 ) -> Program:
-    """The program of `stage`. later: what is done with weight gradients; None where nothing goes
-    backward."""
+    """The program of `stage`.
+
+    later: what is done with weight gradients; None where nothing goes backward.
+    """
     over = crossing(trace, stage_of, stages)
     received = over[stage - 1] if stage > 0 else []
     leaving = over[stage] if stage < stages - 1 else []
     own = [node for node in trace.moving if stage_of[node] == stage]
-    results = (
-        leaving
-        if stage < stages - 1
-        else [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
-    )
+    last = stage == stages - 1
+    outputs = [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
     return _Builder(trace, stream, later).build(
-        own, received, leaving, results, stage == stages - 1
+        own=own,
+        received=received,
+        leaving=leaving,
+        results=outputs if last else leaving,
+        last=last,
     )
+
+
+def _shape(placeholder: fx.Node) -> torch.Size | None:
+    """Of an input; None of one that is no tensor."""
+    value = placeholder.meta["val"]
+    return value.shape if isinstance(value, torch.Tensor) else None
 
 
 class _Builder:
     """Copies operations of a trace into a graph of their own."""
 
     def __init__(self, trace: Trace, stream: Stream, later: Later | None) -> None:
-        self.trace, self.stream, self.later = trace, stream, later
+        self.trace = trace
+        self.stream = stream
+        self.later = later
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
@@ -157,16 +166,24 @@ class _Builder:
         results: Sequence[fx.Node],
         last: bool,
     ) -> Program:
-        trace, graph = self.trace, self.graph
+        trace = self.trace
+        graph = self.graph
+        # What is given on may be constant: then it is computed here, with its company.
         ends = [node for node in results if node in trace.constant]
-        ends += [other for node in ends for other in trace.company.get(node, [])]
+        for node in list(ends):
+            ends += trace.company.get(node, [])
         needed = {*trace.ancestors([*own, *ends]), *ends, *results}
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
-        changed = {trace.root[value] for node in own for value in changed_by(node)}
+        # What is changed in place. Buffers and parameters have names; any other value may share its
+        # memory with what was received.
+        changed: set[fx.Node] = set()
+        for node in own:
+            changed.update(trace.root[value] for value in changed_by(node))
         changes = any(value not in trace.names for value in changed)
         for node in [*received, *(trace.placeholders[index] for index in inputs)]:
             self.copies[node] = graph.placeholder(node.name)
         if changes:
+            # What was received is kept for backward as it came, so copies are changed.
             for node in received:
                 self.copies[node] = graph.call_function(torch.clone, (self.copies[node],))
         for node in trace.module.graph.nodes:
@@ -181,15 +198,17 @@ class _Builder:
             tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given)
         )
         module = fx.GraphModule(self.attributes, graph)
-        values = [tuple(trace.value(node) for node in nodes) for nodes in (received, leaving)]
         own_names = [value for value in changed if value in trace.names]
-        written = tuple(
-            trace.names[v] for v in own_names if not isinstance(trace.tensor(v), nn.Parameter)
+        return Program(
+            module=module,
+            inputs=tuple(inputs),
+            received=tuple(trace.value(node) for node in received),
+            leaving=tuple(trace.value(node) for node in leaving),
+            written=tuple(
+                trace.names[v] for v in own_names if not isinstance(trace.tensor(v), nn.Parameter)
+            ),
+            shapes=tuple(_shape(trace.placeholders[index]) for index in inputs),
         )
-        shapes = tuple(
-            getattr(trace.placeholders[index].meta["val"], "shape", None) for index in inputs
-        )
-        return Program(module, tuple(inputs), values[0], values[1], changes, written, shapes)
 
     def _attribute(self, node: fx.Node) -> None:
         target = self.trace.names.get(node, str(node.target))
@@ -208,8 +227,7 @@ class _Builder:
             copy.target = self._apart(node, copy.target, self.later)
 
     def _apart(self, node: fx.Node, target: Any, later: Later) -> Any:
-        """The same operation, with the gradient of its weight apart, where that is a parameter and
-        it pays."""
+        """The same operation, its weight's gradient apart where that is a parameter and it pays."""
         place, deferred = apart(target, later)
         if deferred is None or place >= len(node.args) or node.kwargs:
             return target

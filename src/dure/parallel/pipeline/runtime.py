@@ -1,12 +1,12 @@
 """One rank's list of actions, executed.
 
-Receives are begun ahead, so that the next two messages come in while this one is worked on; but not
-where so many leave at once and lie with their receiver: it asks when it needs them, and is not
-disturbed before. Sends go on beside the computation, and are waited for at the end of the step.
-Stages of one rank hand over directly. The lists decide everything else
-(`dure.parallel.pipeline.schedule`).
+Receives are begun ahead, so that the next two messages come in while this one is worked on. They
+are not begun ahead where the transport takes so many messages at once and keeps them with their
+receiver: then a rank asks when it needs one, and is not disturbed before. Sends go on during the
+computation, and are waited for at the end of the step. Stages of one rank hand over directly. The
+lists decide everything else (`dure.parallel.pipeline.schedule`).
 
-A message over the boundary behind stage s holds the values that cross it, in their order, and on
+A message over the boundary after stage s holds the values that cross it, in their order, and on
 the way back a gradient for each that has one. So a micro-batch costs 4 b e bytes there and back
 each, for e float32 numbers an example; and STATE_BYTES more on the way there where the generator's
 state travels (`dure.parallel.pipeline.draws`).
@@ -37,10 +37,9 @@ Place = tuple[int, int]
 
 
 class Engine:
-    """The stages of this rank, driven by its list. `group`: the ranks of the pipeline, as the
-    schedule numbers them.
+    """The stages of this rank, driven by its list.
 
-    trains: whether gradients come back.
+    group: the ranks of the pipeline, as the schedule numbers them. device: where messages arrive.
     """
 
     def __init__(
@@ -51,8 +50,11 @@ class Engine:
         stream: Stream,
         device: torch.device,
     ) -> None:
-        self.group, self.schedule, self.stages = group, schedule, stages
-        self._stream, self._device = stream, device
+        self.group = group
+        self.schedule = schedule
+        self.stages = stages
+        self._stream = stream
+        self._device = device
         self.actions = schedule.actions[group.rank]
         self.spans: list[tuple[Action, float, float]] = []
         """What was computed in the last step, with seconds of `time.perf_counter`."""
@@ -62,7 +64,8 @@ class Engine:
 
         Raises PeerLostError if another rank is lost.
         """
-        self._step, self._batches = step, batches
+        self._step = step
+        self._batches = batches
         self._inputs: dict[Place, list[Tensor]] = {}
         self._gradients: dict[Place, list[Tensor]] = {}
         self._results: dict[Place, list[Tensor]] = {}
@@ -90,6 +93,7 @@ class Engine:
             values = [
                 value.laid_out(tensor) for value, tensor in zip(received, arrived, strict=False)
             ]
+            # The state of a generator, if it travels, comes last.
             self._inputs[place] = values + arrived[len(received) :]
         elif kind == "receive_gradient":
             self._gradients[place] = self._receive(action)
@@ -103,7 +107,8 @@ class Engine:
     def _compute(self, action: Action, place: Place) -> None:
         """Works on a micro-batch in a stage, and hands the result on where that is on this rank."""
         kind, number, microbatch = action
-        stage, batch = self.stages[number], self._batches[microbatch]
+        stage = self.stages[number]
+        batch = self._batches[microbatch]
         started = time.perf_counter()
         if kind == "forward":
             received = self._inputs.pop(place, [])
@@ -137,17 +142,20 @@ class Engine:
     def _program(self, number: int, microbatch: int) -> Program:
         return self.stages[number].program_for(self._batches[microbatch].examples)
 
-    # Messages: a generator's state may travel behind the values.
+    # Messages: a generator's state may travel after the values.
 
     def _send(self, action: Action, tensors: Sequence[Tensor], to: int) -> None:
+        # A conjugate or negative view has a flag, which does not travel with its memory.
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
         end = self.group.begin_transfer(_words(action), sends, [])
         if end is not done_already:
             self._sends.append(end)
 
     def _receive(self, action: Action) -> list[Tensor]:
-        """The message that `action` waits for. Others are begun before it: behind it, they would
-        delay its work."""
+        """The message that `action` waits for.
+
+        Receives ahead are begun before it waits: after the wait they would delay its work.
+        """
         while self._expected and len(self._coming) < self._ahead:
             self._coming.append(self._begin(self._expected.popleft()))
         tensors, end = self._coming.popleft()
@@ -159,9 +167,7 @@ class Engine:
         return tensors
 
     def _begin(self, action: Action) -> tuple[list[Tensor], Callable[[], None]]:
-        source = self.schedule.home[
-            action.stage - 1 if action.kind == "receive_input" else action.stage + 1
-        ]
+        source = self.schedule.home[action.counterpart.stage]
         tensors = [value.empty(self._device) for value in self._values(action)]
         if action.kind == "receive_input" and self._stream.carried:
             tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
@@ -182,14 +188,18 @@ class Engine:
         return [value for value in program.leaving if value.differentiable]
 
     def _lie_here(self) -> bool:
-        """Whether `AHEAD` messages that this rank expects, of the longest, leave at once and lie
-        here until it asks."""
+        """Whether `AHEAD` of the longest messages expected here lie here until this rank asks."""
+        # Messages of one kind, stage and number of examples are alike: one of each is looked at.
         kinds = {(a.kind, a.stage, self._batches[a.microbatch].examples): a for a in self._expected}
-        values = [self._values(action) for action in kinds.values()]
-        tensors = 1 + max(map(len, values), default=0)
-        nbytes = STATE_BYTES + max(
-            (sum(value.nbytes for value in each) for each in values), default=0
-        )
+        tensors = 0
+        nbytes = 0
+        for action in kinds.values():
+            values = self._values(action)
+            tensors = max(tensors, len(values))
+            nbytes = max(nbytes, sum(value.nbytes for value in values))
+        # The state of a generator may come with each, as one tensor more.
+        tensors += 1
+        nbytes += STATE_BYTES
         return self.group.holds(AHEAD * tensors, AHEAD * nbytes)
 
 

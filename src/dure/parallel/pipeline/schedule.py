@@ -4,9 +4,12 @@ A model is cut into stages 0 … S-1, a batch into micro-batches 0 … m-1; stag
 `home[s]`. A schedule is a list of actions for each of the p ranks, in the order in which it does
 them:
 
-    F forward    B backward    or, in its place, I gradient of the inputs and W gradient of the weights
+    F            forward
+    B            backward, or in its place
+    I, W         the gradient of the inputs and, later, that of the weights
     SO, RI       an output goes from stage s to stage s+1: send_output of s, receive_input of s+1
-    SG, RG       a gradient goes from stage s to stage s-1: send_gradient of s, receive_gradient of s-1
+    SG, RG       a gradient goes from stage s to stage s-1: send_gradient of s, receive_gradient of
+                 s-1
 
 An action is written as its letters, its stage and its micro-batch: F0.3. Stages of one rank hand
 over directly. Sends do not wait, receives do. Every boundary between stages on different ranks is
@@ -86,8 +89,10 @@ class Action(NamedTuple):
 
     @property
     def counterpart(self) -> Action:
-        """Of a send what receives it, of a receive what sends it; ValueError for an action that
-        computes."""
+        """Of a send what receives it, of a receive what sends it.
+
+        Raises ValueError for an action that computes.
+        """
         if self.computes:
             raise ValueError(f"{self} transfers nothing: only sends and receives have counterparts")
         kind, offset = _COUNTERPARTS[self.kind]
@@ -99,8 +104,7 @@ Computing = Sequence[Sequence[Action]]
 
 
 def foreign(home: Sequence[int], stage: int, other: int) -> bool:
-    """Whether what goes from one stage to the other is a message: both exist, on different
-    ranks."""
+    """Whether both stages exist, on different ranks: what goes between them is a message."""
     return 0 <= other < len(home) and home[stage] != home[other]
 
 
@@ -126,8 +130,9 @@ def receive_before(action: Action, home: Sequence[int]) -> Action | None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does. home: the rank of each stage. microbatches: their number. actions: a
-    list per rank.
+    """What each rank does.
+
+    home: the rank of each stage. microbatches: their number. actions: a list per rank.
 
     Nothing is checked here: `dure.parallel.pipeline.validate.check` says whether it is a schedule
     that can run.
@@ -149,16 +154,21 @@ class Schedule:
     @property
     def computing(self) -> tuple[tuple[Action, ...], ...]:
         """The actions that compute, for each rank."""
-        return tuple(
-            tuple(action for action in actions if action.computes) for actions in self.actions
-        )
+        return tuple(tuple(filter(_computes, actions)) for actions in self.actions)
+
+    @property
+    def parts_gradients(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart somewhere."""
+        kinds: set[Kind] = set()
+        for actions in self.actions:
+            kinds.update(action.kind for action in actions)
+        return "weight_gradient" in kinds
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, home in enumerate(self.home) if home == rank)
 
     def text(self) -> str:
-        """As a file has it: name, homes, number of micro-batches and then a line of actions for
-        each rank."""
+        """As a file has it: name, homes, micro-batches, and a line of actions for each rank."""
         head = [
             f"schedule: {self.name}",
             f"home: {_row(self.home)}",
@@ -169,8 +179,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule in a text as `text` writes it; empty lines, and what is behind a #, are left
-        out.
+        """The schedule in a text as `text` writes it, without empty lines and what follows a #.
 
         Transfers are as written: `with_transfers` adds them to a schedule that has none. Raises
         ValueError for what is missing, there twice, or not understood.
@@ -184,13 +193,21 @@ class Schedule:
             if not colon or not re.fullmatch(r"schedule|home|microbatches|rank [0-9]+", key):
                 raise ValueError(
                     f"line {number}: {line[:40]!r} is not understood: write 'schedule:', 'home:', "
-                    f"'microbatches:' "
-                    "or 'rank 0:' and what belongs there"
+                    "'microbatches:' or 'rank 0:' and what belongs there"
                 )
             if key in fields:
                 raise ValueError(f"line {number}: {key!r} is there twice: keep one of them")
             fields[key] = value
         return _of_fields(fields)
+
+
+def is_own(schedule: str) -> bool:
+    """Whether a setting is a user's own schedule as text: names have no colon."""
+    return ":" in schedule
+
+
+def _computes(action: Action) -> bool:
+    return action.computes
 
 
 def _row(items: Iterable[object]) -> str:
@@ -199,25 +216,26 @@ def _row(items: Iterable[object]) -> str:
 
 def _of_fields(fields: dict[str, str]) -> Schedule:
     ranks = sum(key.startswith("rank ") for key in fields)
-    for key in (
-        "schedule",
-        "home",
-        "microbatches",
-        *(f"rank {rank}" for rank in range(max(1, ranks))),
-    ):
+    lists = [f"rank {rank}" for rank in range(max(1, ranks))]
+    for key in ("schedule", "home", "microbatches", *lists):
         if key not in fields:
             raise ValueError(f"the schedule has no line {key + ':'!r}: add it")
-    home, microbatches = fields["home"].split(), fields["microbatches"]
+    home = fields["home"].split()
+    microbatches = fields["microbatches"]
     for word in [*home, microbatches]:
         if not re.fullmatch("[0-9]+", word):
             raise ValueError(
                 f"{word!r} is no number: 'home:' has the rank of each stage, 'microbatches:' one "
-                f"number"
+                "number"
             )
-    actions = tuple(
-        tuple(map(Action.parse, fields[f"rank {rank}"].split())) for rank in range(ranks)
+    return Schedule(
+        name=fields["schedule"],
+        home=tuple(map(int, home)),
+        microbatches=int(microbatches),
+        actions=tuple(
+            tuple(map(Action.parse, fields[f"rank {rank}"].split())) for rank in range(ranks)
+        ),
     )
-    return Schedule(fields["schedule"], tuple(map(int, home)), int(microbatches), actions)
 
 
 def with_transfers(
@@ -225,25 +243,26 @@ def with_transfers(
 ) -> Schedule:
     """The schedule that computes so, with the messages this needs.
 
-    Each is sent right after it was made and received right before it is needed, or earlier: ahead
-    of it come those that the same rank has sent before it, so that any two ranks' messages arrive
-    in the order in which they are sent. That costs no time, as they were made earlier too, and adds
-    no deadlock.
+    Each is sent right after it was made and received right before it is needed, or earlier: those
+    that the same rank has sent before are received first, so that any two ranks' messages arrive in
+    the order in which they are sent. That costs no time, as they were made earlier too, and adds no
+    deadlock.
     """
-    coming: dict[tuple[int, int], deque[Action]] = defaultdict(
-        deque
-    )  # receives, as (from, to) has sent them
+    # Receives from one rank on another, in the order in which they are sent.
+    coming: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, actions in enumerate(computing):
         for action in actions:
             if send := send_after(action, home):
                 coming[rank, home[send.counterpart.stage]].append(send.counterpart)
-    made = {receive for receives in coming.values() for receive in receives}
+    made = set().union(*coming.values())
     lists = []
     for rank, actions in enumerate(computing):
         done: list[Action] = []
         received: set[Action] = set()
         for action in actions:
             needed = receive_before(action, home)
+            # What the same rank has sent before is received before; a receive that no action makes
+            # is put in all the same, and refused by `validate`.
             while needed and needed not in received:
                 queue = coming[home[needed.counterpart.stage], rank]
                 receive = queue.popleft() if needed in made else needed

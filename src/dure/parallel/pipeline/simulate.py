@@ -3,11 +3,13 @@
 A rank does its actions one after another. A message is there `send` seconds after it was sent,
 whatever the ranks do meanwhile, and a receive waits for it:
 
-    start(a) = end of the action before it on its rank        end(a) = start(a) + time(a), if a computes
+    start(a)     = end of the action before it on its rank
+    end(a)       = start(a) + time(a), if a computes
     end(receive) = max(start(receive), end(its send) + send)
 
-    bubble            = 1 - busy / (p · makespan)             the share of the ranks' time in which they are idle
-    bubble_over_ideal = (makespan - ideal) / ideal            ideal: the computing of the rank that computes longest
+    bubble            = 1 - busy / (p · makespan)     the share of the ranks' time that is idle
+    bubble_over_ideal = (makespan - ideal) / ideal    ideal: the computing of the rank that computes
+                                                      longest
 
 A forward's activations are held from its start until its backward, or its weight gradient, has
 ended. With the times of a measured run, action by action, this gives what that run would have been
@@ -20,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dure.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Schedule
+from dure.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from dure.parallel.pipeline.validate import running_order
 
 
@@ -35,8 +37,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each stage's actions, and of a message, which occupies no rank; `measured` goes
-    before all of them.
+    """Seconds of each stage's actions, and of a message, which occupies no rank.
+
+    measured: of single actions; these go before all others.
 
     backward is not used where input and weight gradients are apart, and the other way round. A
     receive takes no time but waiting, unless it is measured; of a send it is what its message takes
@@ -56,7 +59,23 @@ class Times:
     ) -> Times:
         """All stages alike; input and weight gradients are half a backward each."""
         half = (backward / 2,) * stages
-        return cls((forward,) * stages, (backward,) * stages, half, half, send)
+        return cls(
+            forward=(forward,) * stages,
+            backward=(backward,) * stages,
+            input_gradient=half,
+            weight_gradient=half,
+            send=send,
+        )
+
+    @property
+    def computing(self) -> dict[Kind, tuple[float, ...]]:
+        """Seconds by kind of action, for each stage."""
+        return {
+            "forward": self.forward,
+            "backward": self.backward,
+            "input_gradient": self.input_gradient,
+            "weight_gradient": self.weight_gradient,
+        }
 
     def of(self, action: Action) -> float:
         """Seconds of an action: on its rank, or of a send until its message is there."""
@@ -66,15 +85,16 @@ class Times:
             return self.send
         if action.kind in RECEIVES:
             return 0.0
-        stages: tuple[float, ...] = getattr(self, action.kind)
-        return stages[action.stage]
+        return self.computing[action.kind][action.stage]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of it, or of a measured run. spans: of the actions that compute. peak_activations:
-    of each rank, the most forwards, of one stage and one micro-batch each, whose activations were
-    held at once."""
+    """What came of it, or of a measured run.
+
+    spans: of the actions that compute. peak_activations: of each rank, the most forwards, of one
+    stage and one micro-batch each, whose activations were held at once.
+    """
 
     ranks: int
     spans: tuple[Span, ...]
@@ -83,9 +103,9 @@ class Simulation:
     @property
     def makespan(self) -> float:
         """Seconds from the first action's start to the last one's end."""
-        return max((span.end for span in self.spans), default=0.0) - min(
-            (span.start for span in self.spans), default=0.0
-        )
+        if not self.spans:
+            return 0.0
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -112,14 +132,15 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, times: Times) -> Simulation:
-    """Runs a schedule that `check` has passed. Raises ScheduleError at a deadlock, ValueError if
-    times are missing."""
-    for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
-        given = len(getattr(times, kind))
-        if given != schedule.stages:
+    """Runs a schedule that `check` has passed.
+
+    Raises ScheduleError at a deadlock, and ValueError if times are missing.
+    """
+    for kind, seconds in times.computing.items():
+        if len(seconds) != schedule.stages:
             raise ValueError(
-                f"times of {given} stages for {kind}, and there are {schedule.stages}: give one "
-                f"for each"
+                f"times of {len(seconds)} stages for {kind}, and there are {schedule.stages}: give "
+                "one for each"
             )
     clocks = [0.0] * schedule.ranks
     arrivals: dict[Action, float] = {}
@@ -128,11 +149,9 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
         if action.kind in SENDS:
             arrivals[action] = clocks[rank] + times.of(action)
             continue
-        start = (
-            max(clocks[rank], arrivals[action.counterpart])
-            if action.kind in RECEIVES
-            else clocks[rank]
-        )
+        start = clocks[rank]
+        if action.kind in RECEIVES:
+            start = max(start, arrivals[action.counterpart])
         clocks[rank] = start + times.of(action)
         if action.computes:
             spans.append(Span(rank, action, start, clocks[rank]))
@@ -145,6 +164,7 @@ def peak_of(actions: Sequence[Action]) -> int:
     held = most = 0
     for action in actions:
         held += action.kind == "forward"
+        # A backward frees its activations; an input gradient leaves them for the weight gradient.
         most = max(most, held)
         held -= action.kind in ("backward", "weight_gradient")
     return most

@@ -1,6 +1,7 @@
 """A stage at work: forward and backward of its micro-batches, with what it keeps between the two.
 
-    forward   values received, inputs  ->  values leaving       keeps the graph, or, to recompute it, what was received
+    forward   values received, inputs  ->  values leaving
+              keeps the graph, or, to recompute it, what was received
     backward  gradients of the leaving ones  ->  those of the received ones, and of the weights
 
 A value that is only carried past is received and leaves, and so is its gradient. The last stage
@@ -66,12 +67,15 @@ class _Kept:
 
 
 class Stage:
-    """One stage. program_for: its program for a micro-batch of so many examples.
+    """One stage.
 
+    program_for: its program for a micro-batch of so many examples.
     structure_for: of the model's outputs; loss: of outputs and targets; both are the last stage's.
-    recompute: keeps what was received and computes the rest again for backward, but in the last
+    stream: from where its operations draw.
+    remaining: where weight gradients are left for later; None where they are computed at once.
+    recompute: keeps what was received and computes the rest again for backward, but not in the last
         stage, which goes backward at once.
-    trains: else nothing is kept.
+    trains: False where nothing goes backward, and nothing is kept.
     """
 
     def __init__(
@@ -86,10 +90,15 @@ class Stage:
         recompute: bool = False,
         trains: bool = True,
     ) -> None:
-        self.number, self.last, self.trains = number, last, trains
+        self.number = number
+        self.last = last
+        self.trains = trains
         self.recompute = recompute and not last
-        self.program_for, self._structure_for, self._loss = program_for, structure_for, loss
-        self._stream, self._remaining = stream, remaining
+        self.program_for = program_for
+        self._structure_for = structure_for
+        self._loss = loss
+        self._stream = stream
+        self._remaining = remaining
         self._kept: dict[int, _Kept] = {}
         self._weights: dict[int, list[Callable[[], None]]] = {}
         self.losses: dict[int, float] = {}
@@ -106,6 +115,7 @@ class Stage:
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
         """Computes micro-batch `number`; returns what leaves, cut from the graph."""
         program = self.program_for(batch.examples)
+        # What was received begins this stage's graph; backward leaves in its `grad` what goes back.
         values = [
             tensor.detach().requires_grad_(value.differentiable and self.trains)
             for tensor, value in zip(received, program.received, strict=True)
@@ -135,9 +145,8 @@ class Stage:
         for given, shape in zip(inputs, program.shapes, strict=False):
             if shape is not None and given.shape != shape:
                 raise ValueError(
-                    f"examples of shape {list(given.shape[1:])} come behind others of "
-                    f"{list(shape[1:])}: a model that "
-                    "is cut needs all of one shape"
+                    f"examples of shape {list(given.shape[1:])} come after others of "
+                    f"{list(shape[1:])}: a model that is cut needs all of one shape"
                 )
         results = program.module(*values, *inputs)
         if not self.last:
@@ -154,8 +163,7 @@ class Stage:
     def input_gradient(
         self, number: int, batch: Microbatch, gradients: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Computes gradients but for those of long weights; returns those that the stage before
-        waits for."""
+        """Like `backward`, but leaves the gradients of long weights to `weight_gradient`."""
         self._descend(number, batch, gradients)
         return self._returned(number, batch)
 
@@ -166,31 +174,31 @@ class Stage:
                 compute()
 
     def _descend(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> None:
-        kept, program = self._kept[number], self.program_for(batch.examples)
+        kept = self._kept[number]
+        program = self.program_for(batch.examples)
         if self.recompute:
             self._compute_again(kept, number, batch, program)
         if self.last:
-            ends, gradients = kept.ends, [torch.full_like(kept.ends[0], batch.share)]
+            ends = kept.ends
+            gradients = [torch.full_like(kept.ends[0], batch.share)]
         else:
-            ends = [
-                end
-                for end, value in zip(kept.ends, program.leaving, strict=True)
-                if value.differentiable
-            ]
-        pairs = [
-            (end, gradient)
-            for end, gradient in zip(ends, gradients, strict=True)
-            if end.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+            leaving = zip(kept.ends, program.leaving, strict=True)
+            ends = [end for end, value in leaving if value.differentiable]
+        # A frozen stage's ends have no graph, though a gradient comes for each.
+        pairs = zip(ends, gradients, strict=True)
+        wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+        if wanted:
+            torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
         if self._remaining is not None:
+            # The list is that of all stages of the rank; these belong to this micro-batch.
             self._weights[number] = list(self._remaining)
             self._remaining.clear()
 
     def _compute_again(self, kept: _Kept, number: int, batch: Microbatch, program: Program) -> None:
-        """Forward once more, with the buffers and from the random numbers of the first time; those
-        of now come back."""
+        """Forward once more, with the buffers and the random numbers of the first time.
+
+        Afterwards buffers and generators are as they were before it.
+        """
         before = self._stream.state()
         buffers = {name: program.module.get_buffer(name) for name in program.written}
         now = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -202,11 +210,14 @@ class Stage:
         kept.ends = self._run(program, batch, kept.received)
         self._stream.go_on_from(before)
         for name, buffer in buffers.items():
-            buffer.data.copy_(now[name])  # by way of data: backward uses what it has kept of them
+            # By way of data, which autograd does not see: it would refuse a backward pass that has
+            # kept a buffer which was written since.
+            buffer.data.copy_(now[name])
 
     def _returned(self, number: int, batch: Microbatch) -> list[Tensor]:
         """The gradients of what was received; zeros where nothing depends on it."""
-        kept, program = self._kept.pop(number), self.program_for(batch.examples)
+        kept = self._kept.pop(number)
+        program = self.program_for(batch.examples)
         return [
             tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor, value in zip(kept.received, program.received, strict=True)

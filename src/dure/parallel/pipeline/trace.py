@@ -1,5 +1,4 @@
-"""What a model computes, as a list of operations: the form in which a model that nobody here wrote
-can be cut.
+"""What a model computes, as a list of operations: the form in which any model can be cut.
 
 `torch.export` runs the model once on tensors without data and writes down every operation, with the
 parameters, the buffers and the earlier values that it uses. Control flow that depends on shapes,
@@ -10,12 +9,12 @@ a place where the model can be cut.
 Operations that change memory are settled first (`dure.parallel.pipeline.memory`).
 
 A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a
-model does beside its operations is not in it, and refused where that can be seen
+model does apart from its operations is not in it, and refused where that can be seen
 (`dure.parallel.pipeline.unseen`).
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
-    constant   operations without parameters and inputs in their ancestry, such as positions and masks: every stage
-               that needs one computes it anew, so that it does not travel
+    constant   operations without parameters and inputs in their ancestry, such as positions and
+               masks: every stage that needs one computes it anew, so that it does not travel
 """
 
 from __future__ import annotations
@@ -47,6 +46,9 @@ from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness.seeds import generators_state, restore_generators
 
+PLAIN = (Tensor, int, float, bool, type(None))
+"""What an operation may give."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -76,16 +78,12 @@ class Value:
 
     def laid_out(self, tensor: Tensor) -> Tensor:
         """The same value, in the order of memory."""
-        return (
-            tensor.permute(self.order)
-            .contiguous()
-            .permute([self.order.index(d) for d in range(len(self.order))])
-        )
+        inverse = [self.order.index(dimension) for dimension in range(len(self.order))]
+        return tensor.permute(self.order).contiguous().permute(inverse)
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a tensor without gaps as they lie in memory; any other travels as it is
-    indexed."""
+    """The dimensions of a tensor as they lie in memory; as they are indexed, where it has gaps."""
     strides: tuple[int, ...] = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     expected = 1
@@ -109,7 +107,9 @@ class Trace:
         self._on_shards = modules_on_shards(model)
         nodes = list(self.module.graph.nodes)
         self.root = families(self.module.graph)
-        self.changed = {self.root[value] for node in nodes for value in changed_by(node)}
+        self.changed: set[fx.Node] = set()
+        for node in nodes:
+            self.changed.update(self.root[value] for value in changed_by(node))
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.operations = [node for node in nodes if node.op == "call_function"]
         self.structure: TreeSpec = self.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
@@ -118,18 +118,19 @@ class Trace:
         self.company = company(self.operations, self.root)
         self._find_constants()
         for node in self.operations:
-            if not all(
-                isinstance(leaf, (Tensor, int, float, bool, type(None)))
-                for leaf in tree_leaves(_result(node))
-            ):
+            # A number that depends on the data is a symbol here, and would have to travel as one.
+            known = (isinstance(leaf, PLAIN) for leaf in tree_leaves(node.meta.get("val")))
+            if not all(known):
                 raise ValueError(
                     f"a {type(model).__name__} cannot be cut, for {node.name} in "
-                    f"{owner_of(node) or 'it'} makes a "
-                    "number that depends on the data; make it independent of them"
+                    f"{owner_of(node) or 'it'} makes a number that depends on the data; make it "
+                    "independent of them"
                 )
 
     def _find_constants(self) -> None:
         """Which values depend on nothing but constants."""
+        # All are taken for constant at first; those that need something else are taken out until
+        # nothing changes, for an operation's company may come after it.
         constant = {node for node in self.operations if not draws(node)}
         constant.update(
             node
@@ -163,8 +164,7 @@ class Trace:
 
     @cached_property
     def _differentiable(self) -> frozenset[fx.Node]:
-        """What a gradient goes through, and what shares memory into which such a value is
-        written."""
+        """What a gradient goes through, with what shares memory into which such a value goes."""
         found: set[fx.Node] = set()
         written: set[fx.Node] = set()
         for node in self.module.graph.nodes:
@@ -186,18 +186,20 @@ class Trace:
 
     def _wanted(self, found: set[fx.Node]) -> set[fx.Node]:
         """Of these values those from which a gradient's path leads to the outputs."""
+        # Backwards from the outputs: an operation is wanted if its result is, or if it writes into
+        # memory of which a wanted value is a view.
         wanted = {leaf for leaf in self.outputs if leaf in found}
         families = {self.root[node] for node in wanted}
         for node in reversed(self.operations):
             writes = any(self.root[value] in families for value in changed_by(node))
-            if (node in wanted or self.root[node] in families or writes) and not _cuts_gradients(
-                node
-            ):
-                sources = [source for source in node.all_input_nodes if source in found]
-                wanted.update([node, *sources] if node in found else [])
-                families.update(
-                    self.root[source] for source in sources if self.root[source] in self.changed
-                )
+            leads = node in wanted or self.root[node] in families or writes
+            if not leads or _cuts_gradients(node):
+                continue
+            sources = [source for source in node.all_input_nodes if source in found]
+            if node in found:
+                wanted.update([node, *sources])
+            roots = (self.root[source] for source in sources)
+            families.update(root for root in roots if root in self.changed)
         return wanted
 
     @property
@@ -216,7 +218,9 @@ class Trace:
     def ancestors(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """What these operations use, and what that uses, as far as it is constant."""
         seen: dict[fx.Node, None] = {}
-        stack = [source for node in nodes for source in node.all_input_nodes]
+        stack: list[fx.Node] = []
+        for node in nodes:
+            stack += node.all_input_nodes
         while stack:
             source = stack.pop()
             if source not in seen:
@@ -226,11 +230,8 @@ class Trace:
         return list(seen)
 
     def is_on_shards(self, node: fx.Node) -> bool:
-        """Whether an operation is in a module in which every rank of a tensor group draws for
-        itself."""
-        return any(
-            path in self._on_shards for path, _ in (node.meta.get("nn_module_stack") or {}).values()
-        )
+        """Whether in this operation's module every rank of a tensor group draws for itself."""
+        return any(path in self._on_shards for path in _modules_around(node))
 
     def numbers_of_draws(self) -> dict[fx.Node, int]:
         """The random operations, numbered through the model."""
@@ -248,7 +249,7 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     try:
         with warnings.catch_warnings(), _settings():
             warnings.simplefilter("ignore")
-            with hidden(model) as layers, unseen(model) as beside:
+            with hidden(model) as layers, unseen(model) as lost:
                 module = torch.export.export(model, (inputs,), strict=False).module()
     except LengthError:
         raise
@@ -256,17 +257,15 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"a {type(model).__name__} cannot be cut, for torch.export cannot trace it "
-            f"({type(error).__name__}: "
-            f"{reason}); make its control flow independent of the data"
+            f"({type(error).__name__}: {reason}); make its control flow independent of the data"
         ) from error
     finally:
         restore_generators(before)
-    if beside:
-        raise ValueError(f"a {type(model).__name__} cannot be cut, for {beside[0]}")
+    if lost:
+        raise ValueError(f"a {type(model).__name__} cannot be cut, for {lost[0]}")
     for node in list(module.graph.nodes):
-        if (
-            node.op == "call_module"
-        ):  # checks that inputs have the shapes of the trace, which nobody else gives
+        # The one module called checks the shapes of inputs; each shape has a trace of its own.
+        if node.op == "call_module":
             module.graph.erase_node(node)
     return module, layers
 
@@ -274,16 +273,12 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Those of torch while it traces, and then what they were."""
-    fast, without_stacks = (
-        torch.backends.mha.get_fastpath_enabled(),
-        fx.config.do_not_emit_stack_traces,
-    )
-    torch.backends.mha.set_fastpath_enabled(
-        False
-    )  # layers of torch stay operations between which one can cut
-    fx.config.do_not_emit_stack_traces = (
-        True  # where in a file each operation is: nobody asks, and it takes long
-    )
+    fast = torch.backends.mha.get_fastpath_enabled()
+    without_stacks = fx.config.do_not_emit_stack_traces
+    # The fast path of a transformer's layer is one operation, in which one cannot cut.
+    torch.backends.mha.set_fastpath_enabled(False)
+    # Where in a file each operation is takes long to find out, and is not used.
+    fx.config.do_not_emit_stack_traces = True
     try:
         yield
     finally:
@@ -294,8 +289,7 @@ def _settings() -> Iterator[None]:
 def names_of(
     model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node]
 ) -> Mapping[fx.Node, str]:
-    """The names that parameters and buffers have in the model: the first ones, where they have
-    several."""
+    """The names of parameters and buffers in the model: the first, where one has several."""
     known = {
         id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
@@ -309,13 +303,17 @@ def names_of(
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers, by its arguments where these decide."""
+    """Whether an operation draws random numbers, by its arguments where these decide.
+
+    Dropout that is off, or has a chance of zero, draws nothing, though its schema says that it may.
+    """
     if node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         inside = part_of(node)
         return inside is not None and any(map(draws, inside[0].nodes))
-    schema, given = node.target._schema, dict(node.kwargs)
+    schema = node.target._schema
+    given = dict(node.kwargs)
     given.update(zip((argument.name for argument in schema.arguments), node.args, strict=False))
     for argument in schema.arguments:
         given.setdefault(argument.name, argument.default_value)
@@ -327,8 +325,14 @@ def draws(node: fx.Node) -> bool:
 
 def owner_of(node: fx.Node) -> str:
     """The name of the module in which an operation was called, "" for the model itself."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
+    around = _modules_around(node)
+    return around[-1] if around else ""
+
+
+def _modules_around(node: fx.Node) -> list[str]:
+    """The names of the modules in which an operation was called, the innermost last."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [str(path) for path, _ in stack.values()]
 
 
 def takes_apart(node: fx.Node) -> bool:
@@ -340,10 +344,6 @@ def origin_of(node: fx.Node) -> fx.Node:
     """The operation itself, or that whose several values it takes apart: the two stay together."""
     source = node.args[0] if takes_apart(node) else node
     return origin_of(source) if isinstance(source, fx.Node) and source is not node else node
-
-
-def _result(node: fx.Node) -> Any:
-    return node.meta.get("val")
 
 
 def _cuts_gradients(node: fx.Node) -> bool:

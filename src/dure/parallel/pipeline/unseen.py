@@ -1,11 +1,10 @@
-"""What a model does beside its operations, which a trace would lose: seen while it is traced, and
-then refused.
+"""What a model does that a trace would lose: seen while it is traced, and then refused.
 
     gradients of its own  `torch.autograd.Function`, and hooks on tensors: a trace has what forward
-    computes, from which
-                          backward is derived; a gradient that was to be reversed, or to pass a
-                          rounding, would not be
-    numbers drawn         from the generators of Python and numpy: a trace has those that were drawn when it was made
+                          computes, from which backward is derived; a gradient that was to be
+                          reversed, or to pass a rounding, would not be
+    numbers drawn         from the generators of Python and numpy: a trace has those that were drawn
+                          when it was made
     numbers counted       attributes that forward changes: a trace has those of its time
 
 Gradients matter in training alone.
@@ -29,14 +28,15 @@ as they are."""
 
 @contextmanager
 def unseen(model: nn.Module) -> Iterator[list[str]]:
-    """While a model is traced inside, what the trace loses is added to the list, each as the end of
-    a sentence."""
+    """Inside, what a trace of the model loses is put on the list, each as the end of a sentence."""
     found: list[str] = []
-    drawn, counted = _drawn(), numbers_of(model)
-    behind = dict(counted)
+    drawn = _drawn()
+    counted = numbers_of(model)
+    after = dict(counted)
 
-    def counts(*_: Any) -> None:  # behind forward, for torch.export puts attributes back
-        behind.update(numbers_of(model))
+    def counts(*_: Any) -> None:
+        # Right after forward: torch.export puts attributes back when it is done.
+        after.update(numbers_of(model))
 
     with ExitStack() as patches:
         if model.training:
@@ -53,13 +53,13 @@ def unseen(model: nn.Module) -> Iterator[list[str]]:
             "it draws random numbers from Python or numpy, which a trace would repeat; draw them "
             "from torch"
         )
-    changed = [
-        name for name in counted if behind[name] != counted[name] == counted[name]
-    ]  # nan is not itself
+    # A number that was nan has not changed, though it does not equal itself.
+    known = [name for name, value in counted.items() if value == value]
+    changed = [name for name in known if after[name] != counted[name]]
     if changed:
         found.append(
             f"its forward changes the number {changed[0]}, which a trace does once; make it a "
-            f"buffer, a tensor"
+            "buffer, a tensor"
         )
 
 
@@ -84,15 +84,12 @@ def _noticed(kind: type[Function], found: list[str]) -> Callable[..., Any]:
     forward: Callable[..., Any] = kind.forward
 
     def noticed(*arguments: Any, **named: Any) -> Any:
-        if any(
-            isinstance(each, Tensor) and each.requires_grad
-            for each in (*arguments, *named.values())
-        ):
+        given = (*arguments, *named.values())
+        if any(isinstance(each, Tensor) and each.requires_grad for each in given):
             found.append(
                 f"it calls {kind.__name__}, a torch.autograd.Function, whose backward a trace does "
-                f"not have; write it "
-                "with operations alone, as x + (y - x).detach() for the value of y with the "
-                "gradient of x"
+                "not have; write it with operations alone, such as x + (y - x).detach() for the "
+                "value of y with the gradient of x"
             )
         return forward(*arguments, **named)
 
@@ -117,9 +114,9 @@ def _drawn() -> tuple[object, ...]:
 
 def numbers_of(model: nn.Module) -> dict[str, float]:
     """The attributes of a model's modules that are numbers, by name."""
-    return {
-        f"{name}.{own}" if name else own: value
-        for name, module in model.named_modules()
-        for own, value in vars(module).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    numbers: dict[str, float] = {}
+    for name, module in model.named_modules():
+        for own, value in vars(module).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                numbers[f"{name}.{own}" if name else own] = value
+    return numbers

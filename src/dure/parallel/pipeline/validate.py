@@ -2,13 +2,16 @@
 
 A schedule is right if
 
-    every action is of a stage that lives on its rank, and of every stage something is computed;
-    every stage computes every micro-batch forward once and backward once: B, or I and then W;
-    what an action needs comes before it on its rank: F(s) after F(s-1) or the receive of its
-    output, B(s) and I(s) after F(s), and after B(s+1) or I(s+1) or the receive of its gradient,
-    W(s) after I(s), sends after what they send; every message between ranks is sent once and
-    received once, of each two ranks in the order of sending; and the ranks, which wait at receives
-    but not at sends, all come to their end.
+    homes     every action is of a stage that lives on its rank, and of every stage something is
+              computed;
+    complete  every stage computes every micro-batch forward once and backward once: B, or I and
+              then W;
+    order     what an action needs comes before it on its rank: F(s) after F(s-1) or the receive of
+              its output; B(s) and I(s) after F(s), and after B(s+1) or I(s+1) or the receive of its
+              gradient; W(s) after I(s); sends after what they send;
+    messages  every message between ranks is sent once and received once, of each two ranks in the
+              order of sending;
+    end       the ranks, which wait at receives but not at sends, all come to their end.
 
 The last is tried: the ranks run, without times. Cost: O(actions).
 """
@@ -28,10 +31,10 @@ from dure.parallel.pipeline.schedule import (
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot run. rank, place, action: the first thing wrong, and where it is in its
-    rank's list.
+    """A schedule cannot run.
 
-    place is None for what is missing, and where no single action is to blame the rest is None too.
+    rank, place, action: the first thing wrong, and where it is in its rank's list. place is None
+    for what is missing; where no single action is to blame the others are None too.
     """
 
     def __init__(
@@ -42,12 +45,16 @@ class ScheduleError(ValueError):
         action: Action | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.place, self.action = rank, place, action
+        self.rank = rank
+        self.place = place
+        self.action = action
 
 
 def check(schedule: Schedule, require_backward: bool = True) -> None:
-    """Raises ScheduleError if the schedule is wrong. require_backward: False where forwards alone
-    are enough."""
+    """Raises ScheduleError if the schedule is wrong.
+
+    require_backward: False where forwards alone are enough.
+    """
     _check_homes(schedule)
     for rank in range(schedule.ranks):
         _check_belongs(schedule, rank)
@@ -68,7 +75,7 @@ def _check_homes(schedule: Schedule) -> None:
     if schedule.microbatches < 1 or not schedule.home:
         raise ScheduleError(
             f"the schedule has {schedule.microbatches} micro-batches and {schedule.stages} stages: "
-            f"give at least one"
+            "give at least one"
         )
     for stage, rank in enumerate(schedule.home):
         if not 0 <= rank < schedule.ranks:
@@ -86,36 +93,24 @@ def _check_homes(schedule: Schedule) -> None:
 
 def _check_belongs(schedule: Schedule, rank: int) -> None:
     """Every action is of a stage of this rank, and of a transfer that there is to make."""
-    home = schedule.home
     for place, action in enumerate(schedule.actions[rank]):
-        if not 0 <= action.stage < schedule.stages:
-            raise _error(
-                schedule,
-                rank,
-                place,
-                f"is of a stage that is not there: there are {schedule.stages}",
-            )
-        if not 0 <= action.microbatch < schedule.microbatches:
-            raise _error(
-                schedule,
-                rank,
-                place,
-                f"is of a micro-batch that is not there: there are {schedule.microbatches}",
-            )
-        if home[action.stage] != rank:
-            raise _error(
-                schedule,
-                rank,
-                place,
-                f"is on a foreign rank: stage {action.stage} is on rank {home[action.stage]}",
-            )
-        if not action.computes and not foreign(home, action.stage, action.counterpart.stage):
-            raise _error(
-                schedule,
-                rank,
-                place,
-                f"has nothing to transfer: {_neighbour(action, home)}; take it out",
-            )
+        said = _stranger(schedule, rank, action)
+        if said is not None:
+            raise _error(schedule, rank, place, said)
+
+
+def _stranger(schedule: Schedule, rank: int, action: Action) -> str | None:
+    """Why an action does not belong on a rank; None where it does."""
+    home = schedule.home
+    if not 0 <= action.stage < schedule.stages:
+        return f"is of a stage that is not there: there are {schedule.stages}"
+    if not 0 <= action.microbatch < schedule.microbatches:
+        return f"is of a micro-batch that is not there: there are {schedule.microbatches}"
+    if home[action.stage] != rank:
+        return f"is on a foreign rank: stage {action.stage} is on rank {home[action.stage]}"
+    if not action.computes and not foreign(home, action.stage, action.counterpart.stage):
+        return f"has nothing to transfer: {_neighbour(action, home)}; take it out"
+    return None
 
 
 def _neighbour(action: Action, home: tuple[int, ...]) -> str:
@@ -126,25 +121,24 @@ def _neighbour(action: Action, home: tuple[int, ...]) -> str:
 
 
 def _check_stages(schedule: Schedule) -> None:
-    alive = {action.stage for actions in schedule.computing for action in actions}
+    alive: set[int] = set()
+    for actions in schedule.computing:
+        alive.update(action.stage for action in actions)
     for stage, rank in enumerate(schedule.home):
         if stage not in alive:
             action = Action("forward", stage, 0)
             raise ScheduleError(
                 f"stage {stage} is dead: rank {rank} computes nothing for it, not even {action}",
-                rank,
-                None,
-                action,
+                rank=rank,
+                action=action,
             )
 
 
 def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
     """What has to come before an action on its rank: one of each of these."""
     kind, stage, microbatch = action
-    forward, gradient = (
-        Action("forward", stage, microbatch),
-        Action("input_gradient", stage, microbatch),
-    )
+    forward = Action("forward", stage, microbatch)
+    gradient = Action("input_gradient", stage, microbatch)
     if kind in RECEIVES:
         return []
     if kind == "weight_gradient":
@@ -206,14 +200,13 @@ def _where(choice: tuple[Action, ...], actions: tuple[Action, ...]) -> str:
 
 
 def _check_complete(schedule: Schedule, require_backward: bool) -> None:
-    there = {action for actions in schedule.actions for action in actions}
+    there = set().union(*schedule.actions)
     for stage, rank in enumerate(schedule.home):
         for number in range(schedule.microbatches):
-            forward, backward = Action("forward", stage, number), Action("backward", stage, number)
-            gradient, weight = (
-                Action("input_gradient", stage, number),
-                Action("weight_gradient", stage, number),
-            )
+            forward = Action("forward", stage, number)
+            backward = Action("backward", stage, number)
+            gradient = Action("input_gradient", stage, number)
+            weight = Action("weight_gradient", stage, number)
             missing = None
             if forward not in there:
                 missing = forward
@@ -224,17 +217,15 @@ def _check_complete(schedule: Schedule, require_backward: bool) -> None:
             if missing:
                 raise ScheduleError(
                     f"{missing} is missing on rank {rank}: every stage computes every micro-batch "
-                    f"forward once and "
-                    "backward once",
-                    rank,
-                    None,
-                    missing,
+                    "forward once and backward once",
+                    rank=rank,
+                    action=missing,
                 )
 
 
 def _check_messages(schedule: Schedule) -> None:
     """Every message is sent and received, and of each two ranks in one order."""
-    there = {action for actions in schedule.actions for action in actions}
+    there = set().union(*schedule.actions)
     sent: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(schedule.actions):
         for place, action in enumerate(actions):
@@ -242,10 +233,10 @@ def _check_messages(schedule: Schedule) -> None:
                 continue
             other = schedule.home[action.counterpart.stage]
             if action.counterpart not in there:
-                said = f"is never received: {action.counterpart} is missing on rank {other}"
-                if action.kind in RECEIVES:
-                    said = f"waits for what is never sent: {action.counterpart} is missing on rank {other}"
-                raise _error(schedule, rank, place, said)
+                receives = action.kind in RECEIVES
+                said = "waits for what is never sent" if receives else "is never received"
+                missing = f"{action.counterpart} is missing on rank {other}"
+                raise _error(schedule, rank, place, f"{said}: {missing}")
             if action.kind in SENDS:
                 sent.setdefault((rank, other), []).append(action)
     for rank, actions in enumerate(schedule.actions):
@@ -255,15 +246,18 @@ def _check_messages(schedule: Schedule) -> None:
                 source = schedule.home[action.counterpart.stage]
                 send = next(queues[source])
                 if send != action.counterpart:
-                    raise _error(
-                        schedule, rank, place, f"is in crossed order: rank {source} sends {send} before it; "
+                    said = (
+                        f"is in crossed order: rank {source} sends {send} before it; "
                         f"receive {send.counterpart} first"
-                    )  # fmt: skip
+                    )
+                    raise _error(schedule, rank, place, said)
 
 
 def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """All actions with their ranks, in an order in which they can happen. Raises ScheduleError at a
-    deadlock."""
+    """All actions with their ranks, in an order in which they can happen.
+
+    Raises ScheduleError at a deadlock.
+    """
     order: list[tuple[int, Action]] = []
     places = [0] * schedule.ranks
     sent: set[Action] = set()
@@ -272,6 +266,7 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
     while ready:
         rank = ready.popleft()
         actions = schedule.actions[rank]
+        # A rank goes on until a receive whose message is not sent yet; that send wakes it again.
         while places[rank] < len(actions):
             action = actions[places[rank]]
             if action.kind in RECEIVES and action.counterpart not in sent:
@@ -289,6 +284,11 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> ScheduleError:
+    """Says who waits for whom: for a send that never comes, or in a circle of ranks.
+
+    places: where each rank has stopped. stuck: the ranks that wait at a receive.
+    """
+
     def awaited(rank: int) -> int:
         return schedule.home[schedule.actions[rank][places[rank]].counterpart.stage]
 
@@ -302,16 +302,17 @@ def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> Schedul
             )
         chain.append(awaited(chain[-1]))
     circle = chain[chain.index(awaited(chain[-1])) :]
+    # Told from its first rank on, so that the same deadlock is always told in the same words.
     start = circle.index(min(circle))
     circle = circle[start:] + circle[:start]
     steps = []
     for rank in circle:
         action = schedule.actions[rank][places[rank]]
-        send, other = action.counterpart, awaited(rank)
-        behind = schedule.actions[other][places[other]]
-        steps.append(
-            f"{'' if rank == circle[0] else f'{action} '}waits for {send}, which is behind {behind}"
-        )
+        send = action.counterpart
+        other = awaited(rank)
+        before = schedule.actions[other][places[other]]
+        said = f"waits for {send}, which comes after {before}"
+        steps.append(said if rank == circle[0] else f"{action} {said}")
     first = circle[0]
     return _error(
         schedule, first, places[first], f"can never go on (deadlock): it {'; '.join(steps)}"

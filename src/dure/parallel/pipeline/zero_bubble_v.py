@@ -37,21 +37,25 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
     deadlocks: the second stage of the oldest micro-batch that is not done always finds a place,
     once the weight gradients of older ones, which wait for nobody, are there.
     """
-    begun, done = (
-        {kind: [0] * 2 * ranks for kind in V_TIMES} for _ in range(2)
-    )  # micro-batches of each stage
+    # For each kind of action: how many micro-batches each stage has begun, and has done.
+    begun: _Counts = {kind: [0] * 2 * ranks for kind in V_TIMES}
+    done: _Counts = {kind: [0] * 2 * ranks for kind in V_TIMES}
     computing: list[list[Action]] = [[] for _ in range(ranks)]
-    ends: list[tuple[int, int, Kind, int]] = []  # when, on which rank, of what, in which stage
-    free, clock = set(range(ranks)), 0
+    # What is under way: when it ends, on which rank, of which kind, in which stage.
+    ends: list[tuple[int, int, Kind, int]] = []
+    free = set(range(ranks))
+    clock = 0
     while min(done["weight_gradient"]) < microbatches:
         for rank in sorted(free):
             for kind, stage in _wishes(rank, ranks):
-                if _is_ready(kind, stage, ranks, microbatches, begun, done):
+                left = begun[kind][stage] < microbatches
+                if left and _is_ready(kind, stage, ranks, begun=begun, done=done):
                     computing[rank].append(Action(kind, stage, begun[kind][stage]))
                     begun[kind][stage] += 1
                     heappush(ends, (clock + V_TIMES[kind], rank, kind, stage))
                     free.discard(rank)
                     break
+        # On to the next moment at which something ends, and all that ends with it.
         clock = ends[0][0]
         while ends and ends[0][0] == clock:
             _, rank, kind, stage = heappop(ends)
@@ -61,7 +65,8 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
 
 
 def _wishes(rank: int, ranks: int) -> list[tuple[Kind, int]]:
-    first, second = rank, 2 * ranks - 1 - rank
+    first = rank
+    second = 2 * ranks - 1 - rank
     return [
         ("forward", second),
         ("input_gradient", second),
@@ -72,18 +77,16 @@ def _wishes(rank: int, ranks: int) -> list[tuple[Kind, int]]:
     ]
 
 
-def _is_ready(
-    kind: Kind, stage: int, ranks: int, microbatches: int, begun: _Counts, done: _Counts
-) -> bool:
+def _is_ready(kind: Kind, stage: int, ranks: int, begun: _Counts, done: _Counts) -> bool:
     """Whether the next action of a kind in a stage of a V may begin."""
-    number, last = begun[kind][stage], 2 * ranks - 1
-    if number == microbatches:
-        return False
+    number = begun[kind][stage]
+    last = 2 * ranks - 1
     if kind == "weight_gradient":
         return done["input_gradient"][stage] > number
     if kind == "input_gradient":
         after = stage == last or done["input_gradient"][stage + 1] > number
         return after and done["forward"][stage] > number
+    # Activations that the rank holds, of both of its stages; the first leaves one place free.
     held = sum(
         begun["forward"][own] - done["weight_gradient"][own] for own in (stage, last - stage)
     )

@@ -1,8 +1,7 @@
-"""Tensor parallelism: the matrices of one model divided over ranks, all of which compute every
-example together.
+"""Tensor parallelism: the matrices of one model divided over ranks that compute together.
 
     model = dure.models.Transformer(...)          # the same on all ranks
-    parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part of it
+    parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part
     loss(model(inputs), targets).backward()       # the same inputs on all ranks
     clip_gradients(model, 1.0, group)
     optimizer.step()                              # of this rank's parameters
@@ -11,12 +10,15 @@ example together.
     rooms       memory in which the ranks of a host sum
     functions   what travels between divided layers, with the derivative of each
     draws       dropout that differs between ranks inside, and does not outside
+    divided     what divided layers have in common, and which layers can be divided
     layers      linear layers divided by columns and by rows
     vocabulary  embedding, output layer and cross-entropy divided by symbols
     plan        what a plan can say of a module
     dividing    a model is divided from outside, by a plan
     ready       plans for models whose layers are known
     state       the whole model, and the norm of its gradient
+
+The strategy that does so in `dure.train` is `dure.parallel.mesh.tensor_parallel`.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer

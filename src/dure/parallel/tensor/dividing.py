@@ -3,8 +3,8 @@
     parallelize(model, plan, group)
 
 Every pattern of the plan must match. Nothing is changed before all of it has been checked.
-Parameters that several modules share are divided once, and remain shared. Before, the model travels
-once, from rank 0; the meter does not count it.
+Parameters that several modules share are divided once, and remain shared. Before that the model
+travels once, from rank 0; the meter does not count it.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", whose layers are put in the place of a model's own.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import LengthError
-from dure.parallel.tensor.layers import Divided
 from dure.parallel.tensor.opaque import hidden
 from dure.parallel.tensor.plan import At, Change, Kind, Plan, Replacement, several
 
@@ -36,11 +37,11 @@ def parallelize(
     *,
     overlap: bool | None = None,
 ) -> None:
-    """Divides a model over the ranks of a group by a plan, in place. All ranks call it, with models
-    of one shape.
+    """Divides a model over the ranks of a group by a plan, in place.
 
-    Rank 0's weights and buffers become everybody's before. Optimizers are made behind it, of what
-    is left of the parameters. overlap: as in `ColumnParallel`.
+    All ranks call it, with models of one shape. Rank 0's weights and buffers become everybody's
+    before. Optimizers are made after it, of what is left of the parameters. overlap: as in
+    `ColumnParallel`.
 
     Raises ValueError, with the model as it was, for a pattern that matches nothing, for a module
     that cannot become what the plan says, for a degree that does not divide it, and for a model
@@ -58,6 +59,7 @@ def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None
     layers, changes = _made(model, found, at)
     for change in changes:
         change()
+    # By all of its names: a module that stands in several places is replaced in each.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in layers:
             path, _, own = name.rpartition(".")
@@ -66,17 +68,18 @@ def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None
 
 
 def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
-    """Raises ValueError where `parallelize` would over so many ranks, of which none is needed;
-    changes nothing."""
+    """Raises ValueError where `parallelize` would over so many ranks.
+
+    Nothing is changed, and no rank is needed.
+    """
     _made(model, _found(model, plan), _alone(model, degree))
 
 
 def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> None:
-    """Raises LengthError if `inputs` make sequences that so many ranks cannot divide; no rank is
-    needed.
+    """Raises LengthError if `inputs` make sequences that so many ranks cannot divide.
 
-    A copy of the model is divided, and runs on tensors without data. Where it computes what they
-    cannot, nothing is known before ranks start.
+    A copy of the model is divided, and runs on tensors without data; no rank is needed. Where it
+    computes what they cannot, nothing is known before ranks start.
     """
     try:
         copied = copy.deepcopy(model)
@@ -106,23 +109,20 @@ def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
         raise ValueError(
             "this model is divided already: divide a new one, and load_whole a state into it"
         )
-    return [
-        (name, kind)
-        for pattern, kinds in plan.items()
-        for name, kind in _matches(model, pattern, kinds)
-    ]
+    found: list[tuple[str, Kind]] = []
+    for pattern, kinds in plan.items():
+        found += _matches(model, pattern, kinds)
+    return found
 
 
 def _made(
     model: nn.Module, found: Sequence[tuple[str, Kind]], at: At
 ) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
-    """The divided layers, by the id of what they replace, and what is to be done to other
-    modules."""
+    """The divided layers, by the id of what they replace, and the changes of other modules."""
     layers: dict[int, Divided] = {}
     said: dict[int, Replacement] = {}
-    changes: dict[
-        tuple[int, Change], Callable[[], None]
-    ] = {}  # a module that has several names is changed once
+    # By module, so that one that has several names is changed once.
+    changes: dict[tuple[int, Change], Callable[[], None]] = {}
     for name, kind in found:
         module = model.get_submodule(name)
         if isinstance(kind, Replacement):
@@ -152,12 +152,13 @@ def _matches(
             raise ValueError(
                 f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are"
             )
-    return [(name, kind) for name in names for kind in each]
+    return list(product(names, each))
 
 
 def fits(name: str, pattern: str) -> bool:
     """Whether a module's name matches, segment by segment."""
-    names, patterns = name.split("."), pattern.split(".")
+    names = name.split(".")
+    patterns = pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
@@ -180,6 +181,7 @@ def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
                     f"{first} and {name} share a parameter, and the plan divides it in two ways"
                 )
             layer.register_parameter(own, kept)
+    # A module that stays whole cannot share with one that is divided.
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if id(module) not in layers and parameter is not None and id(parameter) in divided:
@@ -190,7 +192,7 @@ def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
 
 
 def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
-    """However a forward pass ends, what comes behind it draws as all ranks do."""
+    """However a forward pass ends, what comes after it draws as all ranks do."""
 
     def before(module: nn.Module, inputs: Any) -> None:
         draws.forget()

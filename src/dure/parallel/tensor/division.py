@@ -1,8 +1,8 @@
 """Which slice of a parameter which rank holds, as data.
 
 Along one dimension a parameter of length n is made of blocks n_1 + … + n_k = n, and every block is
-divided on its own: rank r of N holds slice r of each, one behind another. One block is the usual
-case. A matrix in which query, key and value lie beside each other has three, so that a rank's
+divided on its own: rank r of N holds slice r of each, one after another. One block is the usual
+case. A matrix in which query, key and value lie next to each other has three, so that a rank's
 queries meet its keys and its values; with grouped queries they are of unequal length. Where N does
 not divide a block its first n_i mod N slices have one element more.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from dure.collectives.arguments import lengths_of
 
 @dataclass(frozen=True)
 class Division:
-    """dim: the dimension that is divided. blocks: lengths, in the undivided tensor, of what is
-    divided on its own."""
+    """How a tensor is divided.
+
+    dim: the dimension that is divided. blocks: lengths, in the undivided tensor, of what is divided
+    on its own.
+    """
 
     dim: int
     blocks: tuple[int, ...]
@@ -33,10 +37,8 @@ class Division:
 
     def lengths(self, size: int) -> list[int]:
         """What every rank holds of it."""
-        return [
-            sum(each)
-            for each in zip(*(lengths_of(block, size) for block in self.blocks), strict=True)
-        ]
+        of_blocks = [lengths_of(block, size) for block in self.blocks]
+        return list(map(sum, zip(*of_blocks, strict=True)))
 
     def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """What a rank holds, in memory of its own."""
@@ -51,21 +53,17 @@ class Division:
         size = len(parts)
         if len(self.blocks) == 1:
             return torch.cat(list(parts), self.dim)
-        cut = [
-            part.split_with_sizes(
-                [lengths_of(block, size)[rank] for block in self.blocks], self.dim
-            )
-            for rank, part in enumerate(parts)
-        ]
-        return torch.cat(
-            [cut[rank][block] for block in range(len(self.blocks)) for rank in range(size)],
-            self.dim,
-        )
+        of_blocks = [lengths_of(block, size) for block in self.blocks]
+        cut = []
+        for part, lengths in zip(parts, zip(*of_blocks, strict=True), strict=True):
+            cut.append(part.split_with_sizes(list(lengths), self.dim))
+        # Block by block, each from all ranks in their order.
+        pieces = chain.from_iterable(zip(*cut, strict=True))
+        return torch.cat(list(pieces), self.dim)
 
 
 def sharers(what: str, outputs: int, size: int, unit: int) -> int:
-    """How many ranks share each unit, such as a head, where there are fewer units than ranks; else
-    1.
+    """How many ranks share each unit, such as a head: 1, if there are enough units for all.
 
     Raises ValueError if units and ranks do not go into each other, or the ranks of a unit not into
     its width.
@@ -77,15 +75,13 @@ def sharers(what: str, outputs: int, size: int, unit: int) -> int:
     if unit % (size // units):
         raise ValueError(
             f"{what} has {units} units of {unit}, and {size // units} ranks cannot share {unit} "
-            f"outputs evenly: choose "
-            f"a smaller degree than {size}"
+            f"outputs evenly: choose a smaller degree than {size}"
         )
     return size // units
 
 
 def check_even(what: str, blocks: Sequence[int], size: int, unit: int = 1) -> None:
-    """Raises ValueError if the degree does not divide each of the blocks between its units, such as
-    heads."""
+    """Raises ValueError if the degree does not divide each block between units, such as heads."""
     for block in blocks:
         if block % unit:
             raise ValueError(
@@ -95,6 +91,5 @@ def check_even(what: str, blocks: Sequence[int], size: int, unit: int = 1) -> No
             of = f" (units of {unit})" if unit > 1 else ""
             raise ValueError(
                 f"{what} has {block // unit}{of} to divide, not a multiple of the degree {size}: "
-                f"choose a degree that "
-                f"divides it"
+                "choose a degree that divides it"
             )

@@ -1,9 +1,9 @@
-"""Random draws of a rank's own: dropout inside a divided region differs between ranks, and outside
-it is the same.
+"""Random draws of a rank's own: dropout inside a divided region differs between ranks.
 
-All ranks have seeded torch's generator alike, and outside draw alike. On the way in every rank
-draws one number from it, the same on all ranks, and goes on with a generator seeded by (that
-number, its rank); on the way out the common generator goes on behind that number. Nothing has to be
+All ranks have seeded torch's generator alike, and outside of such regions they draw alike. On the
+way in every rank draws one number from it, the same on all ranks, and goes on with a generator
+seeded by (that number, its rank); on the way out the common generator goes on after that number.
+Nothing has to be
 remembered between steps: a run resumes, and a checkpointed layer is computed once more, with the
 same bits, if the common generator's state is what it was.
 
@@ -23,11 +23,11 @@ from dure.randomness.seeds import derive
 
 
 class Draws:
-    """Whose draws are under way, for the layers of one model: those of all ranks, or this rank's
-    own."""
+    """Whose draws are under way in a model's layers: those of all ranks, or this rank's own."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
         self._common: list[Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Draws:
@@ -35,17 +35,19 @@ class Draws:
 
     def _state(self) -> list[Tensor]:
         states = [torch.default_generator.get_state()]
-        return (
-            [*states, torch.cuda.get_rng_state(self.device)]
-            if self.device.type == "cuda"
-            else states
-        )
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
 
     def enter(self) -> None:
-        """This rank's own from here. What was entered before and never left, as when a checkpoint
-        is computed once more only as far as it is needed, is forgotten."""
+        """This rank's own from here.
+
+        A region that was entered before and never left is forgotten: a checkpointed layer is
+        computed once more only as far as it is needed.
+        """
         if self.group.size == 1:
             return
+        # All ranks draw this number, so that the common generator goes on alike afterwards.
         number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
         self._common = self._state()
         own = derive(number, "tensor parallel", self.group.rank)
@@ -73,8 +75,10 @@ class Draws:
 
 
 def mark_on_shards(module: nn.Module) -> None:
-    """The module computes on shards, so that every rank draws for itself in programs made of its
-    operations too."""
+    """Notes that a module computes on shards: every rank draws for itself in its operations.
+
+    A program that is made of its operations does not call it, and has only this mark.
+    """
     module._on_shards = True  # type: ignore[assignment]
 
 
@@ -89,7 +93,7 @@ def modules_on_shards(model: nn.Module) -> set[str]:
 
 @contextmanager
 def own_draws(group: Group, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, this rank draws for itself; behind it, all ranks draw alike again.
+    """Inside, this rank draws for itself; after it, all ranks draw alike again.
 
     All ranks enter it together, with the same state of torch's generator.
     """

@@ -1,24 +1,24 @@
-"""What travels between divided layers, with the derivative of each: every operator's backward is
-its conjugate.
+"""What travels between divided layers: every operator's backward is its conjugate.
 
 Inside the divided region rank r holds a part x_r; outside all ranks hold the same x, or, along a
 sequence, a shard of it. L is the same number on all ranks, and so is its gradient by what is
 outside.
 
-    function            forward            backward           elements a rank sends, there and back, of n of the whole
-    enter (f)           identity           all-reduce         0                   2(N-1)/N·n
-    leave (g)           all-reduce         identity           2(N-1)/N·n          0
-    gather_features     all-gather         own slice          (N-1)/N·n           0
-    scatter_features    own slice          all-gather         0                   (N-1)/N·n
-    enter_sequence      all-gather         reduce-scatter     (N-1)/N·n           (N-1)/N·n
-    leave_sequence      reduce-scatter     all-gather         (N-1)/N·n           (N-1)/N·n
-    scatter_sequence    own slice          all-gather         0                   (N-1)/N·n
-    gather_sequence     all-gather         own slice          (N-1)/N·n           0
-    share               all-gather         reduce-scatter     (N-1)/N·n           (N-1)/N·n
+    function            forward            backward           a rank sends forward  and backward
+    enter (f)           identity           all-reduce         0                     2(N-1)/N·n
+    leave (g)           all-reduce         identity           2(N-1)/N·n            0
+    gather_features     all-gather         own slice          (N-1)/N·n             0
+    scatter_features    own slice          all-gather         0                     (N-1)/N·n
+    enter_sequence      all-gather         reduce-scatter     (N-1)/N·n             (N-1)/N·n
+    leave_sequence      reduce-scatter     all-gather         (N-1)/N·n             (N-1)/N·n
+    scatter_sequence    own slice          all-gather         0                     (N-1)/N·n
+    gather_sequence     all-gather         own slice          (N-1)/N·n             0
+    share               all-gather         reduce-scatter     (N-1)/N·n             (N-1)/N·n
 
-2(N-1)/N·n is rounded down: `dure.collectives.algorithms.native` says how the backend's own
-collectives are counted. A layer that enters and leaves once sends the same along a sequence as
-without: an all-reduce is a reduce-scatter and an all-gather.
+n is the number of elements of the whole. 2(N-1)/N·n is rounded down:
+`dure.collectives.algorithms.native` says how the backend's own collectives are counted. A layer
+that enters and leaves once sends the same along a sequence as without: an all-reduce is a
+reduce-scatter and an all-gather.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
@@ -28,7 +28,7 @@ Models".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -73,8 +73,11 @@ def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
     """The undivided tensor; parts of unequal length travel padded."""
     if group.size == 1:
         return tensor
-    dim, lengths = division.dim, division.lengths(group.size)
-    longest, missing = max(lengths), max(lengths) - tensor.shape[division.dim]
+    dim = division.dim
+    lengths = division.lengths(group.size)
+    longest = max(lengths)
+    missing = longest - tensor.shape[dim]
+    # An all-gather takes as many elements from every rank.
     if missing:
         shape = list(tensor.shape)
         shape[dim] = missing
@@ -82,15 +85,16 @@ def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
     own = tensor.contiguous()
     parts = timed("all-gather", group, lambda: all_gather(own, group, "native")).unbind()
     if min(lengths) < longest:
-        parts = tuple(
-            part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)
-        )
+        padded = zip(parts, lengths, strict=True)
+        parts = tuple(part.narrow(dim, 0, length) for part, length in padded)
     return division.join(parts)
 
 
 def reduce_scattered(tensor: Tensor, group: Group, dim: int, beside: bool = False) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks. beside: on another thread than the
-    layer's."""
+    """This rank's slice along `dim` of the sum over the ranks.
+
+    beside: whether this is another thread than the layer's, which does not wait for it here.
+    """
     if group.size == 1:
         return tensor
     parts = torch.stack(tensor.chunk(group.size, dim))
@@ -122,9 +126,26 @@ def check_length(length: int, group: Group) -> None:
     if length % group.size:
         raise LengthError(
             f"a sequence of {length} cannot be divided by the degree {group.size}: pad it to a "
-            f"multiple, or divide no "
-            "sequences"
+            "multiple, or divide no sequences"
         )
+
+
+def of_shard(shape: Sequence[int], dim: int, group: Group) -> list[int]:
+    """The shape of a rank's shard of a sequence.
+
+    Raises LengthError if the degree does not divide it.
+    """
+    made = list(shape)
+    check_length(made[dim], group)
+    made[dim] //= group.size
+    return made
+
+
+def of_whole(shape: Sequence[int], dim: int, group: Group) -> list[int]:
+    """The shape of the sequence of which a rank holds a shard."""
+    made = list(shape)
+    made[dim] *= group.size
+    return made
 
 
 # With derivatives.
@@ -156,13 +177,16 @@ class _Leave(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
-        ctx.group, ctx.division, ctx.sums = group, division, sums
+        ctx.group = group
+        ctx.division = division
+        ctx.sums = sums
         return gathered(tensor, group, division) if group.size > 1 else tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        group, division = ctx.group, ctx.division
+        group = ctx.group
+        division = ctx.division
         if ctx.sums:
             own = reduce_scattered(gradient, group, division.dim)
         else:
@@ -173,7 +197,8 @@ class _Gather(Function):
 class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
-        ctx.group, ctx.division = group, division
+        ctx.group = group
+        ctx.division = division
         if group.size == 1:
             return tensor.view_as(tensor)
         if sums:
@@ -193,15 +218,16 @@ def enter(tensor: Tensor, group: Group) -> Tensor:
 
 
 def leave(tensor: Tensor, group: Group) -> Tensor:
-    """g: out of a divided region, the sum of the ranks' tensors; backward, the gradient as it
-    is."""
+    """g: out of a divided region, the sum of the ranks' tensors; backward, the same gradient."""
     left: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
     return left
 
 
 def gather_features(tensor: Tensor, group: Group, division: Division | None = None) -> Tensor:
-    """The ranks' last dimensions joined, for what all ranks compute alike. division: None is one of
-    equal parts."""
+    """The ranks' last dimensions joined, for what all ranks compute alike.
+
+    division: None is one of equal parts.
+    """
     division = division or along(tensor, -1, group)
     joined: Tensor = _Gather.apply(tensor, group, division, False)  # type: ignore[no-untyped-call]
     return joined
@@ -215,21 +241,22 @@ def scatter_features(tensor: Tensor, group: Group, division: Division | None = N
 
 
 def enter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """f along a sequence: all shards, into a divided region; backward, this rank's shard of the
-    summed gradient."""
+    """f along a sequence: all shards, into a divided region.
+
+    Backward, this rank's shard of the summed gradient.
+    """
     entered: Tensor = _Gather.apply(tensor, group, along(tensor, dim, group), True)  # type: ignore[no-untyped-call]
     return entered
 
 
 def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
-    """The unit of which this rank and its neighbours, so many in all, hold parts; its gradient is
-    the sum of theirs."""
+    """The unit of which this rank and its neighbours hold parts; its gradient is the sum of theirs.
+
+    sharers: how many ranks share a unit.
+    """
     width = tensor.shape[-1] * sharers
-    return (
-        enter_sequence(tensor, group, -1)
-        .narrow(-1, group.rank // sharers * width, width)
-        .contiguous()
-    )
+    units = enter_sequence(tensor, group, -1)
+    return units.narrow(-1, group.rank // sharers * width, width).contiguous()
 
 
 def leave_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
@@ -239,8 +266,10 @@ def leave_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def scatter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """This rank's shard of a sequence that all ranks have alike; backward, the gradients of all
-    shards."""
+    """This rank's shard of a sequence that all ranks have alike.
+
+    Backward, the gradients of all shards.
+    """
     own: Tensor = _Scatter.apply(tensor, group, check_sequence(tensor, dim, group), False)  # type: ignore[no-untyped-call]
     return own
 

@@ -1,24 +1,22 @@
-"""Linear layers whose matrix is divided over ranks, so that every rank computes a part of the
-layer.
+"""Linear layers whose matrix is divided over ranks: every rank computes a part of the layer.
 
     Y = X·A + b      X: (rows, inputs), A: (inputs, outputs); torch's nn.Linear stores W = Aᵀ
 
-ColumnParallel  A = [A_1, …, A_N] by columns: Y_r = X·A_r + b_r, a part of the outputs. These are
-rows of W, which is
-                why some call it row-wise. Forward sends nothing; backward sums ∂L/∂X = Σ_r
-                ∂L/∂Y_r·A_rᵀ.
-RowParallel     A by rows, X by columns to match: Y = Σ_r X_r·A_r + b, where b is added once, to the sum. These are
-                columns of W. Forward sums Y; backward sends nothing.
+    ColumnParallel   A = [A_1, …, A_N] by columns: Y_r = X·A_r + b_r, a part of the outputs. These
+                     are rows of W, which is why some call it row-wise. Forward sends nothing;
+                     backward sums ∂L/∂X = Σ_r ∂L/∂Y_r·A_rᵀ.
+    RowParallel      A by rows, X by columns to match: Y = Σ_r X_r·A_r + b, where b is added once,
+                     to the sum. These are columns of W. Forward sums Y; backward sends nothing.
 
-One behind the other they are an MLP, with what is computed element by element between them: one
+One after the other they are an MLP, with what is computed element by element between them: one
 all-reduce of rows·inputs elements backward, and one of rows·outputs forward, each 2(N-1)/N of its n
 elements a rank. With `sequence` each of them is a reduce-scatter on the one way and an all-gather
 on the other (`dure.parallel.tensor.functions`).
 
-In backward of ColumnParallel the gradient of X leaves first, and the weight's gradient is computed
-meanwhile, on a thread beside it; not so where the ranks of one host keep all of its cores busy: the
-thread would take their time. What is summed is computed where it is summed: matrix products write
-into memory that the ranks share.
+In backward of ColumnParallel the gradient of X is computed first. It is summed by a thread of its
+own while this one computes the weight's gradient; but not where the ranks of one host keep all of
+its cores busy, for the thread would take their time. What is summed is computed where it is summed:
+matrix products write into memory that the ranks share.
 
 Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism".
@@ -26,8 +24,6 @@ Model Parallelism".
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,17 +32,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.utils.parametrize import is_parametrized
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
+from dure.machine.cores import available_cores
+from dure.parallel.tensor.divided import Divided, cast, is_transposed
 from dure.parallel.tensor.division import Division, check_even, sharers
-from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import (
     along,
     check_sequence,
     gather_features,
     gathered,
+    of_shard,
+    of_whole,
     reduce_scattered,
     reduced_in_place,
     scatter_features,
@@ -58,12 +56,14 @@ from dure.parallel.tensor.rooms import room
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-
 
 class _How(NamedTuple):
-    """group; whether the weight is stored as A; the dimension of the sequence; whether the input
-    has still to enter; whether sums travel beside the computation."""
+    """How a layer computes.
+
+    transposed: whether the weight is stored as A. sequence: the dimension of the sequence, if it is
+    divided. enters: whether the input has still to enter the divided region. beside: whether sums
+    travel while something else is computed.
+    """
 
     group: Group
     transposed: bool
@@ -73,16 +73,17 @@ class _How(NamedTuple):
 
 
 def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> bool:
-    """Whether a sum and a matrix product go together. overlap: None chooses; then all ranks call it
-    together."""
+    """Whether a sum and a matrix product go on at the same time.
+
+    overlap: None chooses; then all ranks call it together.
+    """
     if overlap is not None or group.size == 1:
         return bool(overlap)
+    # On a GPU, and over a network, a sum takes hardly any time of the cores; on one host the thread
+    # that sums needs a core of its own.
     if device.type != "cpu" or len(group.hosts()) > 1:
         return True
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return cores > group.size * torch.get_num_threads()
+    return available_cores() > group.size * torch.get_num_threads()
 
 
 def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,7 +101,8 @@ class _Column(Function):
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         if how.enters and how.sequence is not None and how.group.size > 1:
             tensor = gathered(tensor, how.group, along(tensor, how.sequence, how.group))
-        ctx.how, ctx.shape = how, tensor.shape
+        ctx.how = how
+        ctx.shape = tensor.shape
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         outputs = _product(rows, weight if how.transposed else weight.t(), bias)
@@ -111,8 +113,10 @@ class _Column(Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        how, (rows, weight) = ctx.how, ctx.saved_tensors
+        how = ctx.how
+        rows, weight = ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
+        # The input's gradient is on its way while the weight's and the bias's are computed.
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
             arrive = _begin_input(how, gradient, weight, ctx.shape)
@@ -126,8 +130,9 @@ class _Column(Function):
 def _begin_input(
     how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size
 ) -> Callable[[], Tensor]:
-    """The gradient of a column-parallel layer's input sets off; what is returned waits for it."""
-    matrix, group = (weight.t() if how.transposed else weight).conj(), how.group
+    """Begins the gradient of a column-parallel layer's input; what is returned waits for it."""
+    matrix = (weight.t() if how.transposed else weight).conj()
+    group = how.group
     if not how.enters or group.size == 1:
         inputs = torch.mm(gradient, matrix)
         return lambda: inputs.view(shape)
@@ -140,7 +145,7 @@ def _begin_input(
             return lambda: own
         handle = group.perform(
             "reduce-scatter of a gradient",
-            lambda: reduce_scattered(inputs.view(shape), group, dim, True),
+            lambda: reduce_scattered(inputs.view(shape), group, dim, beside=True),
             inputs,
             True,
         )
@@ -156,7 +161,8 @@ class _Row(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         group = how.group
-        ctx.how, ctx.shape = how, tensor.shape
+        ctx.how = how
+        ctx.shape = tensor.shape
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         matrix = weight if how.transposed else weight.t()
@@ -167,6 +173,7 @@ class _Row(Function):
         if how.sequence is not None:
             whole = outputs.view(*tensor.shape[:-1], -1)
             check_sequence(whole, how.sequence, group)
+            # The shard is summed already, so that each rank adds the bias once.
             own = reduce_scattered(whole, group, how.sequence)
             return own if bias is None else own.add_(bias)
         reduced_in_place(outputs, group)
@@ -179,107 +186,20 @@ class _Row(Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        how, (rows, weight) = ctx.how, ctx.saved_tensors
+        how = ctx.how
+        rows, weight = ctx.saved_tensors
         if how.sequence is not None and how.group.size > 1:
             gradient = gathered(gradient, how.group, along(gradient, how.sequence, how.group))
         gradient = gradient.reshape(-1, gradient.shape[-1])
         of_input = None
         if ctx.needs_input_grad[0]:
-            of_input = torch.mm(gradient, (weight.t() if how.transposed else weight).conj()).view(
-                ctx.shape
-            )
+            matrix = (weight.t() if how.transposed else weight).conj()
+            of_input = torch.mm(gradient, matrix).view(ctx.shape)
         of_weight = (
             _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
         )
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None
-
-
-class Divided(nn.Module):
-    """A layer some of whose parameters are divided. divisions: how, by their names; the others are
-    on every rank."""
-
-    def __init__(self, process_group: Group | dist.ProcessGroup | None) -> None:
-        super().__init__()
-        self.group = Group.of(process_group)
-        self.divisions: dict[str, Division] = {}
-        self.draws: Draws | None = None
-
-    def divide(self, name: str, whole: Tensor | None, division: Division | None) -> None:
-        """Registers this rank's part of a parameter; of None, none. division: None is a parameter
-        of every rank."""
-        if whole is None:
-            self.register_parameter(name, None)
-            return
-        group = self.group
-        own = (
-            whole.detach().clone()
-            if division is None
-            else division.part(whole.detach(), group.rank, group.size)
-        )
-        made = nn.Parameter(own, whole.requires_grad)
-        made.__dict__.update(vars(whole))
-        self.register_parameter(name, made)
-        if division is not None:
-            self.divisions[name] = division
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group  # a group of processes is not copied
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-
-def cast(*tensors: Any) -> Any:
-    """As autocast would have them, which does not look into functions of one's own."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return [tensor.to(dtype) if tensor is not None else None for tensor in tensors]
-
-
-def is_transposed(linear: nn.Module) -> bool:
-    """Whether a layer stores A, as Hugging Face's Conv1D, and not W = Aᵀ.
-
-    Raises ValueError if it is not linear, or does more than such a layer.
-    """
-    transposed = type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith(
-        "transformers."
-    )
-    if not transposed and not isinstance(linear, nn.Linear):
-        raise ValueError(
-            f"a {type(linear).__name__} is no linear layer, as nn.Linear and Hugging Face's Conv1D"
-        )
-    check_plain(linear, type(linear) if transposed else nn.Linear)
-    return transposed
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody wants to see the parameter's gradient as autograd makes it."""
-    return bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
-
-
-def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raises ValueError if a module does more than one of `kind`, which a divided one would leave
-    out."""
-    more = None
-    if type(module).forward is not kind.forward:
-        more = "a forward of its own"
-    elif is_parametrized(module):
-        more = "a parametrization, as of weight_norm"
-    elif any(getattr(module, f"_{hooks}") for hooks in HOOKS):
-        more = "hooks, as of pruning"
-    elif any(map(has_hooks, module.parameters(recurse=False))):
-        more = "hooks on its parameters"
-    if more is not None:
-        raise ValueError(
-            f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not "
-            f"divided"
-        )
 
 
 class DividedLinear(Divided):
@@ -302,7 +222,8 @@ class DividedLinear(Divided):
         )
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, degree={self.group.size}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, degree={self.group.size}"
 
 
 class ColumnParallel(DividedLinear):
@@ -320,8 +241,8 @@ class ColumnParallel(DividedLinear):
     sequence: the dimension of the input along which the ranks hold shards of a sequence; None where
         they do not. The gathered input is kept for backward, so that nothing is gathered twice.
     transposed: whether the weight is stored as A.
-    overlap: whether the gradient of X travels beside the weight's; None chooses; then all ranks
-        come here together.
+    overlap: whether the gradient of X travels while the weight's is computed; None chooses; then
+        all ranks come here together.
     even: False allows parts of unequal length.
     shares: where there are fewer units than ranks, neighbours share one: each holds a part of its
         matrix, and all of them get all of its outputs, as the keys and values of grouped queries.
@@ -348,14 +269,16 @@ class ColumnParallel(DividedLinear):
     ) -> None:
         super().__init__(process_group)
         dim = 1 if transposed else 0
-        self.out_features, self.in_features = weight.shape[dim], weight.shape[1 - dim]
+        self.out_features = weight.shape[dim]
+        self.in_features = weight.shape[1 - dim]
         blocks = tuple(blocks) if blocks is not None else (self.out_features,)
         if sum(blocks) != self.out_features:
             raise ValueError(
                 f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} "
-                f"outputs"
+                "outputs"
             )
-        what, self.sharers = f"{name} with {self.out_features} outputs", 1
+        what = f"{name} with {self.out_features} outputs"
+        self.sharers = 1
         if shares and len(blocks) > 1:
             raise ValueError(
                 f"{name} has {len(blocks)} blocks, and units can be shared where there is one"
@@ -366,28 +289,42 @@ class ColumnParallel(DividedLinear):
             check_even(what, blocks, self.group.size, unit)
         self.divide("weight", weight, Division(dim, blocks))
         self.divide("bias", bias, Division(0, blocks))
-        self.gather_output, self._outputs = gather_output, Division(-1, blocks)
+        self.gather_output = gather_output
+        self._outputs = Division(-1, blocks)
         beside = runs_beside(overlap, self.group, weight.device)
-        self._how = _How(self.group, transposed, sequence, enters, beside)
+        self._how = _How(
+            self.group, transposed=transposed, sequence=sequence, enters=enters, beside=beside
+        )
+
+    @property
+    def opens(self) -> int:
+        return int(self._how.enters and not self.gather_output)
+
+    def output_shape(self, given: Sequence[int]) -> list[int]:
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        own = self.sharers * weight.shape[1 if self._how.transposed else 0]
+        shape = [*given[:-1], self.out_features if self.gather_output else own]
+        if self._how.sequence is None or not self._how.enters:
+            return shape
+        return of_whole(shape, self._how.sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., inputs). Returns this rank's outputs, those of the unit that it shares, or
-        all of them."""
+        """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         if self.draws is not None and self.training:
             self.draws.enter()
         if self.sharers > 1:
             return share(outputs, self.group, self.sharers)
-        return (
-            gather_features(outputs, self.group, self._outputs) if self.gather_output else outputs
-        )
+        if self.gather_output:
+            return gather_features(outputs, self.group, self._outputs)
+        return outputs
 
 
 class RowParallel(DividedLinear):
-    """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ; b is on
-    every rank.
+    """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ.
 
+    Every rank has the whole of b.
     input_is_parallel: False where all ranks have the whole input, of which they take their part.
     sequence: the dimension of the output along which the ranks are left shards of a sequence; None
     leaves all of it. The other arguments are those of `ColumnParallel`.
@@ -407,18 +344,30 @@ class RowParallel(DividedLinear):
     ) -> None:
         super().__init__(process_group)
         dim = 0 if transposed else 1
-        self.in_features, self.out_features = weight.shape[dim], weight.shape[1 - dim]
+        self.in_features = weight.shape[dim]
+        self.out_features = weight.shape[1 - dim]
         check_even(
             f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit
         )
         self.divide("weight", weight, Division(dim, (self.in_features,)))
         self.divide("bias", bias, None)
         self.input_is_parallel = input_is_parallel
-        self._how = _How(self.group, transposed, sequence, False, False)
+        self._how = _How(
+            self.group, transposed=transposed, sequence=sequence, enters=False, beside=False
+        )
+
+    @property
+    def opens(self) -> int:
+        return -1
+
+    def output_shape(self, given: Sequence[int]) -> list[int]:
+        shape = [*given[:-1], self.out_features]
+        if self._how.sequence is None:
+            return shape
+        return of_shard(shape, self._how.sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., this rank's inputs, or all of them). Returns all outputs, or a shard of the
-        sequence."""
+        """tensor: (..., this rank's inputs, or all). Returns all outputs, or a shard of them."""
         if self.draws is not None:
             self.draws.leave()
         if not self.input_is_parallel:

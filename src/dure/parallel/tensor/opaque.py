@@ -6,7 +6,7 @@ each entry into a divided region, and each place where a sequence is cut or join
 as one operation, with its parameters; when the trace is made into a program, the layer itself is
 put back in its place. What leaves it has the shape of a shard, or of the whole.
 
-    opens   1: behind it the divided region has begun; -1: it is over; 0: neither
+    opens   1: after it the divided region has begun; -1: it is over; 0: neither
 
 A model is not cut inside a divided region: what every rank draws for itself there has to end where
 it began.
@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from dure.collectives.group import Group
-from dure.parallel.tensor.functions import check_length
-from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel
-from dure.parallel.tensor.vocabulary import VocabularyEmbedding
+from dure.parallel.tensor.divided import Divided
 
 Layers = list[Callable[[Tensor], Tensor]]
 """What the opaque operations of a trace stand for, by number."""
@@ -60,8 +57,10 @@ def opaque(
     weights: Sequence[Tensor] = (),
     opens: int = 0,
 ) -> Tensor:
-    """While a model is traced: `function` of `tensor`, of which the trace sees the shape of the
-    result alone."""
+    """While a model is traced: `function` of `tensor`, of which the trace sees shapes alone.
+
+    shape: of the result. weights: the parameters that it uses. opens: see above.
+    """
     layers = _under_way[-1]
     layers.append(function)
     result: Tensor = torch.ops.dure.opaque(
@@ -75,7 +74,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def opens(node: fx.Node) -> int:
-    """1 if a divided region has begun behind this operation, -1 if one is over, else 0."""
+    """1 if a divided region has begun after this operation, -1 if one is over, else 0."""
     return int(str(node.args[4])) if is_opaque(node) else 0
 
 
@@ -105,54 +104,13 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
             del layer.forward
 
 
-def of_shard(shape: Sequence[int], dim: int, group: Group) -> list[int]:
-    """The shape of a rank's shard of a sequence. Raises ValueError if the degree does not divide
-    it."""
-    made = list(shape)
-    check_length(made[dim], group)
-    made[dim] //= group.size
-    return made
-
-
-def of_whole(shape: Sequence[int], dim: int, group: Group) -> list[int]:
-    """The shape of the sequence of which a rank holds a shard."""
-    made = list(shape)
-    made[dim] *= group.size
-    return made
-
-
 def _stub(layer: Divided) -> Callable[[Tensor], Tensor]:
     function = type(layer).forward.__get__(layer)
-    opening = 0
-    if isinstance(layer, ColumnParallel):
-        opening = int(layer._how.enters and not layer.gather_output)
-    elif isinstance(layer, RowParallel):
-        opening = -1
 
     def stub(tensor: Tensor) -> Tensor:
-        weights = list(layer.parameters())  # as the tracer has put them in their place
-        return opaque(function, tensor, _shape(layer, tensor), weights, opening)
+        # The tracer has put its own tensors in the parameters' place by now.
+        weights = list(layer.parameters())
+        shape = layer.output_shape(tensor.shape)
+        return opaque(function, tensor, shape, weights=weights, opens=layer.opens)
 
     return stub
-
-
-def _shape(layer: Divided, tensor: Tensor) -> list[int]:
-    """Of what a layer gives back."""
-    embeds = isinstance(layer, VocabularyEmbedding)
-    shape = [*(tensor.shape if embeds else tensor.shape[:-1]), _outputs(layer)]
-    along: Any = layer.sequence if embeds else layer._how.sequence  # type: ignore[union-attr]
-    if along is None:
-        return shape
-    if isinstance(layer, ColumnParallel):
-        return of_whole(shape, along, layer.group) if layer._how.enters else shape
-    return of_shard(shape, along, layer.group)
-
-
-def _outputs(layer: Divided) -> int:
-    if isinstance(layer, VocabularyEmbedding):
-        return layer.embedding_dim
-    if isinstance(layer, ColumnParallel) and not layer.gather_output:
-        return layer.sharers * int(
-            layer.get_parameter("weight").shape[1 if layer._how.transposed else 0]
-        )
-    return int(layer.out_features)  # type: ignore[arg-type]

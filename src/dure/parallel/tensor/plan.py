@@ -10,17 +10,19 @@ A plan maps patterns of module names, as `fnmatch` has them but a name's segment
 does not cross a dot), to what is done there: one thing, or several in order.
 `dure.parallel.tensor.dividing` does it.
 
-    Column, Row             a linear layer becomes ColumnParallel, RowParallel
-    Vocabulary, Output      an embedding, an output layer divided by symbols
-    Attributes              integers of the module, such as its number of heads, are divided by the degree, or by how
-                            many ranks share a unit
-    Enter                   the module's input enters the divided region, once for several Columns inside
-    Cut                     the module takes this rank's shard of an input that all ranks have whole
-    Join                    the module's output shards are joined for a divided region behind it
-    OnShards                the module computes on shards: gradients of its parameters are summed over the ranks
-    OwnDraws                inside the module every rank draws for itself: its dropout is on shards
+    Column, Row         a linear layer becomes ColumnParallel, RowParallel
+    Vocabulary, Output  an embedding, an output layer divided by symbols
+    Attributes          integers of the module, such as its number of heads, are divided by the
+                        degree, or by how many ranks share a unit
+    Enter               the module's input enters the divided region, once for several Columns
+                        inside
+    Cut                 the module takes this rank's shard of an input that all ranks have whole
+    Join                the module's output shards are joined for a divided region after it
+    OnShards            the module computes on shards: gradients of its parameters are summed over
+                        the ranks
+    OwnDraws            inside the module every rank draws for itself: its dropout is on shards
 
-Between a Column and the Row behind it every rank draws for itself, while the model trains, and
+Between a Column and the Row after it every rank draws for itself, while the model trains, and
 elsewhere all draw alike, if they have seeded torch's generator alike
 (`dure.parallel.tensor.draws`).
 
@@ -32,24 +34,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import msgspec
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided, is_transposed
 from dure.parallel.tensor.draws import Draws, mark_on_shards
-from dure.parallel.tensor.functions import enter, enter_sequence, scatter_sequence, summed
-from dure.parallel.tensor.layers import ColumnParallel, Divided, RowParallel, is_transposed
-from dure.parallel.tensor.opaque import is_tracing, of_shard, of_whole, opaque
+from dure.parallel.tensor.functions import (
+    enter,
+    enter_sequence,
+    of_shard,
+    of_whole,
+    scatter_sequence,
+    summed,
+)
+from dure.parallel.tensor.layers import ColumnParallel, RowParallel
+from dure.parallel.tensor.opaque import is_tracing, opaque
 from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Checked:
-    """What all kinds have in common: values of other types than a kind's fields have are
-    refused."""
+    """What all kinds have in common: their fields refuse values of other types."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
@@ -62,8 +72,11 @@ class Checked:
 
 @dataclass(frozen=True)
 class Column(Checked):
-    """blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output,
-    enters, sequence, shares: as in `ColumnParallel`."""
+    """A linear layer becomes a `ColumnParallel`.
+
+    blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output,
+    enters, sequence, shares: as in `ColumnParallel`.
+    """
 
     blocks: Positive | tuple[Positive, ...] = 1
     unit: Positive = 1
@@ -97,14 +110,17 @@ class Column(Checked):
         if outputs % self.blocks:
             raise ValueError(
                 f"{name} has {outputs} outputs, which are not {self.blocks} equal blocks: give "
-                f"lengths"
+                "lengths"
             )
         return (outputs // self.blocks,) * self.blocks
 
 
 @dataclass(frozen=True)
 class Row(Checked):
-    """unit, input_is_parallel, sequence: as in `RowParallel`."""
+    """A linear layer becomes a `RowParallel`.
+
+    unit, input_is_parallel, sequence: as in `RowParallel`.
+    """
 
     unit: Positive = 1
     input_is_parallel: bool = True
@@ -125,7 +141,7 @@ class Row(Checked):
 
 @dataclass(frozen=True)
 class Vocabulary(Checked):
-    """sequence: as in `VocabularyEmbedding`."""
+    """An embedding is divided by symbols. sequence: as in `VocabularyEmbedding`."""
 
     sequence: int | None = None
 
@@ -137,10 +153,10 @@ class Vocabulary(Checked):
 
 @dataclass(frozen=True)
 class Output(Checked):
-    """gather: all scores on every rank; False leaves their parts for
-    `vocabulary_parallel_cross_entropy`.
+    """An output layer is divided by symbols.
 
-    enters, sequence: as in `ColumnParallel`.
+    gather: all scores on every rank; False leaves their parts for
+    `vocabulary_parallel_cross_entropy`. enters, sequence: as in `ColumnParallel`.
     """
 
     gather: bool = True
@@ -161,8 +177,11 @@ class Output(Checked):
 
 @dataclass(frozen=True)
 class Attributes(Checked):
-    """names: attributes that are integers. units: they are divided by how many ranks share one of
-    so many units, as the number of queries to a key; None: by the degree."""
+    """Integers of a module are divided.
+
+    names: of these attributes. units: they are divided by how many ranks share one of so many
+    units, such as the number of queries to a key; None: by the degree.
+    """
 
     names: tuple[str, ...]
     units: Positive | None = None
@@ -173,11 +192,15 @@ class Attributes(Checked):
         self.__post_init__()
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        parts, degree = {}, at.group.size
+        parts = {}
+        degree = at.group.size
         by = f"the degree {degree}: choose a degree that divides it"
         if self.units is not None:
             degree = max(1, degree // self.units)
-            by = f"the {degree} ranks that would share one of {self.units} units: choose a smaller degree"
+            by = (
+                f"the {degree} ranks that would share one of {self.units} units: choose a smaller "
+                "degree"
+            )
         for each in self.names:
             value = getattr(module, each, None)
             if not isinstance(value, int):
@@ -199,9 +222,10 @@ class Attributes(Checked):
 
 @dataclass(frozen=True)
 class Enter(Checked):
-    """sequence: the dimension along which the input is a shard, of which all are gathered; None: it
-    is whole.
+    """A module's input enters the divided region.
 
+    sequence: the dimension along which the input is a shard, and all are gathered; None: it is
+    whole.
     argument: the input's name, where it is given by name; else it is the first one.
     """
 
@@ -209,16 +233,19 @@ class Enter(Checked):
     argument: str = "hidden_states"
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        group, draws, sequence = at.group, at.draws, self.sequence
+        group = at.group
+        draws = at.draws
+        sequence = self.sequence
 
         def entered(tensor: Tensor) -> Tensor:
             if is_tracing():
-                shape = (
-                    tensor.shape if sequence is None else of_whole(tensor.shape, sequence, group)
-                )
+                shape = list(tensor.shape)
+                if sequence is not None:
+                    shape = of_whole(shape, sequence, group)
                 return opaque(entered, tensor, shape, opens=1)
             if sequence is not None:
                 return enter_sequence(tensor, group, sequence)
+            # In evaluation nothing draws, and no number has to be drawn to seed by.
             if module.training:
                 draws.enter()
             return enter(tensor, group)
@@ -228,13 +255,14 @@ class Enter(Checked):
 
 @dataclass(frozen=True)
 class Cut(Checked):
-    """dim: along which the input is cut. argument: as in `Enter`."""
+    """A module takes a shard of its input. dim: along which it is cut. argument: as in `Enter`."""
 
     dim: int = 1
     argument: str = "hidden_states"
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        group, dim = at.group, self.dim
+        group = at.group
+        dim = self.dim
 
         def shard(tensor: Tensor) -> Tensor:
             if is_tracing():
@@ -246,12 +274,13 @@ class Cut(Checked):
 
 @dataclass(frozen=True)
 class Join(Checked):
-    """dim: along which the output is a shard."""
+    """A module's output shards are joined. dim: along which they are shards."""
 
     dim: int = 1
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        group, dim = at.group, self.dim
+        group = at.group
+        dim = self.dim
 
         def joined(tensor: Tensor) -> Tensor:
             if is_tracing():
@@ -265,8 +294,10 @@ class Join(Checked):
 
 @dataclass(frozen=True)
 class OnShards:
-    """The sums travel when autograd has such a gradient: an all-reduce of each parameter's
-    elements."""
+    """A module computes on shards, so that its parameters' gradients are summed over the ranks.
+
+    Each is an all-reduce, which travels as soon as autograd has the gradient.
+    """
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         group = at.group
@@ -282,16 +313,18 @@ class OnShards:
 
         def install() -> None:
             if group.size > 1:
-                watch(module)  # for programs of its operations, which do not call it
-                module.register_forward_pre_hook(
-                    watch
-                )  # for copies of the model, which come without hooks
+                # Now, for programs that are made of its operations and do not call the module; and
+                # at each call, for copies of the model, whose parameters come without hooks.
+                watch(module)
+                module.register_forward_pre_hook(watch)
 
         return install
 
 
 @dataclass(frozen=True)
 class OwnDraws:
+    """Inside the module every rank draws for itself."""
+
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         draws = Draws(at.group, at.draws.device)
 
@@ -323,11 +356,13 @@ def several(kinds: Kind | Sequence[Kind]) -> Sequence[Any]:
 
 def divides_sequences(plan: Plan) -> bool:
     """Whether ranks hold shards of sequences somewhere."""
-    kinds = [kind for value in plan.values() for kind in several(value)]
-    return any(
-        isinstance(kind, Cut | Join) or getattr(kind, "sequence", None) is not None
-        for kind in kinds
-    )
+    return any(map(_divides_sequence, chain.from_iterable(map(several, plan.values()))))
+
+
+def _divides_sequence(kind: Kind) -> bool:
+    if isinstance(kind, Column | Row | Vocabulary | Output | Enter):
+        return kind.sequence is not None
+    return isinstance(kind, Cut | Join)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Ready plans, for models whose layers are known.
 
-    dure.models.Transformer     query, key and value in one matrix; output layer tied to the embedding, or not
+    dure's Transformer          query, key and value in one matrix; output layer tied to the
+                                embedding, or not
     GPT-2 of Hugging Face       the same, in Conv1D
-    Llama of Hugging Face       grouped queries: heads of keys and values are divided as well, and where they are fewer
-                                than ranks, shared by neighbours; gated MLP
-    nn.Sequential, TwoNN        linear layers in pairs, a column-parallel and a row-parallel one
+    Llama of Hugging Face       grouped queries: heads of keys and values are divided as well, and
+                                where they are fewer than ranks, shared by neighbours; gated MLP
+    nn.Sequential, dure's TwoNN linear layers in pairs, a column-parallel and a row-parallel one
 
 A transformer's layer enters and leaves twice, for its attention and its MLP: two all-reduces of
 b·s·h elements forward and two backward (Shoeybi et al. 2019). Besides, the embedding sums b·s·h
@@ -17,11 +18,12 @@ all-reduces, and an all-reduce of the gradient of each parameter there (Korthika
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from dure.parallel.tensor.layers import is_transposed
+from dure.parallel.tensor.divided import is_transposed
 from dure.parallel.tensor.plan import (
     Attributes,
     Column,
@@ -37,31 +39,28 @@ from dure.parallel.tensor.plan import (
     Vocabulary,
 )
 from dure.parallel.tensor.written_plan import TensorPlan
+from dure.tasks.models import Transformer, TwoNN
 
 ELEMENT_WISE = (
-    *(
-        nn.ReLU,
-        nn.GELU,
-        nn.SiLU,
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.LeakyReLU,
-        nn.ELU,
-        nn.SELU,
-        nn.CELU,
-        nn.ReLU6,
-        nn.Softplus,
-    ),
-    *(
-        nn.Mish,
-        nn.Hardtanh,
-        nn.Hardswish,
-        nn.Hardsigmoid,
-        nn.LogSigmoid,
-        nn.Softsign,
-        nn.Dropout,
-        nn.Identity,
-    ),
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.ReLU6,
+    nn.Softplus,
+    nn.Mish,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.LogSigmoid,
+    nn.Softsign,
+    nn.Dropout,
+    nn.Identity,
 )
 """What may stand between the two layers of a pair."""
 
@@ -73,20 +72,14 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
     rank its part of the scores, for `vocabulary_parallel_cross_entropy`. Raises ValueError if there
     is no such plan.
     """
-    kinds = {f"{each.__module__}.{each.__name__}" for each in type(model).__mro__}
-    if "dure.models.Transformer" in kinds:
+    if isinstance(model, Transformer):
         return _transformer(model, sequence, gather_scores)
-    gpt2, llama = (
-        "transformers.models.gpt2.modeling_gpt2.",
-        "transformers.models.llama.modeling_llama.",
-    )
-    for kind, prefix in (("GPT2LMHeadModel", "transformer."), ("GPT2Model", "")):
-        if gpt2 + kind in kinds:
-            return _gpt2(model, prefix, sequence, gather_scores)
-    for kind, prefix in (("LlamaForCausalLM", "model."), ("LlamaModel", "")):
-        if llama + kind in kinds:
-            return _llama(model, prefix, sequence, gather_scores)
-    layers = getattr(model, "layers", None) if "dure.models.TwoNN" in kinds else model
+    # Those of Hugging Face are known by name, so that nobody has to install or import it.
+    kinds = {f"{each.__module__}.{each.__name__}" for each in type(model).__mro__}
+    for kind, (prefix, make) in _HUGGING_FACE.items():
+        if kind in kinds:
+            return make(model, prefix, sequence, gather_scores)
+    layers = model.layers if isinstance(model, TwoNN) else model
     if (
         isinstance(layers, nn.Sequential)
         and type(layers).forward is nn.Sequential.forward
@@ -96,14 +89,13 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
     raise ValueError(
         f"there is no ready plan{' with sequence=True' if sequence else ''} for a "
         f"{type(model).__name__}; write one: "
-        f'{{"layers.*.first": Column(), "layers.*.second": Row()}} for modules one behind the other; strategies '
-        f"take it as plan=, dure.parallel.tensor.parallelize in a loop of your own"
+        '{"layers.*.first": Column(), "layers.*.second": Row()} for modules one after the other; '
+        "strategies take it as plan=, dure.parallel.tensor.parallelize in a loop of your own"
     )
 
 
 def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
-    """The user's own plan, if there is one; or the ready plan of a model, or of the one module
-    inside it that has one.
+    """The user's own plan; without one the ready plan of a model, or of a module inside it.
 
     Raises ValueError if there is none.
     """
@@ -168,20 +160,16 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             raise ValueError(
                 "the ready plan with sequence=True needs the output layer of GPT2LMHeadModel"
             )
-        plan[f"{prefix}h.*"] = OwnDraws()
-        plan[f"{prefix}h.0"] = Cut(1)
-        plan[f"{prefix}h.*.ln_*"] = OnShards()
-        plan[f"{prefix}ln_f"] = (OnShards(), Join(1))
+        plan |= _shards_between(f"{prefix}h", norms="ln_*", last=f"{prefix}ln_f")
     return plan
 
 
 def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
     along = 1 if sequence else None
-    width, keys = (
-        model.get_submodule(f"{prefix}layers.0.self_attn").head_dim,
-        model.config.num_key_value_heads,
-    )
-    shared, gate = Column(unit=width, enters=False, shares=True), Column(enters=False)
+    width = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim
+    keys = model.config.num_key_value_heads
+    shared = Column(unit=width, enters=False, shares=True)
+    gate = Column(enters=False)
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         f"{prefix}embed_tokens": Vocabulary(),
         f"{prefix}layers.*.self_attn": (
@@ -189,7 +177,8 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             Enter(along),
         ),
         f"{prefix}layers.*.self_attn.q_proj": Column(unit=width, enters=False),
-        **{f"{prefix}layers.*.self_attn.{name}_proj": shared for name in "kv"},
+        f"{prefix}layers.*.self_attn.k_proj": shared,
+        f"{prefix}layers.*.self_attn.v_proj": shared,
         f"{prefix}layers.*.self_attn.o_proj": Row(unit=width, sequence=along),
         f"{prefix}layers.*.mlp": Enter(along, "x"),
         f"{prefix}layers.*.mlp.gate_proj": gate,
@@ -203,11 +192,27 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             raise ValueError(
                 "the ready plan with sequence=True needs the output layer of LlamaForCausalLM"
             )
-        plan[f"{prefix}layers.*"] = OwnDraws()
-        plan[f"{prefix}layers.0"] = Cut(1)
-        plan[f"{prefix}layers.*.*_layernorm"] = OnShards()
-        plan[f"{prefix}norm"] = (OnShards(), Join(1))
+        plan |= _shards_between(f"{prefix}layers", norms="*_layernorm", last=f"{prefix}norm")
     return plan
+
+
+def _shards_between(layers: str, norms: str, last: str) -> dict[str, Kind | tuple[Kind, ...]]:
+    """Shards of the sequence from the first of `layers` to the `last` norm after them."""
+    return {
+        f"{layers}.*": OwnDraws(),
+        f"{layers}.0": Cut(1),
+        f"{layers}.*.{norms}": OnShards(),
+        last: (OnShards(), Join(1)),
+    }
+
+
+_HUGGING_FACE: dict[str, tuple[str, Callable[[Any, str, bool, bool], Plan]]] = {
+    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": ("transformer.", _gpt2),
+    "transformers.models.gpt2.modeling_gpt2.GPT2Model": ("", _gpt2),
+    "transformers.models.llama.modeling_llama.LlamaForCausalLM": ("model.", _llama),
+    "transformers.models.llama.modeling_llama.LlamaModel": ("", _llama),
+}
+"""Classes of Hugging Face: the prefix of the layers' names, and what makes the plan."""
 
 
 def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
@@ -222,7 +227,8 @@ def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
         once = sum(layer is other for _, other in places) == 1
         if layer is not None and once and _is_linear(layer):
             if first is not None:
-                plan[prefix + first], plan[prefix + name] = Column(), Row()
+                plan[prefix + first] = Column()
+                plan[prefix + name] = Row()
                 first = None
             else:
                 first = name
@@ -231,8 +237,7 @@ def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
     if not plan:
         raise ValueError(
             "there is no pair of linear layers with only element-wise layers between them in this "
-            "nn.Sequential, so "
-            "there is no ready plan for it: write one"
+            "nn.Sequential, so there is no ready plan for it: write one"
         )
     return plan
 

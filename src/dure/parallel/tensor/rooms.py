@@ -40,12 +40,14 @@ class Rooms:
         waiting = self._waiting.get(length)
         try:
             memory = waiting.pop() if waiting else None
-        except IndexError:  # another thread was faster
+        except IndexError:
+            # Another thread took the last one after this one had looked.
             memory = None
         if memory is None:
             memory = empty_shared(length, dtype=torch.uint8)
         else:
             self._nbytes -= length
+        # Tensors keep this block alive, and not `memory`, which comes back when the block is gone.
         block = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
         weakref.finalize(block, self._back, os.getpid(), memory).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
@@ -56,11 +58,13 @@ class Rooms:
             self._waiting.setdefault(memory.nbytes, []).append(memory)
 
     def forget(self) -> None:
-        self._waiting, self._nbytes = {}, 0
+        self._waiting = {}
+        self._nbytes = 0
 
 
 _rooms = Rooms()
-os.register_at_fork(after_in_child=_rooms.forget)  # a forked child has a pool of its own
+# A forked child has a pool of its own, to which its parent's memory does not belong.
+os.register_at_fork(after_in_child=_rooms.forget)
 
 
 def room(shape: Sequence[int], like: Tensor, group: Group) -> Tensor:

@@ -1,5 +1,4 @@
-"""The whole model of a divided one: its state, to save and to load at any degree; and the norm of
-its gradient.
+"""The whole model of a divided one: its state, for any degree, and the norm of its gradient.
 
 The names of parameters are those of the undivided model, and so is what `whole_state_dict` returns,
 bit for bit: to divide is to copy. What travels for it is bookkeeping, and not counted by the meter.
@@ -10,7 +9,7 @@ have the same gradient on all ranks, and count once. One number a rank is summed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -19,20 +18,21 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered
-from dure.parallel.tensor.layers import Divided
 
 
 def divisions(model: nn.Module) -> dict[str, tuple[Division, Group]]:
     """How each divided parameter is, by all of its names."""
-    return {
-        f"{name}.{own}" if name else own: (division, module.group)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Divided)
-        for own, division in module.divisions.items()
-        if module._parameters.get(own) is not None
-    }
+    found: dict[str, tuple[Division, Group]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, Divided):
+            continue
+        for own, division in module.divisions.items():
+            if module._parameters.get(own) is not None:
+                found[f"{name}.{own}" if name else own] = (division, module.group)
+    return found
 
 
 def divided_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -49,12 +49,14 @@ def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any]:
-    """The undivided model's state_dict, in memory of its own: on every rank, or on rank 0 and
-    elsewhere empty.
+    """The undivided model's state_dict, in memory of its own; all ranks call it.
 
-    All ranks call it. Tensors that the model shares, as tied weights, are one in it too.
+    everywhere: on every rank; else on rank 0, and empty on the others. Tensors that the model
+    shares, such as tied weights, are one in it too.
     """
-    divided, state, known = divisions(model), {}, {}
+    divided = divisions(model)
+    state = {}
+    known = {}
     for name, value in model.state_dict(keep_vars=True).items():
         division, group = divided.get(name, (None, None))
         if id(value) not in known:
@@ -74,21 +76,15 @@ def _whole(value: Any, division: Division | None, group: Group | None) -> Any:
 
 @torch.no_grad()
 def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads the undivided model's state into a divided one, of any degree. Every rank has the whole
-    state.
+    """Loads the undivided model's state into a divided one, of any degree.
 
-    Raises ValueError, with the model as it was, if names or shapes are not those of the undivided
-    model.
+    Every rank gives the whole state. Raises ValueError, with the model as it was, if names or
+    shapes are not those of the undivided model.
     """
-    divided, own = divisions(model), model.state_dict()
-    for word, names in (
-        ("misses", own.keys() - state.keys()),
-        ("has beside the model's", state.keys() - own.keys()),
-    ):
-        if names:
-            raise ValueError(
-                f"the state {word} {', '.join(sorted(names))}: it is not that of this model"
-            )
+    divided = divisions(model)
+    own = model.state_dict()
+    _check_names("misses", own.keys() - state.keys())
+    _check_names("has beside the model's", state.keys() - own.keys())
     parts = {}
     for name, value in state.items():
         division, group = divided.get(name, (None, None))
@@ -100,19 +96,28 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
             if list(value.shape) != shape:
                 raise ValueError(
                     f"{name} has the shape {list(value.shape)} in the state, and {shape} in the "
-                    f"model"
+                    "model"
                 )
         whole = division is None or group is None
         parts[name] = value if whole else division.part(value, group.rank, group.size)  # type: ignore[union-attr]
     model.load_state_dict(parts)
 
 
+def _check_names(what: str, names: Set[str]) -> None:
+    if names:
+        listed = ", ".join(sorted(names))
+        raise ValueError(f"the state {what} {listed}: it is not that of this model")
+
+
 def gradient_norm(
     model: nn.Module, process_group: Group | dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The 2-norm of the undivided model's gradient, the same on all ranks, which call it together;
-    in float64."""
-    group, divided = Group.of(process_group), divisions(model)
+    """The 2-norm of the undivided model's gradient, in float64 and the same on all ranks.
+
+    All ranks call it together.
+    """
+    group = Group.of(process_group)
+    divided = divisions(model)
     mine: list[Tensor] = []
     alike: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -135,8 +140,10 @@ def _squares(gradients: list[Tensor]) -> Tensor:
 def clip_gradients(
     model: nn.Module, max_norm: float, process_group: Group | dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scales the gradient so that its norm is `max_norm` at most, as torch's clip_grad_norm_;
-    returns the norm."""
+    """Scales the gradient so that its norm is `max_norm` at most; returns the norm before.
+
+    It is torch's clip_grad_norm_ for divided models; all ranks call it together.
+    """
     norm = gradient_norm(model, process_group)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in _gradients(model):

@@ -1,5 +1,4 @@
-"""What is as long as the vocabulary, divided over ranks: the embedding, the output layer, and the
-cross-entropy.
+"""What is as long as the vocabulary, divided over ranks: embedding, output layer, cross-entropy.
 
 Rank r holds the rows of a slice of the vocabulary; the first V mod N slices have one row more. The
 embedding of a symbol that another rank holds is 0 here, and the sum over the ranks is the
@@ -20,6 +19,7 @@ Model Parallelism".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,9 +31,10 @@ from torch.nn import functional as F
 
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided, check_plain
 from dure.parallel.tensor.division import Division
-from dure.parallel.tensor.functions import leave, leave_sequence, reduced_in_place
-from dure.parallel.tensor.layers import ColumnParallel, Divided, check_plain
+from dure.parallel.tensor.functions import leave, leave_sequence, of_shard, reduced_in_place
+from dure.parallel.tensor.layers import ColumnParallel
 from dure.parallel.tensor.rooms import room
 
 if TYPE_CHECKING:
@@ -60,8 +61,10 @@ class VocabularyEmbedding(Divided):
         division = Division(0, (self.num_embeddings,))
         self.divide("weight", weight, division)
         lengths = division.lengths(self.group.size)
-        self.start, self.rows = sum(lengths[: self.group.rank]), lengths[self.group.rank]
-        self.padding_idx, self.sequence = padding_idx, sequence
+        self.start = sum(lengths[: self.group.rank])
+        self.rows = lengths[self.group.rank]
+        self.padding_idx = padding_idx
+        self.sequence = sequence
 
     @classmethod
     def from_embedding(
@@ -72,22 +75,28 @@ class VocabularyEmbedding(Divided):
         sequence: int | None = None,
         name: str = "the embedding",
     ) -> Self:
-        """Of an nn.Embedding, the same on all ranks. Raises ValueError for what cannot be
-        divided."""
+        """Of an nn.Embedding, the same on all ranks.
+
+        Raises ValueError for what cannot be divided.
+        """
         if not isinstance(embedding, nn.Embedding):
             raise ValueError(
                 f"{name} is a {type(embedding).__name__}: only an nn.Embedding is divided by its "
-                f"rows"
+                "rows"
             )
         check_plain(embedding, nn.Embedding)
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             raise ValueError(
                 f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has "
-                f"not"
+                "not"
             )
         return cls(
             embedding.weight, process_group, padding_idx=embedding.padding_idx, sequence=sequence
         )
+
+    def output_shape(self, given: Sequence[int]) -> list[int]:
+        shape = [*given, self.embedding_dim]
+        return shape if self.sequence is None else of_shard(shape, self.sequence, self.group)
 
     def forward(self, indices: Tensor) -> Tensor:
         """indices: any shape, of the whole vocabulary."""
@@ -97,6 +106,7 @@ class VocabularyEmbedding(Divided):
         known = (indices >= 0) & (indices < self.num_embeddings)
         if not bool(known.all()):
             raise IndexError(f"an index is outside of the vocabulary of {self.num_embeddings}")
+        # The padding's row is used, but has no gradient.
         learns = here if self.padding_idx is None else here & (indices != self.padding_idx)
         own = self._rows((indices - self.start).clamp(0, max(0, self.rows - 1)), here, learns)
         if self.sequence is not None:
@@ -105,7 +115,8 @@ class VocabularyEmbedding(Divided):
 
     def _rows(self, local: Tensor, here: Tensor, learns: Tensor) -> Tensor:
         weight: Tensor = self.weight  # type: ignore[assignment]
-        if not self.rows:  # a vocabulary shorter than the degree
+        if not self.rows:
+            # A vocabulary shorter than the degree leaves this rank zeros, with a gradient's path.
             return weight.sum() + weight.new_zeros(*local.shape, self.embedding_dim)
         found = F.embedding(local, weight)
         if learns is not here:
@@ -117,8 +128,7 @@ class VocabularyEmbedding(Divided):
 
 
 class VocabularyOutput(ColumnParallel):
-    """The layer from hidden states to scores: `ColumnParallel` by symbols, as `VocabularyEmbedding`
-    divides them."""
+    """The layer from hidden states to scores: `ColumnParallel`, divided like the embedding."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, even=False, **options)
@@ -129,8 +139,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, scores: Tensor, targets: Tensor, group: Group, start: int, ignore_index: int
     ) -> Tensor:
-        """scores: (n, this rank's symbols); returns the loss of each position, 0 where it is
-        ignored."""
+        """scores: (n, this rank's symbols). Returns each position's loss, 0 for ignored ones."""
         positions, symbols = scores.shape
         maximum = room((positions,), scores, group)
         if symbols:
@@ -140,8 +149,10 @@ class _CrossEntropy(Function):
         if group.size > 1:
             reduced_in_place(maximum, group, "max")
         numbers = room((2, positions), scores, group)
+        # Less the maximum over all ranks no exponential overflows, and their sum is 1 at least.
         shares = (scores - maximum[:, None]).exp_()
         torch.sum(shares, 1, out=numbers[0])
+        # The target's score comes from the rank that holds it; the others add 0.
         here = (targets >= start) & (targets < start + symbols)
         local = (targets - start).clamp(0, max(0, symbols - 1))[:, None]
         if symbols:
@@ -175,8 +186,7 @@ def vocabulary_parallel_cross_entropy(
     *,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy` of scores that are divided by symbols, with its value and gradient; the
-    same on all ranks.
+    """`F.cross_entropy` of scores divided by symbols: its value and gradient, on all ranks.
 
     scores_part: this rank's scores, with the symbols in dimension 1, or 0 if it is the only one.
     targets: indices of the whole vocabulary, the same on all ranks. vocabulary: how many symbols
@@ -185,11 +195,11 @@ def vocabulary_parallel_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}; choose mean, sum or none")
-    if scores_part.dim() == 1:
-        scores_part, single = scores_part[None], True
-    else:
-        single = False
-    symbols, shape = scores_part.shape[1], scores_part.shape[:1] + scores_part.shape[2:]
+    single = scores_part.dim() == 1
+    if single:
+        scores_part = scores_part[None]
+    symbols = scores_part.shape[1]
+    shape = scores_part.shape[:1] + scores_part.shape[2:]
     flat_targets = targets.reshape(-1)
     if targets.numel() != shape.numel() or (not single and targets.shape != shape):
         raise ValueError(
@@ -213,10 +223,8 @@ def vocabulary_parallel_cross_entropy(
 def _slice_of_vocabulary(group: Group, symbols: int, vocabulary: int | None) -> tuple[int, int]:
     """Where this rank's symbols begin, and how many there are."""
     if vocabulary is None:
-        lengths = [
-            int(length)
-            for (length,) in group.all_gather_values([float(symbols)], "the vocabulary's parts")
-        ]
+        rows = group.all_gather_values([float(symbols)], "the vocabulary's parts")
+        lengths = [int(row[0]) for row in rows]
         return sum(lengths[: group.rank]), sum(lengths)
     lengths = lengths_of(vocabulary, group.size)
     if lengths[group.rank] != symbols:

@@ -33,14 +33,18 @@ def _known() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TensorPlan:
-    """How a model is divided. entries: patterns, and what is done there, in order; none is the
-    model's ready plan."""
+    """How a model is divided.
+
+    entries: patterns, and what is done there, in order; none is the model's ready plan.
+    """
 
     entries: tuple[tuple[str, tuple[Kind, ...]], ...]
 
     def __init__(self, written: Plan | str | TensorPlan | None = None) -> None:
-        """From a plan, or from its text. Raises ValueError for what is none, and for a plan that
-        has no text."""
+        """From a plan, or from its text.
+
+        Raises ValueError for what is none, and for a plan that has no text.
+        """
         if isinstance(written, TensorPlan):
             entries = written.entries
         elif isinstance(written, str):
@@ -54,7 +58,7 @@ class TensorPlan:
         else:
             raise ValueError(
                 f"the plan is {written!r}, but it maps patterns of names to what is done there; "
-                f"None: ready"
+                "None: ready"
             )
         object.__setattr__(self, "entries", entries)
         if isinstance(written, Mapping) and not self._is_read_again():
@@ -82,16 +86,12 @@ class TensorPlan:
 
 
 def _pattern(pattern: Any) -> str:
-    if (
-        not isinstance(pattern, str)
-        or pattern != pattern.strip()
-        or any(sign in pattern for sign in ";=")
-    ):
-        raise ValueError(
-            f"the plan's {pattern!r} is no pattern of modules' names: a text without ; and =, as "
-            f"layers.*"
-        )
-    return pattern
+    if isinstance(pattern, str) and pattern == pattern.strip() and not set(pattern) & set(";="):
+        return pattern
+    raise ValueError(
+        f"the plan's {pattern!r} is no pattern of modules' names: a text without ; and =, as "
+        "layers.*"
+    )
 
 
 def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
@@ -112,9 +112,8 @@ def _written(kind: Any) -> str:
     values = {
         field.name: (getattr(kind, field.name), field.default) for field in dataclasses.fields(kind)
     }
-    words = (
-        list(map(repr, values.pop("names")[0])) if name == "Attributes" else []
-    )  # which have no name
+    # The names of `Attributes` are given by place, one argument each.
+    words = list(map(repr, values.pop("names")[0])) if "names" in values else []
     words += [f"{key}={value!r}" for key, (value, default) in values.items() if value != default]
     return f"{name}({', '.join(words)})"
 
@@ -152,9 +151,8 @@ def _kinds(tree: ast.expr) -> list[Kind]:
     known = _known()
     if name not in known:
         raise ValueError(f"a plan has no {name!r}{suggestion(name, known)}")
-    if any(isinstance(one, ast.Starred) for one in call.args) or any(
-        one.arg is None for one in call.keywords
-    ):
+    starred = any(isinstance(one, ast.Starred) for one in call.args)
+    if starred or any(one.arg is None for one in call.keywords):
         raise ValueError(
             f"the plan's {ast.unparse(tree)} cannot be made: write its arguments one by one"
         )

@@ -1,10 +1,11 @@
-"""Pipeline parallelism: the model is divided between layers, micro-batches pass through the stages.
+"""Pipeline parallelism: the mesh of one axis on which ranks hold stages of the model.
 
     stage s computes micro-batch m while stage s-1 computes m+1
 
-Every step ends with the gradient of the joint batch, whatever the schedule, so the path is that of
-one worker. What schedules change is how long a rank has nothing to do (the bubble) and how many
-micro-batches it keeps: see `dure.parallel.pipeline.builders`.
+The model is divided between layers, and micro-batches pass through the stages. Every step ends
+with the gradient of the joint batch, whatever the schedule, so the path is that of one worker. What
+schedules change is how long a rank has nothing to do (the bubble) and how many micro-batches it
+keeps: see `dure.parallel.pipeline.builders`.
 
 Over each boundary travel the values that cross it, once there, and their gradients, once back, for
 every example.
@@ -23,9 +24,9 @@ from dure.contracts.strategy import Kind, Learner, Place
 from dure.contracts.task import Task
 from dure.data.partition import Description
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import OWN, Parallel, ParallelLearner
+from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.balance import Balance
-from dure.parallel.pipeline.schedule import Schedule
+from dure.parallel.pipeline.schedule import Schedule, is_own
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Pipeline:
 
     Args:
         batch_size: examples of a step; None is all the data.
-        microbatches: M, the parts of a batch that pass through the stages one behind the other.
+        microbatches: M, the parts of a batch that pass through the stages one after the other.
         schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your
             own, as text.
         stages_per_rank: of the interleaved schedule; by default two.
-        cut: names of the modules at which the stages behind the first begin; by default dure cuts
+        cut: names of the modules at which the stages after the first begin; by default dure cuts
             in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
@@ -61,20 +62,20 @@ class Pipeline:
     @property
     def label(self) -> str:
         strategy = self.on(1)
-        own = Schedule.parse(self.schedule).name if OWN in self.schedule else self.schedule
+        own = Schedule.parse(self.schedule).name if is_own(self.schedule) else self.schedule
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
 
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
         return Parallel(
-            Mesh(pipeline=workers),
-            self.batch_size,
-            self.microbatches,
-            self.schedule,
-            self.stages_per_rank,
-            self.cut,
-            self.balance,
-            self.recompute,
+            mesh=Mesh(pipeline=workers),
+            batch_size=self.batch_size,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+            cut=self.cut,
+            balance=self.balance,
+            recompute=self.recompute,
             clip_norm=self.clip_norm,
         )
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism: every layer's matrices are divided over the ranks, which compute each example
-together.
+"""Tensor parallelism: the mesh of one axis on which ranks divide the matrices of every layer.
 
-    MLP        Y = GELU(X A) B     A by columns, B by rows: one all-reduce of Y forward, one of ∂X backward
+    MLP        Y = GELU(X A) B     A by columns, B by rows: one all-reduce of Y forward, one of ∂X
+                                   backward
     attention  its heads           the same: query, key and value by columns, the projection by rows
 
 So a layer of a transformer sums 2 b s h numbers forward and 2 b s h backward over the ranks, for b
@@ -58,9 +58,15 @@ class TensorParallel:
 
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
-        mesh = Mesh(tensor=workers)
-        own = {"sequence": self.sequence, "clip_norm": self.clip_norm, "plan": self.plan}
-        return Parallel(mesh, self.batch_size, 1, "naive", **own)  # type: ignore[arg-type]
+        return Parallel(
+            mesh=Mesh(tensor=workers),
+            batch_size=self.batch_size,
+            microbatches=1,
+            schedule="naive",
+            sequence=self.sequence,
+            clip_norm=self.clip_norm,
+            plan=self.plan,
+        )
 
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)

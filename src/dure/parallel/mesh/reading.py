@@ -1,0 +1,82 @@
+"""Which examples a rank of a mesh computes in a step, and how it reads them as micro-batches.
+
+    a batch is split over the data groups, and in each into at most `most` micro-batches
+
+The first stage uses the inputs of a micro-batch and the last one its targets; both read it, from
+the same random numbers where the examples draw (augmentation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.data.examples import Examples
+from dure.machine.devices import to_device
+from dure.parallel.mesh.mesh import Coordinates, Mesh
+from dure.parallel.pipeline.stage import Microbatch
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.loss_shares import Shares
+
+
+@dataclass
+class Reading:
+    """Makes a rank's micro-batches of a step.
+
+    most: micro-batches of a batch that is large enough. begins: whether this rank has the first
+    stage. alike: whether all ranks of a data group need as many micro-batches as the first has.
+    """
+
+    examples: Examples
+    shares: Shares
+    seed: int
+    mesh: Mesh
+    at: Coordinates
+    device: torch.device
+    most: int
+    begins: bool
+    alike: bool
+
+    def microbatches(self, indices: Tensor, step: int) -> list[Microbatch]:
+        """Those of this rank of the joint batch `indices`; there may be none in a small batch."""
+        parts = indices.tensor_split(self.mesh.data)
+        part = parts[self.at.data]
+        pieces = part.tensor_split(min(self.most, len(part))) if len(part) else []
+        made = [self._one(piece, number, indices, step) for number, piece in enumerate(pieces)]
+        if self.alike:
+            # `tensor_split` gives the first ranks the most examples, so rank 0's count is the
+            # largest. The ones that are missing here count nothing.
+            for number in range(len(made), min(self.most, len(parts[0]))):
+                made.append(replace(self._one(indices[:1], number, indices, step), share=0.0))
+        return made
+
+    def _one(self, piece: Tensor, number: int, batch: Tensor, step: int) -> Microbatch:
+        def read() -> tuple[Any, Any]:
+            content: tuple[Any, Any] = to_device(self.examples.batch(piece), self.device)
+            return content
+
+        # A single micro-batch is read as one worker reads its batch, and the model draws from where
+        # reading has stopped. In all other cases reading leaves the generators as they were.
+        if not self.examples.draws or (self.most == 1 and self.begins):
+            return Microbatch(len(piece), self.shares.of(piece, batch), read)
+        return Microbatch(
+            len(piece), self.shares.of(piece, batch), lambda: self._seeded(read, number, step)
+        )
+
+    def _seeded(
+        self, read: Callable[[], tuple[Any, Any]], number: int, step: int
+    ) -> tuple[Any, Any]:
+        """What `read` gives under this micro-batch's seed, the same in the first and last stage."""
+        before = generators_state()
+        if self.most == 1:
+            seed_generators(self.seed, "step", step, self.at.data, everything=True)
+        else:
+            position = (step, self.at.data, number)
+            seed_generators(self.seed, "read", *position, everything=True)
+        content = read()
+        restore_generators(before)
+        return content

@@ -1,0 +1,92 @@
+"""A model in one stage, which needs no trace: for layers and parameters that are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from dure.parallel.pipeline.apart import Later
+from dure.parallel.pipeline.balance import Balance
+from dure.parallel.pipeline.cut import StageSize
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.program import Program
+
+
+class UncutModel:
+    """A model in one stage, computed as it is, with the face of a `CutModel`: nothing is traced."""
+
+    draws = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Callable[[int], Any],
+        stages: int,
+        examples: int,
+        test: Callable[[int], Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.stages = stages
+        self.examples = examples
+        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        self.holders: dict[str, list[int]] = {name: [0] for name in names}
+        self.learned = frozenset(name for name, _ in model.named_parameters())
+        inputs = tree_flatten(((sample(1),), {}))[1]
+        self._flat = _Flat(model, inputs)
+        written = tuple(name for name, _ in model.named_buffers())
+        self._program = Program(
+            module=self._flat,
+            inputs=tuple(range(inputs.num_leaves)),
+            received=(),
+            leaving=(),
+            written=written,
+        )
+
+    def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
+        """Nowhere."""
+        if names:
+            raise ValueError(
+                f"a model in one stage begins nowhere else, but cut names {', '.join(names)}"
+            )
+        return []
+
+    def decide(self, starts: Sequence[int]) -> None:
+        """There is nothing to decide."""
+
+    def program(
+        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
+    ) -> Program:
+        """The model itself."""
+        return self._program
+
+    def structure(self, examples: int, training: bool) -> TreeSpec:
+        """Of the outputs that were computed last."""
+        return self._flat.outputs
+
+    def message_bytes(self, boundary: int, examples: int, training: bool = True) -> tuple[int, int]:
+        """There is no boundary."""
+        raise ValueError(f"a model in one stage has no boundary {boundary}")
+
+    def sizes(self) -> list[StageSize]:
+        """The one stage."""
+        elements = sum(parameter.numel() for parameter in self.model.parameters())
+        return [StageSize("", operations=1, parameters=elements, share=1.0, message=0)]
+
+
+class _Flat(nn.Module):
+    """A model that takes and gives leaves."""
+
+    outputs: TreeSpec
+
+    def __init__(self, model: nn.Module, inputs: TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._inputs = inputs
+
+    def forward(self, *leaves: Any) -> tuple[Any, ...]:
+        (inputs,), _ = tree_unflatten(list(leaves), self._inputs)
+        outputs, self.outputs = tree_flatten(self.model(inputs))
+        return tuple(outputs)
