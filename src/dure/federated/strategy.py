@@ -44,12 +44,12 @@ from dure.fleet.arrival import Still
 from dure.fleet.attacks import Backdoor, NoAttack
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count, liars
-from dure.machine.threads import flops_per_step
 from dure.protocol.carrier import Flight
 from dure.randomness.seeds import generator
 from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.evaluation import evaluate, ratio
+from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 

@@ -34,7 +34,6 @@ from dure.data.examples import Examples
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.machine.threads import flops_per_step
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh import checkpoint as mesh_checkpoint
@@ -64,6 +63,7 @@ from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.randomness.seeds import derive, generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import ratio
+from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import Shares
 
 OWN = ":"
