@@ -43,7 +43,7 @@ from torch.func import functional_call, grad, vmap
 import dure
 from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
-from dure.machine.threads import flops_per_step
+from dure.tasks.flops import flops_per_step
 
 MNIST_EXAMPLES = 5_000
 EXPONENTS = range(-9, 4)

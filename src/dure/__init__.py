@@ -159,4 +159,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-register_when_imported()
+register_when_imported("dure.collectives.shared_memory.backend")

@@ -1,4 +1,4 @@
-"""What a step has freed is there for the next one, without faults."""
+"""What a step has freed is there for the next one, without faults: in a run, and on its ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
+import dure
 import dure.machine.memory
+from dure.contracts.strategy import Place
 from dure.machine.memory import memory_kept
+
+glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only the malloc of the GNU C library is asked"
+)
 
 SCRIPT = """
 import json, resource, threading, torch
@@ -38,31 +44,74 @@ with memory_kept():
 print(json.dumps(found))
 """
 
+RANKS = """
+import json, resource, torch, dure
+from dure.contracts.strategy import Place
 
-def faults(**environment: str) -> dict[str, float]:
+def faults(place: Place) -> int:
+    for turn in range(12):
+        if turn == 2:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(2**20) for _ in range(5)]  # 4 MiB each
+        del blocks
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10
+
+def on_ranks():
+    return dure.Processes(2).run(faults, lambda event: None)
+
+"""
+"""`on_ranks` gives the page faults of a turn on rank 0."""
+
+PAGES_OF_A_TURN = 5 * 1024
+
+
+def run(script: str, **environment: str) -> Any:
+    """What the script prints."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is asked")
+@glibc
 def test_what_a_step_has_freed_is_there_for_the_next() -> None:
-    found = faults()
+    found = run(SCRIPT)
     pages = 100 * 256
     assert found["inside"] < pages * 0.1
     assert found["still inside"] < pages * 0.1, "the outer block goes on"
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is asked")
+@glibc
 def test_thresholds_of_the_user_stay() -> None:
-    found = faults(MALLOC_MMAP_THRESHOLD_="262144")
+    found = run(SCRIPT, MALLOC_MMAP_THRESHOLD_="262144")
     assert found["inside"] > 100 * 256 * 0.5
+
+
+@glibc
+def test_memory_that_is_used_again_stays_with_the_rank() -> None:
+    assert run(RANKS + "print(on_ranks())") < PAGES_OF_A_TURN * 0.1
+
+
+@glibc
+def test_thresholds_of_the_user_stay_in_ranks() -> None:
+    assert run(RANKS + "print(on_ranks())", MALLOC_MMAP_THRESHOLD_="262144") > PAGES_OF_A_TURN * 0.5
+
+
+def test_ranks_heed_what_their_parent_has_set_since_the_fork_server_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def blocks(place: Place) -> int:
+        return dure.machine.memory._runs
+
+    for name in dure.machine.memory._OWN:
+        monkeypatch.delenv(name, raising=False)
+    assert dure.Processes(2).run(blocks, lambda event: None) == 1
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
+    assert dure.Processes(2).run(blocks, lambda event: None) == 0
 
 
 def test_a_system_without_mallopt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

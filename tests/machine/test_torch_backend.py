@@ -25,8 +25,8 @@ def test_to_register_again_changes_nothing() -> None:
         dict(Backend.default_device_backend_map),
         Backend._plugins["DURE"],
     )
-    registration.register()
-    registration.register_when_imported()
+    registration.register("nowhere")
+    registration.register_when_imported("nowhere")
     assert (
         list(Backend.backend_list),
         dict(Backend.default_device_backend_map),
@@ -41,7 +41,7 @@ def test_whichever_is_imported_first(first: str) -> None:
         import sys
         assert ("torch" in sys.modules) == ("torch" in {first!r})
         import dure, torch.distributed as dist
-        from dure import registration
+        from dure.machine import torch_backend as registration
         assert "dure" in dist.Backend.backend_list
         assert not any(isinstance(finder, registration._Finder) for finder in sys.meta_path)
         import inspect

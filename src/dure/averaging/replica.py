@@ -21,8 +21,8 @@ from dure.contracts.strategy import Place, examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.partition import Partition
-from dure.machine.threads import flops_per_step
 from dure.randomness.seeds import seed_generators
+from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import Buffers, copy_buffers, load_weights
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 

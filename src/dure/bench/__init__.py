@@ -8,3 +8,7 @@ run.py        the whole of `dure bench all-reduce`
 fit.py        alpha, beta and gamma from the measured cells, and how far predictions are off
 table.py, page.py    the result on a terminal and as a page
 """
+
+from dure.worlds.processes.fork_server import server
+
+server.keeps_here(__name__)

@@ -47,8 +47,14 @@ def page(result: Result, plotly: str) -> str:
         *(_table(result, ranks) for ranks in _ranks(result)),
         _footer(result),
     ]
-    script, style = source("dure.bench", "bench.js"), source("dure.bench", "bench.css")
-    return document("All-reduce", sections, charts(result), plotly, script, style)
+    return document(
+        "All-reduce",
+        sections,
+        data=charts(result),
+        plotly=plotly,
+        script=source(__file__, "bench.js"),
+        style=source(__file__, "bench.css"),
+    )
 
 
 def charts(result: Result) -> dict[str, Any]:

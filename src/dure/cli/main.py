@@ -30,6 +30,7 @@ from dure.cli.flags import (
     parse_flags,
 )
 from dure.errors import DureError, WorkerFailedError
+from dure.machine.streams import open_streams
 from dure.settings import suggestion
 
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin for milliseconds before they give their core back, and starve whoever
     # else needs it.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    from dure.worlds.processes.fork_server import open_streams
-
     open_streams()
     try:
         return _dispatch(given)
@@ -434,6 +433,7 @@ def _start_fork_server() -> None:
     if "RANK" not in os.environ:
         from dure.worlds.processes.fork_server import server
 
+        server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
         server.start()
 
 

@@ -9,10 +9,10 @@ of eight runs with and eight without: a transformer of 3.7 million parameters to
 million 56,000 and 0.6 s where it had taken 270,000 and 1.1 s, of 8 s. Their peak memory was the
 same.
 
-Who has set malloc's thresholds in the environment (`MALLOC_TRIM_THRESHOLD_`,
-`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`) keeps them, and other allocators and systems do not
-listen. Behind the run what is free is given back, and the thresholds are those that glibc comes to
-once it has seen large blocks come and go.
+A user who has set malloc's thresholds in the environment (`MALLOC_TRIM_THRESHOLD_`,
+`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`) keeps them, in ranks too. Other allocators and systems
+do not listen. After the run what is free is given back, and the thresholds are those that glibc
+comes to once it has seen large blocks come and go.
 
 Source: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters".
 """
@@ -50,7 +50,7 @@ _runs = 0
 
 @contextmanager
 def memory_kept() -> Iterator[None]:
-    """Keeps freed memory inside the block; blocks may overlap."""
+    """Keeps freed memory inside the block; blocks may overlap, in one thread or in several."""
     global _runs
     if any(name in os.environ for name in _OWN):
         yield
@@ -82,12 +82,3 @@ def _set(trim: int, mmap: int) -> None:
         return
     mallopt(_TRIM_THRESHOLD, trim)
     mallopt(_MMAP_THRESHOLD, mmap)
-
-
-def keep_freed_memory() -> None:
-    """From now on memory that this process frees stays with it, but for blocks of 32 MiB and more.
-
-    For a rank, which trains until it ends: what backward frees while it goes on is wanted again at
-    once.
-    """
-    _set(*_KEPT)

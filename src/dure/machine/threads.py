@@ -14,68 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils.flop_counter import FlopCounterMode
-
-from dure.data.examples import Examples
-from dure.machine.compiler import left_out
-from dure.machine.devices import to_device
 
 SMALL_STEP = 100e6
-
-
-@torch.no_grad()
-def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
-    """Floating-point operations of forward and backward over `batch` examples; infinite if they
-    cannot be counted.
-
-    Counted are the matrix products and convolutions of one example, in evaluation mode; the
-    backward pass has twice as many as the forward pass.
-    """
-    inputs, _ = to_device(examples.batch(torch.tensor([0])), next(model.parameters()).device)
-    was_training = model.training
-    model.eval()
-    try:
-        return 3 * batch * _forward_flops(model, inputs)
-    except (
-        Exception
-    ):  # a model that cannot do this is told so by its first step, with a better message
-        return float("inf")
-    finally:
-        model.train(was_training)
-
-
-def _forward_flops(model: nn.Module, inputs: Any) -> float:
-    """torch's counter does not look into recurrent layers: theirs are two for each weight and
-    position."""
-    recurrent = 0.0
-
-    def count(layer: nn.Module, given: Any, returned: Any) -> None:
-        nonlocal recurrent
-        data = given[0]
-        positions = (
-            data.data.shape[0]
-            if isinstance(data, PackedSequence)
-            else data.numel() / data.shape[-1]
-        )
-        recurrent += 2 * positions * sum(parameter.numel() for parameter in layer.parameters())
-
-    hooks = [
-        layer.register_forward_hook(count)
-        for layer in model.modules()
-        if isinstance(layer, nn.RNNBase)
-    ]
-    try:
-        with left_out(), FlopCounterMode(display=False) as counter:
-            model(inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return float(counter.get_total_flops()) + recurrent
 
 
 def threads_for(flops: float) -> int:

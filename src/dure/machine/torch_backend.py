@@ -19,33 +19,37 @@ from typing import Any
 _AWAITED = "torch.distributed.distributed_c10d"
 
 
-def create(*arguments: Any) -> Any:
-    """Makes a group of the backend; what it takes is imported only now."""
-    return importlib.import_module("dure.collectives.shared_memory.backend").create(*arguments)
+def register(module: str) -> None:
+    """Tells torch.distributed, which is imported, of the backend; once.
 
+    module: where its function `create` is, which makes a group; imported when it is called.
+    """
 
-def register() -> None:
-    """Tells torch.distributed, which is imported, of the backend; once."""
+    def create(*arguments: Any) -> Any:
+        return importlib.import_module(module).create(*arguments)
+
     backends = getattr(sys.modules[_AWAITED], "Backend", None)
     if backends is None or "DURE" in backends._plugins:
         return
     usual = dict(backends.default_device_backend_map)
     backends.register_backend("dure", create, extended_api=True, devices=["cpu"])
-    backends.default_device_backend_map.update(
-        usual
-    )  # older torch makes the newest backend the usual one
+    # Older torch makes the newest backend the usual one.
+    backends.default_device_backend_map.update(usual)
 
 
-def register_when_imported() -> None:
+def register_when_imported(module: str) -> None:
     """Registers now, or as soon as torch.distributed has been imported."""
     if _AWAITED in sys.modules:
-        register()
+        register(module)
     else:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder(module))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Sees one import go by."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -55,22 +59,23 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, self._module)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
     """Loads as another loader does, then registers."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: importlib.abc.Loader, module: str) -> None:
         self._loader = loader
+        self._module = module
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        register()
+        register(self._module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # for those who ask for the source, as tracebacks do

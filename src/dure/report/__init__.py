@@ -11,5 +11,8 @@ Nothing here imports torch.
 """
 
 from dure.report.page import write_report
+from dure.worlds.processes.fork_server import server
 
 __all__ = ["write_report"]
+
+server.keeps_here(__name__)

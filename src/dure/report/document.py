@@ -12,7 +12,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Sequence
-from importlib.resources import files
+from pathlib import Path
 
 from dure.report.words import escape
 
@@ -35,13 +35,13 @@ def document(
             f'<meta http-equiv="Content-Security-Policy" content="{_NO_NETWORK}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{source('dure.report', 'style.css')}{style}</style></head>",
+            f"<style>{source(__file__, 'style.css')}{style}</style></head>",
             '<body><span id="probe" hidden></span><main>',
             *filter(None, sections),
             "</main>",
             f'<script type="application/json" id="data">{_json(data)}</script>',
             f'<script id="plotly">{_script(plotly)}</script>',
-            f"<script>{_script(source('dure.report', 'common.js'))}</script>",
+            f"<script>{_script(source(__file__, 'common.js'))}</script>",
             f"<script>{_script(script)}</script>",
             "</body></html>\n",
         ]
@@ -69,9 +69,9 @@ def check_plotly(what: str) -> None:
         plotly_source(what)
 
 
-def source(package: str, name: str) -> str:
-    """A file that comes with a package, as text."""
-    return (files(package) / name).read_text(encoding="utf-8")
+def source(beside: str, name: str) -> str:
+    """The text of a file that lies next to the module in the file `beside`."""
+    return Path(beside).with_name(name).read_text(encoding="utf-8")
 
 
 def _json(data: object) -> str:

@@ -62,7 +62,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         _partitions(partitions),
         _footer(runs.runs),
     ]
-    return document(title, sections, data, plotly, source("dure.report", "page.js"))
+    return document(title, sections, data, plotly, source(__file__, "page.js"))
 
 
 # Header: what was asked.

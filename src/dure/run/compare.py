@@ -24,6 +24,8 @@ from dure.run.registry import default_world
 from dure.run.train import prepare, run_job
 from dure.worlds.processes.fork_server import server
 
+server.keeps_here(__name__)
+
 Entry = Strategy | tuple[Strategy, World]
 
 

@@ -40,6 +40,8 @@ from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.worlds.processes.fork_server import server
 from dure.worlds.torchrun.world import Torchrun
 
+server.begins_with("dure.run.drive")  # what a rank runs
+
 Progress = Callable[[dict[str, Any]], None]
 
 HOMES: Mapping[Kind, str] = {

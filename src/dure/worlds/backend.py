@@ -6,7 +6,6 @@ memory.
 
 from __future__ import annotations
 
-import importlib
 from typing import Literal, get_args
 
 Backend = Literal["gloo", "dure"]
@@ -16,9 +15,3 @@ def check_backend(name: str) -> None:
     """Raises ValueError if there is no backend called `name`."""
     if name not in get_args(Backend):
         raise ValueError(f"there is no backend {name!r}: it is {' or '.join(get_args(Backend))}")
-
-
-def register_backend(name: Backend) -> None:
-    """Makes torch.distributed know `name`. gloo it knows by itself."""
-    if name == "dure":
-        importlib.import_module("dure.collectives.shared_memory")

@@ -35,7 +35,7 @@ from dure.federated.engines.products import Deferred
 from dure.federated.engines.program import program_of
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
 from dure.machine.memory import give_back
-from dure.machine.threads import flops_per_step
+from dure.tasks.flops import flops_per_step
 
 CLEARLY = 2.0
 SECONDS = 0.06

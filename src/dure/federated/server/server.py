@@ -32,11 +32,11 @@ from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.attacks import Attack
-from dure.machine.threads import flops_per_step
 from dure.protocol.carrier import Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate, ratio
+from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 

@@ -43,13 +43,13 @@ from dure.data.batches import Batches, check_batch_size
 from dure.data.partition import Description
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
 from dure.machine.devices import to_cpu, to_device
-from dure.machine.threads import flops_per_step
 from dure.parallel.local.replicas import refresh, replica
 from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import Team, team_at
 from dure.randomness.seeds import seed_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
+from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 
 _LINE = 64

@@ -44,7 +44,6 @@ from dure.data.batches import check_batch_size
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.machine.threads import flops_per_step
 from dure.parallel.local import parts
 from dure.parallel.local.chain import (
     check_chain,
@@ -62,6 +61,7 @@ from dure.parallel.local.team import AbandonedError, TimeSheet, team_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
+from dure.tasks.flops import flops_per_step
 
 Value = TypeVar("Value")
 

@@ -43,7 +43,6 @@ from dure.contracts.strategy import Place, Progress, seeded_model
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.machine.threads import flops_per_step
 from dure.parallel.gradients import as_dense
 from dure.parallel.local import parts
 from dure.parallel.local.chain import copied
@@ -52,6 +51,7 @@ from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import TimeSheet, team_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
+from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import common
 
 

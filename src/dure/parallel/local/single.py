@@ -28,10 +28,10 @@ from dure.data.partition import Description
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
-from dure.machine.threads import flops_per_step
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
+from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import Shares
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 

@@ -32,7 +32,6 @@ from dure.data.batches import Batches, check_joint_batch
 from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.machine.threads import flops_per_step
 from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import check_cut, check_layers, check_optimizer, sample
 from dure.parallel.mesh.checkpoint import part_of, restore, state_of, weights_of
@@ -62,6 +61,7 @@ from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
+from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import Shares
 
 

@@ -8,7 +8,6 @@ when the parent says so or is gone, so that no rank closes connections that othe
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import socket
@@ -22,24 +21,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+import dure.collectives.shared_memory.backend  # noqa: F401 - so that the server has it, for all ranks
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
 from dure.contracts.strategy import Place
 from dure.errors import DureError, WorkerFailedError
 from dure.machine.compiler import left_out
-from dure.machine.memory import keep_freed_memory
+from dure.machine.memory import memory_kept
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.worlds.backend import Backend, register_backend
+from dure.worlds.backend import Backend
 from dure.worlds.processes import parcel
 from dure.worlds.processes.store import store_at
-
-
-def load_everything() -> None:
-    """Called once by the fork server, so that no rank has to: what programs will need, which is not
-    imported above."""
-    importlib.import_module("dure.run.drive")
-
 
 _LONGEST_MESSAGE = 60_000
 
@@ -100,11 +93,11 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     place: Place | None = None
     try:
         torch.set_num_threads(seat.threads)
-        keep_freed_memory()
         roll_call = join(seat)
         program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)[1]
         place = place_of(seat, control, roll_call)
-        with left_out():
+        # The program's surroundings are in force by now: a user's own settings of malloc are seen.
+        with left_out(), memory_kept():
             result = program(place)
         if seat.rank == 0:
             control.send("result", None, (parcel.pack(result),))
@@ -144,7 +137,6 @@ def join(seat: Seat) -> RollCall:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     seconds = transfer_seconds(seat.deadline)
     limit = timedelta(seconds=seconds)
-    register_backend(seat.backend)
     store = store_at(seat.store, seconds)
     dist.init_process_group(
         seat.backend,

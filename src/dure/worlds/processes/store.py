@@ -13,27 +13,27 @@ Source: torch.distributed.FileStore; the names that are asked for are those of p
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from dure.worlds.processes.fork_server import server
-
 _NOBODY_COUNTS = -1
 
 
 @contextmanager
-def meeting_file() -> Iterator[str]:
+def meeting_file(removes: Callable[[str], None]) -> Iterator[str]:
     """The path of a new store, for processes of this user until the block ends.
+
+    removes: has somebody else remove its folder, should this process be killed before.
 
     A store may outlive its file, but a file of the same name would have it write there: each has a
     name of its own.
     """
     with tempfile.TemporaryDirectory(prefix="dure-") as folder:
-        server.removes(folder)
+        removes(folder)
         yield str(Path(folder) / "store")
 
 

@@ -79,7 +79,7 @@ class Processes:
     ) -> Value:
         if self.workers == 1:
             return run_here(program, report, "rank 0")
-        with meeting_file() as path:
+        with meeting_file(server.removes) as path:
             return self._run(path, program, report)
 
     def _run(

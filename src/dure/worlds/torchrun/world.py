@@ -38,7 +38,7 @@ from dure.machine.cores import threads_per_rank
 from dure.machine.threads import threads
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.worlds.backend import Backend, check_backend, register_backend
+from dure.worlds.backend import Backend, check_backend
 from dure.worlds.here import leads_here, under_torchrun
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.torchrun.session import session
@@ -107,7 +107,6 @@ class Torchrun:
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
         store.set_timeout(limit)
         store = session(PrefixStore("dure", store), rank, size, self.deadline)
-        register_backend(self.backend)
         dist.init_process_group(
             self.backend,
             store=PrefixStore(self.backend, store),

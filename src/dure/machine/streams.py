@@ -1,0 +1,18 @@
+"""The standard streams of this process."""
+
+from __future__ import annotations
+
+import os
+
+
+def open_streams() -> None:
+    """Opens /dev/null for those of the descriptors 0, 1 and 2 that are closed.
+
+    The next file or socket would get the number of a closed one, and what is printed would go
+    there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
