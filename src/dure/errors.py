@@ -7,6 +7,9 @@ with: 2 where the user's input has to change, 1 where a run failed.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class DureError(Exception):
     """Base of all errors that dure itself raises."""
@@ -107,3 +110,13 @@ class TooFewUpdatesError(DureError, ValueError):
 class TooFewClientsError(DureError):
     """A federation could not go on because too few of its clients were there, or answered in
     time."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, if any is near, and the
+    list."""
+    known = list(known)
+    spelt = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), spelt, n=1)
+    hint = f", did you mean {spelt[near[0]]!r}? There are: " if near else "; there are: "
+    return hint + ", ".join(known)

@@ -9,9 +9,10 @@ the first.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from dure.errors import suggestion as suggestion
 
 Setting = TypeVar("Setting")
 
@@ -60,13 +61,3 @@ def read(text: str, known: Mapping[str, type[Setting]], what: str) -> Setting:
                 f"the {what} {text!r}: {value!r} is not {_KINDS[kind]}; write {form}"
             ) from error
     return known[name](**arguments)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, if any is near, and the
-    list."""
-    known = list(known)
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    return (f", did you mean {near[0]!r}? There are: " if near else "; there are: ") + ", ".join(
-        known
-    )
