@@ -72,7 +72,7 @@ def test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere(tmp_p
 def test_every_system_has_a_page(system: str) -> None:
     text = (DOCS / f"{system}.md").read_text()
     assert f"`{system}`" in text
-    assert f"dure.{catalog.SYSTEMS[system][1]}(" in text
+    assert f"dure.{catalog.SYSTEMS[system].kind}(" in text
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_every_name_is_explained(page: str, names: list[str]) -> None:
 
 def test_every_world_is_explained() -> None:
     text = (DOCS / "getting-started.md").read_text()
-    assert [kind for _, kind, _ in catalog.WORLDS.values() if f"`{kind}(" not in text] == []
+    assert [world.kind for world in catalog.WORLDS.values() if f"`{world.kind}(" not in text] == []
 
 
 def test_the_page_of_the_command_line_has_the_help_as_it_is() -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dure.contracts.stop import Stop
 
 WorldName = Literal["processes", "threads"]
+"""The worlds that share the flags of `WorldOptions`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,13 @@ class Limits:
                 raise ValueError(
                     f"--target {text}: it is METRIC=VALUE, as test_accuracy=0.99"
                 ) from None
-        limits = Stop(self.epochs, self.steps, self.rounds, self.seconds, target or None)
+        limits = Stop(
+            epochs=self.epochs,
+            steps=self.steps,
+            rounds=self.rounds,
+            seconds=self.seconds,
+            target=target or None,
+        )
         return Stop(epochs=epochs) if limits == Stop() else limits
 
 
@@ -76,6 +83,17 @@ class WorldOptions:
     devices: tuple[str, ...] = ()
     deadline: float = 60.0
     backend: Literal["dure", "gloo"] = "dure"
+
+
+@dataclass(frozen=True)
+class NamedWorld:
+    """Who takes part, where it is neither processes nor threads.
+
+    Args:
+        world: its name, or where it is: path/to/file.py:Name.
+    """
+
+    world: str
 
 
 @dataclass(frozen=True)
@@ -172,6 +190,15 @@ class BenchOptions:
     fit: bool = False
     out: Path | None = None
     json: bool = False
+
+
+def value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """What is given for a flag, "" if nothing follows it; None if it is not there."""
+    for number, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            return value if equals else "".join(arguments[number + 1 : number + 2])
+    return None
 
 
 def parse_flags(

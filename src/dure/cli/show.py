@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dure.contracts.stop import Stop
 from dure.record.history import lower_is_better
+from dure.report.words import duration
 
 PLAIN_SECONDS = 2.0
 NAMES_WIDTH = 40
@@ -121,11 +122,6 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
-def human_seconds(seconds: float) -> str:
-    """Seconds with as many digits as matter."""
-    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
 Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool]
 """Heading, value, text, whether a lower value is better."""
 
@@ -157,7 +153,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     ]
     result += [
         ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
-        ("time", lambda s: s["seconds"], human_seconds, True),
+        ("time", lambda s: s["seconds"], duration, True),
         ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
         ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
     ]

@@ -19,7 +19,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.contracts.strategy import (
+    Kind,
+    Learner,
+    Place,
+    Progress,
+    Strategy,
+    another,
+    examples_for,
+)
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
@@ -58,7 +66,7 @@ MOST_METERS = 1_000
 
 
 @dataclass(frozen=True)
-class Federated:
+class Federated(Strategy):
     """Clients train where their data are; a server combines what they learned.
 
     partition, selection and aggregate may be given as text, as the command line takes them.
@@ -143,9 +151,12 @@ class Federated:
         cannot."""
         return engine_for(*setting)
 
-    def check_engine(self, task: Task, wanted: str) -> None:
-        """Raises ValueError for an engine, asked for by name, that cannot compute the task."""
-        check_engine(task, wanted)
+    def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
+        """Raises ValueError for an engine, asked for by name, that cannot compute the task.
+
+        model: the task's, where there is one already.
+        """
+        check_engine(task, wanted, model)
 
     # What they share
 
@@ -206,11 +217,6 @@ class Federated:
                 f"{self.clients} clients are more than the {examples} training examples"
             )
         self.optimizer()
-        for name, parameter in seeded_model(task, 0).named_parameters():
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                raise ValueError(
-                    f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer"
-                )
         self.check_task(task)
         clients = self._count(task)
         if clients is not None:  # without keys it is the partition that refuses
@@ -219,7 +225,15 @@ class Federated:
             if isinstance(pacing, Rounds):
                 pacing.check(clients)
 
-    def check_under(self, task: Task, conditions: Conditions) -> None:
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a parameter of which there is no mean."""
+        for name, parameter in model.named_parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise ValueError(
+                    f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer"
+                )
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for liars that there cannot be, and an engine that cannot compute the
         task."""
         clients, attack, attackers = self._count(task), conditions.attack, conditions.attackers
@@ -230,7 +244,7 @@ class Federated:
             )
         if attack.poisons:
             check_poison(task.train, attack)
-        self.check_engine(task, conditions.engine)
+        self.check_engine(task, conditions.engine, model)
 
     def _count(self, task: Task) -> int | None:
         """How many clients there are, where that is known before the data are divided."""
@@ -264,7 +278,7 @@ class Federated:
         return FederatedLearner(task, place, seed, self)
 
 
-class FederatedLearner:
+class FederatedLearner(Learner):
     """The server's side, the clients' side, and the carrier between them."""
 
     unit = "round"
@@ -275,13 +289,13 @@ class FederatedLearner:
         assert place.conditions is not None
         self.task, self.place, self.seed, self.strategy = task, place, seed, strategy
         conditions: Conditions = place.conditions
-        self.model = seeded_model(task, seed)
+        self.model = place.model(task, seed)
         self.flat, self.buffers = FlatParameters(self.model), Buffers(self.model)
         examples, self.test_examples = examples_for(self.model, task)
         own, held_out = _held_out(strategy.divide(task, seed), strategy.held_out, seed)
         attack = None if isinstance(conditions.attack, NoAttack) else conditions.attack
         lying = partial(_liars, len(own), conditions.attackers, seed, conditions.attackers_change)
-        self.personal = Personal(task, examples, held_out, seed, strategy.fine_tune)
+        self.personal = Personal(task, self.model, examples, held_out, seed, strategy.fine_tune)
         if attack is not None and attack.poisons:
             examples, own = poisoned(examples, own, lying(0), attack)
         weights = self.flat.copy()
@@ -299,7 +313,14 @@ class FederatedLearner:
             self.algorithm,
             lambda jobs, chosen, chunk, threads: strategy.engine(
                 Setting(
-                    *(task, seeded_model(task, seed), examples, strategy.batch_size, seed, jobs),
+                    *(
+                        task,
+                        another(self.model, task, seed),
+                        examples,
+                        strategy.batch_size,
+                        seed,
+                        jobs,
+                    ),
                     *(
                         conditions.processes,
                         chosen or conditions.engine,

@@ -11,6 +11,7 @@ it: no second counts twice.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,12 +38,22 @@ class Counters(msgspec.Struct):
     hidden_seconds: float = 0.0
 
     def as_list(self) -> list[float]:
+        """The values in the order of the fields, as ranks of one job tell each other."""
         return [float(value) for value in msgspec.structs.astuple(self)]
 
     @classmethod
     def from_list(cls, values: list[float]) -> Counters:
-        kinds = (int, int, int, float, float, float, int, float)
-        return cls(*(kind(value) for kind, value in zip(kinds, values, strict=False)))
+        """The inverse of `as_list`; an older dure had fewer fields."""
+        fields = msgspec.structs.fields(cls)
+        told = zip(fields, values, strict=False)
+        return cls(**{field.name: type(field.default)(value) for field, value in told})
+
+    @classmethod
+    def in_a_row(cls, values: list[float]) -> list[Counters]:
+        """Those of several workers, told one after another."""
+        width = len(cls.__struct_fields__)
+        starts = range(0, len(values), width)
+        return [cls.from_list(values[start : start + width]) for start in starts]
 
     @property
     def hidden_share(self) -> float | None:
@@ -51,15 +62,13 @@ class Counters(msgspec.Struct):
         return self.hidden_seconds / total if total > 0 else None
 
 
-def sum_of_counters(rows: Iterable[list[float]]) -> Counters:
-    """The counters of several workers as one worker's; each row is `Counters.as_list`."""
+def sum_of_counters(workers: Iterable[Counters]) -> Counters:
+    """The counters of several workers as one worker's. Peaks of memory do not add."""
     total = Counters()
-    for counters in map(Counters.from_list, rows):
-        peak = max(total.peak_memory, counters.peak_memory)
-        total = Counters.from_list(
-            [a + b for a, b in zip(total.as_list(), counters.as_list(), strict=True)]
-        )
-        total.peak_memory = peak
+    for counters in workers:
+        for name in Counters.__struct_fields__:
+            join = max if name == "peak_memory" else operator.add
+            setattr(total, name, join(getattr(total, name), getattr(counters, name)))
     return total
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dure.errors import RunFolderError
 from dure.record.checkpoint import (
+    check_version,
     read_checkpoint,
     save_checkpoint,
     unpack_checkpoint,
@@ -179,14 +180,14 @@ class RunFolder:
     def _check_checkpoint(self) -> None:
         parts = self.read_checkpoint()
         try:
-            if parts is not None:
-                unpack_checkpoint(parts)
+            state = unpack_checkpoint(parts)[1] if parts is not None else {}
         except (SafetensorError, ValueError, LookupError, TypeError) as error:
             raise RunFolderError(
                 f"the newest checkpoint in {self.path / 'checkpoint'} is damaged "
                 f"({type(error).__name__}: {error}): "
                 "put back a copy of it, or remove it to train from the start"
             ) from error
+        check_version(state, f"the newest checkpoint in {self.path / 'checkpoint'}")
 
     def finish(
         self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from dure.contracts.strategy import Kind, Place
+from dure.contracts.strategy import Kind, Place, World
 from dure.errors import TooFewClientsError
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Assign, Clients, Combine, Coordinator, Flight, Order, Refuse, Work
@@ -34,20 +34,19 @@ DROPPED, LEFT, AWAY = "dropped out", "went offline", "offline"
 
 
 @dataclass(frozen=True)
-class Simulated(Conditions):
+class Simulated(Conditions, World):
     """Simulated clients; how many there are is the strategy's to say."""
 
     name: ClassVar[str] = "simulated"
     kind: ClassVar[Kind] = "clients"
-    leads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a simulated federation")
         super().__post_init__()
 
     @property
-    def workers(self) -> int | None:
-        return None
+    def conditions(self) -> Conditions:
+        return self
 
     def describe(self) -> str:
         return ", ".join(["simulated clients", *self.told()])

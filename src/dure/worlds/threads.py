@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from dure.contracts.strategy import Kind, Place
+from dure.contracts.strategy import Kind, Place, World
 from dure.machine.cores import available_cores
 from dure.machine.devices import device_of, devices_here
 from dure.worlds.here import refuse_under_torchrun, run_here
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Threads:
+class Threads(World):
     """Worker threads of this process.
 
     threads: how many; None is one a device that is named, one a CUDA device where there are, else
@@ -36,7 +36,6 @@ class Threads:
 
     name: ClassVar[str] = "threads"
     kind: ClassVar[Kind] = "threads"
-    leads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a world of threads")
@@ -61,6 +60,10 @@ class Threads:
     def workers(self) -> int:
         assert self.threads is not None
         return self.threads
+
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        return self.devices or ()
 
     def describe(self) -> str:
         assert self.devices is not None

@@ -17,7 +17,7 @@ sample of a thousand is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import factor_at
-from dure.contracts.strategy import seeded_model
+from dure.contracts.strategy import another
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.algorithm import Algorithm, Own
@@ -49,10 +49,19 @@ class Personal:
     needs no model."""
 
     def __init__(
-        self, task: Task, examples: Examples, held_out: Sequence[Tensor], seed: int, fine_tune: int
+        self,
+        task: Task,
+        fresh: nn.Module,
+        examples: Examples,
+        held_out: Sequence[Tensor],
+        seed: int,
+        fine_tune: int,
     ) -> None:
-        self.task, self.examples, self.held_out, self.seed = task, examples, held_out, seed
+        self.task = task
+        self.examples = examples
+        self.held_out = held_out
         self.fine_tune = fine_tune
+        self._one_like_it = partial(another, fresh, task, seed)
         chosen = (
             Permutation(len(held_out), derive(seed, "measured clients")).first(MOST)
             if held_out
@@ -102,7 +111,8 @@ class Personal:
     @cached_property
     def model(self) -> nn.Module:
         """Which has the weights and buffers of whoever is measured."""
-        return seeded_model(self.task, self.seed)
+        model: nn.Module = self._one_like_it()
+        return model
 
     @cached_property
     def flat(self) -> FlatParameters:

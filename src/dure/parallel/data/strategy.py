@@ -35,10 +35,9 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
-from dure.contracts.strategy import Kind, Learner, Place, Progress, World
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
-from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
@@ -52,7 +51,7 @@ Precision = Literal["full", "bf16"]
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Strategy):
     """Every rank trains the same model on its part of each batch.
 
     Args:
@@ -103,7 +102,7 @@ class DataParallel:
         if self.precision not in ("full", "bf16"):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
 
-    def check_model(self, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
 
@@ -116,9 +115,6 @@ class DataParallel:
                     f"in threads DataParallel has no use for {name}, for nothing is sent: choose "
                     f"Processes"
                 )
-
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "threads":
@@ -153,8 +149,7 @@ class DataParallelLearner(SingleLearner):
         self.speaking = Speaker(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
-        if how.compresses:
-            self.part = lambda: {"compressors": self.reducer.state()["compressors"]}
+        self.parted = how.compresses
         self.clock_offset = place.clock_offset
         self.started = self.group.all_gather_values([self._now()])[0][0]
         self._loss, self._asked = 0.0, 0
@@ -236,6 +231,10 @@ class DataParallelLearner(SingleLearner):
                 "broadcast of buffers", started, time.perf_counter(), self.step + 1
             )
         return losses, int(numbers[0])
+
+    def part(self) -> dict[str, Any]:
+        """What compressors remember of what they have not sent."""
+        return {"compressors": self.reducer.state()["compressors"]}
 
     def tail_length(self, messages: int) -> int:
         return elements_in_step(0, 0, self.group.size, len(self.speaking), messages)

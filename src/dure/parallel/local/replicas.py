@@ -38,7 +38,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Place, Progress, seeded_model
+from dure.contracts.strategy import Place, Progress, another
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
@@ -106,7 +106,7 @@ class ReplicasLearner(SingleLearner):
             Worker(
                 self.model
                 if worker == 0
-                else replica(self.model, seeded_model(task, seed), device),
+                else replica(self.model, another(self.model, task, seed), device),
                 device,
                 Meter(f"worker {worker}", place.trace),
             )
