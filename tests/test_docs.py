@@ -121,8 +121,9 @@ def test_commands_on_a_page_name_what_there_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for language, body in FENCE.findall(page.read_text()):
-        if language == "python" and body.startswith("# my_task.py\n"):
-            Path("my_task.py").write_text(body)
+        named = re.match(r"# (my_\w+\.py)\n", body)
+        if language == "python" and named:
+            Path(named[1]).write_text(body)
     for command in commands(page):
         if command[0] == "compare" or (command[0] == "train" and "--resume" not in command):
             first_flag = next(

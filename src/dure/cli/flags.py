@@ -210,14 +210,7 @@ def parse_flags(
 
     from dure.run.registry import TEXTS
 
-    if "task" in parts:
-        kinds = [kind for part, kind in parts.items() if part != "task"]
-        others = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-        for name in sorted(others & set(typing.get_type_hints(parts["task"]))):
-            raise ValueError(
-                f"the task has a parameter {name!r}, which is the name of a flag of dure: rename it"
-            )
-
+    _check_own_names(parts)
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
@@ -251,6 +244,24 @@ def parse_flags(
             f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
         ) from None
     return {name: getattr(parsed, name) for name in parts}
+
+
+_OF_USERS = {"task": "parameter", "strategy": "field", "world": "field"}
+"""The parts that may be of a user's own, and what makes a flag there."""
+
+
+def _check_own_names(parts: dict[str, Any]) -> None:
+    """Raises ValueError if two parts have a flag of the same name."""
+    names = {
+        part: {field.name for field in dataclasses.fields(kind)} for part, kind in parts.items()
+    }
+    for part, what in _OF_USERS.items():
+        others = set().union(*(own for other, own in names.items() if other != part))
+        for name in sorted(names.get(part, set()) & others):
+            owner = "the task" if part == "task" else parts[part].__name__
+            raise ValueError(
+                f"{owner} has a {what} {name!r}, which is the name of a flag of dure: rename it"
+            )
 
 
 def _names_meet(kinds: Iterable[Any]) -> bool:

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -49,11 +50,15 @@ class _Look:
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
-        self._storages: list[int] = []
+        self._places: list[tuple[int, int]] = []
 
     def shares_memory(self) -> bool:
-        """Whether two tensors that were met lie in one storage: their copies would not."""
-        return len(set(self._storages)) < len(self._storages)
+        """Whether two tensors that were met have an element in common: their copies would not.
+
+        Those that lie apart in one storage, as parameters in a flat buffer, do not mind.
+        """
+        places = sorted(self._places)
+        return any(end > start for (_, end), (start, _) in pairwise(places))
 
     def is_plain(self, value: Any) -> bool:
         """Whether a deep copy of the value has nothing in common with it that ever changes."""
@@ -84,7 +89,10 @@ class _Look:
         if hooks or not tensor.is_leaf or tensor.layout is not torch.strided:
             return False
         if tensor.nbytes:
-            self._storages.append(tensor.untyped_storage().data_ptr())
+            spans = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in spans)
+            start = tensor.data_ptr()
+            self._places.append((start, start + (last + 1) * tensor.element_size()))
         return self._are_plain(vars(tensor).values())
 
 
