@@ -32,9 +32,13 @@ class World(NamedTuple):
 
 TASKS: dict[str, str] = {
     "digits": "1,797 handwritten digits of 8x8 pixels; built in, no download (mlp, cnn, logistic)",
-    "mnist": "70,000 handwritten digits of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)",
+    "mnist": (
+        "70,000 handwritten digits of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)"
+    ),
     "fashion-mnist": "70,000 garments of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)",
-    "heart": "heart disease in 920 patients of four hospitals, from the UCI files (logistic regression)",
+    "heart": (
+        "heart disease in 920 patients of four hospitals, from the UCI files (logistic regression)"
+    ),
     "shakespeare": "the next character of Shakespeare's plays, or of any text (lstm, transformer)",
 }
 """Built-in tasks: name to summary."""

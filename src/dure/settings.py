@@ -20,7 +20,7 @@ _KINDS = {int: "a whole number", float: "a number", str: "a word"}
 
 
 def write(setting: Any) -> str:
-    """The text that `read` reads: the name and the fields, without those behind the first that are
+    """The text that `read` reads: the name and the fields, without those after the first that are
     default."""
     fields = dataclasses.fields(setting)
     values = [getattr(setting, field.name) for field in fields]

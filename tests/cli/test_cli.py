@@ -116,7 +116,7 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ("train digits single-worker --workers 0", "single-worker is one worker: leave out --workers 0"),
         ("train digits single-worker --epochs -1", "epochs is -1.0, but a run ends after more than 0 epochs"),
         ("train digits single-worker --rounds 3", "rounds do not count here, it counts steps"),
-        ("train digits single-worker --target accuracy", "it is METRIC=VALUE, as test_accuracy=0.99"),
+        ("train digits single-worker --target accuracy", "it is METRIC=VALUE, such as test_accuracy=0.99"),
         ("train digits single-worker --target accuracy=0.9", "the target 'accuracy' is not measured; there is"),
         ("train digits single-worker --evaluate-every 0", "evaluate_every is 0, but it counts steps: at least 1"),
         ("train digits single-worker --out .", "is not empty"),

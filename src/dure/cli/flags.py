@@ -33,7 +33,7 @@ class Limits:
         steps: optimizer steps, for systems that count steps.
         rounds: federated rounds, for systems that count rounds.
         seconds: training time, evaluation and checkpoints left out.
-        target: METRIC=VALUE, as test_accuracy=0.99; several must all be reached.
+        target: METRIC=VALUE, such as test_accuracy=0.99; several must all be reached.
     """
 
     epochs: float | None = None
@@ -53,7 +53,7 @@ class Limits:
                 target[name] = float(value)
             except ValueError:
                 raise ValueError(
-                    f"--target {text}: it is METRIC=VALUE, as test_accuracy=0.99"
+                    f"--target {text}: it is METRIC=VALUE, such as test_accuracy=0.99"
                 ) from None
         limits = Stop(
             epochs=self.epochs,
@@ -72,7 +72,8 @@ class WorldOptions:
     Args:
         workers: ranks or threads, for systems that divide the work; one a core by default.
         world: whether the workers are processes or threads, for systems that live in both.
-        devices: where threads compute, as cpu or cuda:0 cuda:1; GPUs by default where there are.
+        devices: where threads compute, such as cpu or cuda:0 cuda:1; GPUs by default where there
+            are.
         deadline: seconds that a rank waits for a silent peer.
         backend: what carries the bytes between ranks: dure through shared memory, gloo through
             sockets.
@@ -168,7 +169,7 @@ class BenchOptions:
     5 repetitions.
 
     Args:
-        sizes: bytes of each rank's tensor, as 65536, 64K or 16M.
+        sizes: bytes of each rank's tensor, such as 65536, 64K or 16M.
         ranks: numbers of ranks.
         contenders: of gloo, open-mpi, dure, dure-direct, dure-ordinary, dure-torch,
             dure-torch-ordinary, ring, master, one-shot, tree, halving-doubling, hierarchical,

@@ -49,7 +49,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
 
 Tasks
 {tasks}
-  path/to/file.py:name or package.module:name, a dure.Task of your own or a function that returns one
+  path/to/file.py:name or package.module:name, a dure.Task of your own or what returns one
 
 Systems
 {systems}
@@ -59,7 +59,7 @@ Examples
   dure compare digits
   dure train digits data-parallel --workers 2 --all-reduce ring --epochs 5
   dure train digits data-parallel --world threads --workers 2
-  dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --partition label-shards:2 --rounds 50
+  dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --rounds 50
   torchrun --nproc-per-node 2 -m dure train digits data-parallel
   dure bench all-reduce --quick --out runs/bench
 """
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     given = [argument for argument in given if argument != DEBUG]
-    # OpenMP's threads spin for milliseconds before they give their core back, and starve whoever
-    # else needs it.
+    # OpenMP's threads spin for milliseconds before they give their core back, and starve others
+    # that need it.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from dure.worlds.processes.fork_server import open_streams
 
@@ -300,7 +300,8 @@ def _compare(given: list[str]) -> int:
     names, flags = _names_before_flags(given)
     if not names:
         raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
-    reference, systems = names[0], names[1:] or list(COMPARED)
+    reference = names[0]
+    systems = names[1:] or list(COMPARED)
     _check_names(reference, [system.partition(",")[0] for system in systems])
     _start_fork_server()
     from dure.cli.worlds import entry
@@ -447,7 +448,8 @@ def _new_folder(name: str) -> Path:
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
         return wanted
-    folder, count = wanted, 1
+    folder = wanted
+    count = 1
     while True:
         try:
             folder.mkdir(parents=True)

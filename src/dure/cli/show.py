@@ -59,7 +59,8 @@ class Display:
     """Shows the progress of one run after another. quiet: shows nothing."""
 
     def __init__(self, stop: Stop, quiet: bool = False) -> None:
-        self.stop, self.quiet = stop, quiet
+        self.stop = stop
+        self.quiet = quiet
         self.console = error_console()
         self.live = Progress(
             TextColumn("{task.description}"),
@@ -171,7 +172,8 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
     console: where it has to fit in. Columns for which there is no room are left out, and named
     below.
     """
-    shown, left_out = columns(summaries), list[str]()
+    shown = columns(summaries)
+    left_out: list[str] = []
     result = _table(summaries, shown)
     if (
         console is None
@@ -197,15 +199,8 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
 def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
     """What a column of numbers needs."""
     heading, value, text, _ = column
-    return max(
-        map(
-            len,
-            [
-                *heading.split(),
-                *(text(number) for number in map(value, summaries) if number is not None),
-            ],
-        )
-    )
+    cells = [text(number) for number in map(value, summaries) if number is not None]
+    return max(map(len, [*heading.split(), *cells]))
 
 
 def _least(shown: Sequence[Column]) -> int:

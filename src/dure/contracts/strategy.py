@@ -53,8 +53,8 @@ class Progress(NamedTuple):
     wish: int = 0
     """The wish that rank 0 gave to this step."""
     numbers: Mapping[str, float] | None = None
-    """What else the strategy says about the step, by name, as residuals; for the history and the
-    summary."""
+    """What else the strategy says about the step, by name, such as residuals; for the history and
+    the summary."""
 
 
 class Learner(ABC):
@@ -131,10 +131,10 @@ class Place:
     event to whoever watches the run (rank 0 only). interrupted: whether the user asked to stop
     (rank 0 only). clock_offset: seconds to add to this machine's clock to get rank 0's. kind: of
     the world. devices: where this program computes, one for each of its workers; the first is its
-    own. ending: what has to end with the run, as threads. conditions, carrier: of a federation:
-    what its clients are like, and, given the clients' side and the seed, who carries messages
-    between a coordinator and them. prepared: hands over the model that was made while the run was
-    prepared.
+    own. ending: what has to end with the run, such as threads. conditions, carrier: of a
+    federation: what its clients are like, and, given the clients' side and the seed, who carries
+    messages between a coordinator and them. prepared: hands over the model that was made while the
+    run was prepared.
     """
 
     group: Group

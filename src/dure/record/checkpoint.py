@@ -6,7 +6,7 @@ A checkpoint is a folder named by its step, zero-padded so that names sort:
     checkpoint/00000230/state.safetensors    the tensors of the rest: optimizer, generators
     checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands
 
-It is written beside its place and renamed into it, so a kill at any moment leaves the old
+It is written next to its place and renamed into it, so a kill at any moment leaves the old
 checkpoint or the new one, never half of one. Trees are made of dict, list, tuple, Tensor, str, int,
 float, bool and None.
 """

@@ -3,9 +3,9 @@
 Bytes are payload: what a tensor or a message holds, without the framing of the transport. Seconds
 are wall time in three kinds: compute (forward, backward, update), communication (transfers that the
 worker waited for), idle (waiting for the slowest peer to arrive; see
-`dure.parallel.data.strategy`). Transfers that ran while the worker computed are counted beside
-them, as hidden: the share hidden / (hidden + communication) says how well a system overlaps the
-two. Transfers inside a computation, as those in the layers of tensor parallelism, are taken out of
+`dure.parallel.data.strategy`). Transfers that ran while the worker computed have a counter of their
+own, hidden: the share hidden / (hidden + communication) says how well a system overlaps the two.
+Transfers inside a computation, such as those in the layers of tensor parallelism, are taken out of
 it: no second counts twice.
 """
 
@@ -76,15 +76,19 @@ class Meter:
     """The counters and the lane of one worker.
 
     name: "rank 3", "server" or "client 17". trace: where its spans go; None records no spans.
+    is_worker: not so for a federation's server, the master of threads, and readers of batches,
+    which are counted but do not train.
     """
 
-    def __init__(self, name: str, trace: Trace | None = None) -> None:
+    def __init__(self, name: str, trace: Trace | None = None, is_worker: bool = True) -> None:
         self.name = name
         self.trace = trace
+        self.is_worker = is_worker
         self.counters = Counters()
         self.stands_for = 1
         """Workers that are counted here together, where they are too many for a meter each."""
-        self.inside_seconds, self.inside_steps = 0.0, 0
+        self.inside_seconds = 0.0
+        self.inside_steps = 0
         """Seconds of the transfers inside computations (`inside`), and the steps that had any."""
         self._inside: deque[tuple[str, float, float]] = deque(maxlen=MOST_INSIDE)
         self._inside_step: int | None = None
@@ -120,7 +124,8 @@ class Meter:
                 self.mark(name, "communication", began, ended, step, f"{self.name}, inside")
         self.inside_seconds += seconds
         if seconds and step != self._inside_step:
-            self.inside_steps, self._inside_step = self.inside_steps + 1, step
+            self.inside_steps += 1
+            self._inside_step = step
         return seconds
 
     def communication(

@@ -81,7 +81,8 @@ class RunFolder:
         if not (path / "config.json").is_file():
             return cls.create(path, config)
         folder = cls(path)
-        begun, asked = folder.read_json("config.json"), json.loads(json.dumps(config))
+        begun = folder.read_json("config.json")
+        asked = json.loads(json.dumps(config))
         other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
         if other:
             raise RunFolderError(

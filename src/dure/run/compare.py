@@ -137,7 +137,9 @@ def _unique(labels: Sequence[str]) -> list[str]:
     """The labels, numbered where several would have the same folder."""
     result: list[str] = []
     for label in labels:
-        taken, numbered, count = set(map(_slug, result)), label, 1
+        taken = set(map(_slug, result))
+        numbered = label
+        count = 1
         while _slug(numbered) in taken:
             count += 1
             numbered = f"{label} ({count})"

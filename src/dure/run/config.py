@@ -54,6 +54,8 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
     task = job.task
     reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
     division = job.strategy.division(task, job.seed)
+    # Most runs repeat themselves, and say nothing of it.
+    repeats = {} if job.strategy.deterministic else {"deterministic": False}
     return {
         "label": job.label,
         "task": {
@@ -63,7 +65,7 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
         },
         "strategy": encode(job.strategy),
         "world": encode(world),
-        **({} if job.strategy.deterministic else {"deterministic": False}),
+        **repeats,
         "stop": msgspec.to_builtins(job.stop),
         "seed": job.seed,
         "evaluate_every": job.evaluate_every,

@@ -151,7 +151,8 @@ class Driver:
     def _limit(self, wish: int) -> str | None:
         """The limit that was reached. Seconds and interrupts are rank 0's to see: it wished for the
         stop."""
-        position, stop = self.position, self.job.stop
+        position = self.position
+        stop = self.job.stop
         reached = stop.reached(
             self.learner.unit, position.step, position.samples, self.examples, position.metrics
         )
@@ -254,9 +255,6 @@ class Driver:
             self.folder.rewrite_history(self.history)
 
     def _finish(self, ended: str) -> Outcome:
-        names = [meter.name for meter in self.learner.meters()]
-        if self.group.size > 1:
-            names = [f"rank {rank}" for rank in range(self.group.size)]
         workers = self._all_counters()
         lanes = self._lanes()
         summary = summarise(
@@ -265,8 +263,8 @@ class Driver:
             self.position,
             self.history,
             ended=ended,
-            names=names,
-            workers=workers,
+            ranks=self.group.size,
+            everybody=workers,
         )
         facts = self.learner.facts()
         if facts is not None:

@@ -11,9 +11,15 @@ from dure.record.history import History, finite
 from dure.record.meter import Counters
 from dure.run.job import Job, Position
 
-NO_WORKERS = ("server", "master", "loader")
-"""Names of meters whose owners are no workers: a federation's server, the master of threads,
-readers of batches."""
+SUMS = (
+    "bytes_sent",
+    "bytes_received",
+    "compute_seconds",
+    "communication_seconds",
+    "idle_seconds",
+    "hidden_seconds",
+)
+"""What is added over all who took part."""
 
 
 def summarise(
@@ -21,42 +27,22 @@ def summarise(
     learner: Learner,
     position: Position,
     history: History,
+    *,
     ended: str,
-    names: list[str],
-    workers: list[Counters],
+    ranks: int,
+    everybody: list[Counters],
 ) -> dict[str, Any]:
-    """The content of summary.json. names, workers: all ranks, or the server or master and its
-    clients or threads."""
-    senders = [
-        one for name, one in zip(names, workers, strict=True) if name.split()[0] not in NO_WORKERS
-    ]
-    total = {
-        key: sum(getattr(counters, key) for counters in workers)
-        for key in (
-            "bytes_sent",
-            "bytes_received",
-            "compute_seconds",
-            "communication_seconds",
-            "idle_seconds",
-            "hidden_seconds",
-        )
-    }
-    per_worker = [
-        {
-            "name": name,
-            **{
-                key: value
-                for key, value in msgspec.to_builtins(counters).items()
-                if key != "messages_sent"
-            },
-        }
-        for name, counters in zip(names, workers, strict=True)
-    ]
+    """The content of summary.json. everybody: the counters of all ranks, or of those who live in
+    one: the server or master, and its clients or threads."""
+    meters = learner.meters()
+    names = [f"rank {rank}" for rank in range(ranks)] if ranks > 1 else [m.name for m in meters]
+    senders = everybody
+    count = ranks
+    if ranks == 1:
+        pairs = zip(meters, everybody, strict=True)
+        senders = [counters for meter, counters in pairs if meter.is_worker]
+        count = sum(meter.stands_for for meter in meters if meter.is_worker)
     target = job.stop.target or {}
-    many = sum(
-        meter.stands_for for meter in learner.meters() if meter.name.split()[0] not in NO_WORKERS
-    )
-    count = len(senders) if len(names) > len(learner.meters()) else many
     return {
         "label": job.label,
         "strategy": job.strategy.name,
@@ -73,12 +59,18 @@ def summarise(
         "numbers": position.numbers,
         "parameters": job.parameters,
         "workers": count,
-        **total,
+        **{key: sum(getattr(counters, key) for counters in everybody) for key in SUMS},
         "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / count,
-        "peak_memory": max(counters.peak_memory for counters in workers),
-        "per_worker": per_worker,
+        "peak_memory": max(counters.peak_memory for counters in everybody),
+        "per_worker": list(map(_line, names, everybody)),
         "to_target": {
             name: {"target": value, "reached": history.to_target(name, value)}
             for name, value in target.items()
         },
     }
+
+
+def _line(name: str, counters: Counters) -> dict[str, Any]:
+    told = msgspec.to_builtins(counters)
+    del told["messages_sent"]
+    return {"name": name, **told}

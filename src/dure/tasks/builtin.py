@@ -93,8 +93,16 @@ def fashion_mnist(
         lr: learning rate of SGD.
     """
     garments = [
-        *("T-shirt", "trouser", "pullover", "dress", "coat"),
-        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+        "T-shirt",
+        "trouser",
+        "pullover",
+        "dress",
+        "coat",
+        "sandal",
+        "shirt",
+        "sneaker",
+        "bag",
+        "ankle boot",
     ]
     train, test = _idx_images(
         data, 0.2860, 0.3530, garments, "https://github.com/zalandoresearch/fashion-mnist"
@@ -183,11 +191,8 @@ def _idx_images(
     folder: Path, mean: float, deviation: float, classes: Sequence[str], published: str
 ) -> tuple[Examples, Examples]:
     """(training, test) images float32 (n, 1, 28, 28), standardised by these pixel statistics."""
-    names = [
-        f"{part}-{kind}"
-        for part in ("train", "t10k")
-        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
-    ]
+    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+    names = [*(f"train-{kind}" for kind in kinds), *(f"t10k-{kind}" for kind in kinds)]
     files = _require(folder, [(name, f"{name}.gz") for name in names], published)
     train, test = (
         _labelled_images(images, labels, mean, deviation, classes)
@@ -199,7 +204,8 @@ def _idx_images(
 def _labelled_images(
     image_file: Path, label_file: Path, mean: float, deviation: float, classes: Sequence[str]
 ) -> Examples:
-    images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1).long()
+    images = read_idx(image_file, dimensions=3)
+    labels = read_idx(label_file, dimensions=1).long()
     if len(images) != len(labels) or not len(images):
         raise DataError(
             f"{image_file} has {len(images)} images, but {label_file} has {len(labels)} labels"

@@ -3,7 +3,7 @@
 A deep copy is one unless something in the model knows the model in a way that `copy.deepcopy` does
 not see: a function that was made inside of it and computes with its layers would go on to compute
 with those of the original. A hook on a tensor is not copied at all. A model in which there is
-something of the kind has no copy here, and is made again by whoever needs a second one.
+something of the kind has no copy here, and is made again where a second one is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Look:
     def shares_memory(self) -> bool:
         """Whether two tensors that were met have an element in common: their copies would not.
 
-        Those that lie apart in one storage, as parameters in a flat buffer, do not mind.
+        Those that lie apart in one storage, such as parameters in a flat buffer, do not mind.
         """
         places = sorted(self._places)
         return any(end > start for (_, end), (start, _) in pairwise(places))

@@ -59,7 +59,7 @@ class Simulated(Conditions, World):
             place.carrier = lambda clients, seed: Simulation(self, clients, seed)
             return program(place)
 
-        return run_here(here, report, "server", self.kind)
+        return run_here(here, report, "server", self.kind, is_worker=False)
 
 
 class Underway(NamedTuple):

@@ -174,6 +174,7 @@ class HogwildLearner(SingleLearner):
         self.team: Team | None = None
         if place.kind == "threads":
             self.group.meter.name = "worker 0"
+            self.group.meter.is_worker = True
             self.size = len(place.devices)
             self.team = team_at(place, self.flops_per_step())
         else:

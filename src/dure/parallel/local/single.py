@@ -116,7 +116,9 @@ class SingleLearner(Learner):
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
         self.step = 0
-        self.loaders = [Meter(f"loader {loader}", place.trace) for loader in range(loaders)]
+        self.loaders = [
+            Meter(f"loader {loader}", place.trace, is_worker=False) for loader in range(loaders)
+        ]
         self.prefetch: Prefetch | None = None
         if loaders:
             self.prefetch = prefetch(
