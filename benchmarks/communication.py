@@ -33,7 +33,7 @@ from torch.nn import functional as F
 import dure
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.cost import bytes_sent
-from dure.contracts.strategy import World, dwellings, label_in
+from dure.contracts.strategy import World
 from dure.record.checkpoint import unpack_checkpoint
 from dure.record.meter import Counters
 from dure.record.run import RunFolder
@@ -295,7 +295,7 @@ def task_of(name: str) -> dure.Task:
 
 def world_of(case: Case, ranks: int) -> World:
     own = strategy_class(case.system)
-    kind = case.kind or dwellings(own)[0]
+    kind = case.kind or own.kind
     if case.system == "single-worker":
         return dure.Processes(1)
     if kind == "clients":
@@ -331,7 +331,7 @@ def label_of(case: Case, ranks: int) -> str:
     """As tables call it, with the world's name where the strategy has no label of its own for
     it."""
     world, strategy = world_of(case, ranks), parse_strategy(case.spec_of(ranks))
-    label = label_in(strategy, world.kind) + case.also
+    label = strategy.label_in(world.kind) + case.also
     return label if case.kind is None or label != strategy.label else f"{label} in {world.name}"
 
 
@@ -377,7 +377,7 @@ KINDS = ("compute", "communication", "idle", "hidden")
 def timed(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON | None:
     """Seconds of an epoch and where they went, for every participant; None where clients only
     simulate."""
-    if "clients" in dwellings(strategy_class(case.system)):
+    if "clients" in strategy_class(case.system).dwellings():
         return None
     done, workers = run(case, task, ranks, epochs)
     epochs_done = done.summary["epochs"]

@@ -72,7 +72,7 @@ def test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere(tmp_p
 def test_every_system_has_a_page(system: str) -> None:
     text = (DOCS / f"{system}.md").read_text()
     assert f"`{system}`" in text
-    assert f"dure.{catalog.SYSTEMS[system][1]}(" in text
+    assert f"dure.{catalog.SYSTEMS[system].kind}(" in text
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_every_name_is_explained(page: str, names: list[str]) -> None:
 
 def test_every_world_is_explained() -> None:
     text = (DOCS / "getting-started.md").read_text()
-    assert [kind for _, kind, _ in catalog.WORLDS.values() if f"`{kind}(" not in text] == []
+    assert [world.kind for world in catalog.WORLDS.values() if f"`{world.kind}(" not in text] == []
 
 
 def test_the_page_of_the_command_line_has_the_help_as_it_is() -> None:
@@ -121,8 +121,9 @@ def test_commands_on_a_page_name_what_there_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for language, body in FENCE.findall(page.read_text()):
-        if language == "python" and body.startswith("# my_task.py\n"):
-            Path("my_task.py").write_text(body)
+        named = re.match(r"# (my_\w+\.py)\n", body)
+        if language == "python" and named:
+            Path(named[1]).write_text(body)
     for command in commands(page):
         if command[0] == "compare" or (command[0] == "train" and "--resume" not in command):
             first_flag = next(

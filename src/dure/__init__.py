@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dure import catalog
 from dure.machine.torch_backend import register_when_imported
 
 __version__ = "0.1.0"
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from dure.collectives.compression import Sign as Sign
     from dure.collectives.compression import TopK as TopK
     from dure.contracts.stop import Stop as Stop
+    from dure.contracts.strategy import Strategy as Strategy
+    from dure.contracts.strategy import World as World
     from dure.contracts.task import Task as Task
     from dure.contracts.task import accuracy as accuracy
     from dure.data.examples import Examples as Examples
@@ -71,6 +74,8 @@ if TYPE_CHECKING:
     from dure.worlds.torchrun.world import Torchrun as Torchrun
 
 _WHERE = {
+    **{system.kind: system.module for system in catalog.SYSTEMS.values()},
+    **{world.kind: world.module for world in catalog.WORLDS.values()},
     "QSGD": "dure.collectives.compression",
     "Cast": "dure.collectives.compression",
     "NoCompression": "dure.collectives.compression",
@@ -86,46 +91,18 @@ _WHERE = {
     "LabelShards": "dure.data.partition",
     "NaturalKey": "dure.data.partition",
     "QuantitySkew": "dure.data.partition",
-    "ParallelSGD": "dure.averaging.parallel_sgd",
-    "LocalSGD": "dure.averaging.local_sgd",
-    "DiLoCo": "dure.averaging.diloco",
-    "ADMM": "dure.averaging.admm",
-    "ByzantineGD": "dure.federated.algorithms.byzantine",
-    "Ditto": "dure.federated.algorithms.ditto",
-    "FedAdagrad": "dure.federated.algorithms.fed_opt",
-    "FedAdam": "dure.federated.algorithms.fed_opt",
-    "FedAsync": "dure.federated.algorithms.fed_async",
-    "FedAvg": "dure.federated.algorithms.fed_avg",
-    "FedAvgM": "dure.federated.algorithms.fed_opt",
-    "FedBuff": "dure.federated.algorithms.fed_buff",
-    "FedPer": "dure.federated.algorithms.fed_per",
-    "FedProx": "dure.federated.algorithms.fed_prox",
-    "FedSGD": "dure.federated.algorithms.fed_sgd",
-    "FedYogi": "dure.federated.algorithms.fed_opt",
-    "PerFedAvg": "dure.federated.algorithms.per_fed_avg",
-    "Scaffold": "dure.federated.algorithms.scaffold",
-    "DataParallel": "dure.parallel.data.strategy",
-    "Hogwild": "dure.parallel.local.hogwild",
-    "LayersPerCore": "dure.parallel.local.layers_per_core",
     "Mesh": "dure.parallel.mesh.mesh",
-    "Parallel": "dure.parallel.mesh.strategy",
-    "Pipeline": "dure.parallel.mesh.pipeline",
-    "SingleWorker": "dure.parallel.local.single",
-    "TensorParallel": "dure.parallel.mesh.tensor_parallel",
-    "ZeRO": "dure.parallel.zero.strategy",
     "Run": "dure.record.run",
     "load_run": "dure.record.run",
     "write_report": "dure.report",
     "Stop": "dure.contracts.stop",
+    "Strategy": "dure.contracts.strategy",
+    "World": "dure.contracts.strategy",
     "Task": "dure.contracts.task",
     "accuracy": "dure.contracts.task",
     "load_task": "dure.tasks.builtin",
     "resume": "dure.run.train",
     "train": "dure.run.train",
-    "Processes": "dure.worlds.processes.world",
-    "Simulated": "dure.worlds.simulated",
-    "Threads": "dure.worlds.threads",
-    "Torchrun": "dure.worlds.torchrun.world",
 }
 
 _SUBMODULES = (

@@ -6,153 +6,209 @@ without torch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class System(NamedTuple):
+    """A strategy: its module, its class in it, and a line on it. forks: whether its ranks are
+    forked processes, unless another world is named."""
+
+    module: str
+    kind: str
+    summary: str
+    forks: bool = False
+
+
+class World(NamedTuple):
+    """A world: its module, its class in it, and a line on it. lives: the kind of strategies that
+    live there. call: how it is made, for errors."""
+
+    module: str
+    kind: str
+    summary: str
+    lives: str
+    call: str
+
+
 TASKS: dict[str, str] = {
     "digits": "1,797 handwritten digits of 8x8 pixels; built in, no download (mlp, cnn, logistic)",
-    "mnist": "70,000 handwritten digits of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)",
+    "mnist": (
+        "70,000 handwritten digits of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)"
+    ),
     "fashion-mnist": "70,000 garments of 28x28 pixels, from IDX files (2nn, cnn, logistic, resnet)",
-    "heart": "heart disease in 920 patients of four hospitals, from the UCI files (logistic regression)",
+    "heart": (
+        "heart disease in 920 patients of four hospitals, from the UCI files (logistic regression)"
+    ),
     "shakespeare": "the next character of Shakespeare's plays, or of any text (lstm, transformer)",
 }
 """Built-in tasks: name to summary."""
 
 
-SYSTEMS: dict[str, tuple[str, str, str]] = {
-    "single-worker": (
+SYSTEMS: dict[str, System] = {
+    "single-worker": System(
         "dure.parallel.local.single",
         "SingleWorker",
         "one worker: SGD; gradient descent with a full batch",
     ),
-    "data-parallel": (
+    "data-parallel": System(
         "dure.parallel.data.strategy",
         "DataParallel",
         "ranks divide each batch, gradients are summed",
+        forks=True,
     ),
-    "zero": (
+    "zero": System(
         "dure.parallel.zero.strategy",
         "ZeRO",
         "data parallel that divides what ranks would hold alike",
+        forks=True,
     ),
-    "pipeline": (
-        "dure.parallel.mesh.pipeline",
-        "Pipeline",
-        "ranks hold stages of the model",
+    "pipeline": System(
+        "dure.parallel.mesh.pipeline", "Pipeline", "ranks hold stages of the model", forks=True
     ),
-    "tensor-parallel": (
+    "tensor-parallel": System(
         "dure.parallel.mesh.tensor_parallel",
         "TensorParallel",
         "ranks divide each layer, and compute every example together",
+        forks=True,
     ),
-    "parallel": (
+    "parallel": System(
         "dure.parallel.mesh.strategy",
         "Parallel",
         "data, pipeline and tensor parallelism on a mesh of ranks",
+        forks=True,
     ),
-    "parallel-sgd": (
+    "parallel-sgd": System(
         "dure.averaging.parallel_sgd",
         "ParallelSGD",
         "ranks train apart, models are combined once",
+        forks=True,
     ),
-    "local-sgd": (
+    "local-sgd": System(
         "dure.averaging.local_sgd",
         "LocalSGD",
         "ranks train apart, weights are averaged every few steps",
+        forks=True,
     ),
-    "diloco": (
+    "diloco": System(
         "dure.averaging.diloco",
         "DiLoCo",
         "local SGD with long rounds and an outer optimizer",
+        forks=True,
     ),
-    "admm": ("dure.averaging.admm", "ADMM", "ranks minimise apart, duals draw them to a consensus"),
-    "layers-per-core": (
+    "admm": System(
+        "dure.averaging.admm",
+        "ADMM",
+        "ranks minimise apart, duals draw them to a consensus",
+        forks=True,
+    ),
+    "layers-per-core": System(
         "dure.parallel.local.layers_per_core",
         "LayersPerCore",
         "a pipeline of threads, each with some of the layers",
     ),
-    "hogwild": (
+    "hogwild": System(
         "dure.parallel.local.hogwild",
         "Hogwild",
         "threads or processes update the same weights without locks",
     ),
-    "fed-sgd": (
+    "fed-sgd": System(
         "dure.federated.algorithms.fed_sgd",
         "FedSGD",
         "clients send gradients of all their data, a server makes one step",
     ),
-    "fed-avg": (
+    "fed-avg": System(
         "dure.federated.algorithms.fed_avg",
         "FedAvg",
         "clients train locally, a server averages their updates",
     ),
-    "fed-prox": (
+    "fed-prox": System(
         "dure.federated.algorithms.fed_prox",
         "FedProx",
         "FedAvg whose clients are held near the global model, and may do less",
     ),
-    "scaffold": (
+    "scaffold": System(
         "dure.federated.algorithms.scaffold",
         "Scaffold",
         "FedAvg with control variates against the clients' drift",
     ),
-    "fed-avg-m": (
-        "dure.federated.algorithms.fed_opt",
-        "FedAvgM",
-        "FedAvg with momentum on the server",
+    "fed-avg-m": System(
+        "dure.federated.algorithms.fed_opt", "FedAvgM", "FedAvg with momentum on the server"
     ),
-    "fed-adagrad": (
-        "dure.federated.algorithms.fed_opt",
-        "FedAdagrad",
-        "FedAvg with Adagrad on the server",
+    "fed-adagrad": System(
+        "dure.federated.algorithms.fed_opt", "FedAdagrad", "FedAvg with Adagrad on the server"
     ),
-    "fed-adam": ("dure.federated.algorithms.fed_opt", "FedAdam", "FedAvg with Adam on the server"),
-    "fed-yogi": ("dure.federated.algorithms.fed_opt", "FedYogi", "FedAvg with Yogi on the server"),
-    "fed-async": (
+    "fed-adam": System(
+        "dure.federated.algorithms.fed_opt", "FedAdam", "FedAvg with Adam on the server"
+    ),
+    "fed-yogi": System(
+        "dure.federated.algorithms.fed_opt", "FedYogi", "FedAvg with Yogi on the server"
+    ),
+    "fed-async": System(
         "dure.federated.algorithms.fed_async",
         "FedAsync",
         "no rounds: updates are mixed in one by one, the stale ones by less",
     ),
-    "fed-buff": (
+    "fed-buff": System(
         "dure.federated.algorithms.fed_buff",
         "FedBuff",
         "no rounds: a step for every so many updates, the stale ones count less",
     ),
-    "byzantine": (
+    "byzantine": System(
         "dure.federated.algorithms.byzantine",
         "ByzantineGD",
         "gradient descent by the geometric median of means: withstands liars",
     ),
-    "fed-per": (
+    "fed-per": System(
         "dure.federated.algorithms.fed_per",
         "FedPer",
         "FedAvg of the lower layers; the last ones are each client's own",
     ),
-    "ditto": (
+    "ditto": System(
         "dure.federated.algorithms.ditto",
         "Ditto",
         "FedAvg, and for every client a model of its own near the global one",
     ),
-    "per-fed-avg": (
+    "per-fed-avg": System(
         "dure.federated.algorithms.per_fed_avg",
         "PerFedAvg",
         "a global model that is good after a step on a client's own data",
     ),
 }
-"""Strategies: name to (module, class, summary)."""
+"""Strategies by name."""
 
-ONE_PROCESS = ("single-worker", "layers-per-core", "hogwild")
-"""Those that are at home in the calling process: nothing is forked for them."""
-
-WORLDS: dict[str, tuple[str, str, str]] = {
-    "processes": ("dure.worlds.processes.world", "Processes", "ranks as processes of this machine"),
-    "threads": (
+WORLDS: dict[str, World] = {
+    "processes": World(
+        "dure.worlds.processes.world",
+        "Processes",
+        "ranks as processes of this machine",
+        lives="ranks",
+        call="Processes(n)",
+    ),
+    "threads": World(
         "dure.worlds.threads",
         "Threads",
         "worker threads of one process, on its cores or its GPUs",
+        lives="threads",
+        call="Threads(n)",
     ),
-    "torchrun": (
+    "torchrun": World(
         "dure.worlds.torchrun.world",
         "Torchrun",
         "the ranks that torchrun has started, on many machines",
+        lives="ranks",
+        call="Torchrun()",
     ),
-    "simulated": ("dure.worlds.simulated", "Simulated", "a federation in one process"),
+    "simulated": World(
+        "dure.worlds.simulated",
+        "Simulated",
+        "a federation in one process",
+        lives="clients",
+        call="Simulated()",
+    ),
 }
-"""Worlds: name to (module, class, summary)."""
+"""Worlds by name."""
+
+
+def homes(kind: str) -> str:
+    """The worlds where strategies of this kind live, for errors."""
+    return f"{kind}: {' or '.join(world.call for world in WORLDS.values() if world.lives == kind)}"

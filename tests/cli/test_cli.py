@@ -153,7 +153,7 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
         ("train digits single-worker --rounds 3", "rounds do not count here, it counts steps"),
         (
             "train digits single-worker --target accuracy",
-            "it is METRIC=VALUE, as test_accuracy=0.99",
+            "it is METRIC=VALUE, such as test_accuracy=0.99",
         ),
         (
             "train digits single-worker --target accuracy=0.9",

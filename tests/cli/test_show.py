@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dure.cli.show import Display, facts, fraction_done, human_bytes, human_seconds, table
+from dure.cli.show import Display, facts, fraction_done, human_bytes, table
 from dure.contracts.stop import Stop
+from dure.report.words import duration
 
 
 def event(step: int = 12, unit: str = "step", **changes):
@@ -86,12 +87,12 @@ def test_bytes_are_never_told_in_powers_of_ten(count):
 
 
 def test_seconds_become_minutes():
-    assert [human_seconds(s) for s in (0.0, 3.14159, 99.99, 100, 3600)] == [
-        "0.00 s",
+    assert [duration(s) for s in (0.0, 3.14159, 99.99, 150, 3600)] == [
+        "0 s",
         "3.14 s",
-        "99.99 s",
-        "1.7 min",
-        "60.0 min",
+        "100 s",
+        "2 min 30 s",
+        "1 h 00 min",
     ]
 
 

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 import dure
 from dure.cli.main import main
 from dure.errors import LossNotFiniteError
+from dure.record.checkpoint import pack_checkpoint, read_checkpoint, unpack_checkpoint
 from dure.record.run import RunFolder
 
 TASK_FILE = '''
@@ -136,6 +139,60 @@ def test_a_task_made_in_python_has_to_be_given_again(tmp_path: Path) -> None:
         dure.resume(tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=small_task(), stop=long)
     assert same_bits(resumed, dure.train(small_task(), dure.SingleWorker(8), stop=long))
+
+
+def change_state(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrites the state of a run's checkpoint, as another dure would have written it."""
+    (newest,) = (folder / "checkpoint").iterdir()
+    weights, state = unpack_checkpoint(read_checkpoint(folder / "checkpoint"))
+    change(state)
+    for path, content in zip(
+        ("model.safetensors", "state.safetensors", "state.json"),
+        pack_checkpoint(weights, state),
+        strict=True,
+    ):
+        (newest / path).write_bytes(content)
+
+
+def as_the_first_version(state: dict[str, Any]) -> None:
+    del state["version"], state["dure"]
+    state["workers"] = [[float(value) for value in one.values()] for one in state["workers"]]
+
+
+@pytest.mark.parametrize("system", ["data-parallel", "fed-avg"])
+def test_a_checkpoint_of_the_first_version_is_gone_on_with(system: str, tmp_path: Path) -> None:
+    from small import same_bits, small_task
+
+    strategy, world, short, long = {
+        "data-parallel": (
+            *(dure.DataParallel(8), dure.Processes(2)),
+            *(dure.Stop(steps=4), dure.Stop(steps=9)),
+        ),
+        "fed-avg": (
+            *(dure.FedAvg(clients=3), dure.Simulated(engine="loop")),
+            *(dure.Stop(rounds=2), dure.Stop(rounds=4)),
+        ),
+    }[system]
+    whole = dure.train(small_task(), strategy, world, long)
+    dure.train(small_task(), strategy, world, short, out=tmp_path)
+    change_state(tmp_path, as_the_first_version)
+    again = dure.resume(tmp_path, task=small_task(), stop=long)
+    assert same_bits(whole, again)
+    assert whole.summary["bytes_sent"] == again.summary["bytes_sent"]
+
+
+def test_a_checkpoint_of_a_version_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    from small import small_task
+
+    stop = dure.Stop(steps=4)
+    dure.train(small_task(), dure.SingleWorker(8), stop=stop, out=tmp_path)
+    change_state(tmp_path, lambda state: state.update(version=99, dure="7.5.0"))
+    before = (tmp_path / "summary.json").read_bytes()
+    with pytest.raises(
+        dure.errors.RunFolderError, match=r"was written by dure 7\.5\.0, as version 99"
+    ):
+        dure.resume(tmp_path, task=small_task(), stop=dure.Stop(steps=9))
+    assert (tmp_path / "summary.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("system", ["fed-avg", "fed-buff"])

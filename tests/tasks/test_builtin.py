@@ -271,4 +271,4 @@ def test_a_file_that_raises_is_named_with_its_error(tmp_path):
         ValueError, match=r"broken\.py could not be loaded: ZeroDivisionError: division by zero"
     ):
         load_task(f"{tmp_path / 'broken.py'}:task")
-    assert not any(name.startswith("dure_task_broken") for name in sys.modules)
+    assert not any(name.startswith("dure_file_broken") for name in sys.modules)

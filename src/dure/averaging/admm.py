@@ -43,10 +43,10 @@ from torch import Tensor
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
 from dure.collectives.all_reduce import Algorithm
-from dure.contracts.strategy import Kind, Learner, Place, Progress, seeded_model
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
-from dure.data.partition import IID, Description, Partition
+from dure.data.partition import IID, Partition
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
@@ -57,7 +57,7 @@ BALANCE, FACTOR = 10.0, 2.0
 
 
 @dataclass(frozen=True)
-class ADMM:
+class ADMM(Strategy):
     """Consensus ADMM whose local problems are solved by some steps of the task's optimizer.
 
     Args:
@@ -123,17 +123,15 @@ class ADMM:
                 f"local_steps is {self.local_steps}, but a worker makes at least one step"
             )
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
-
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ADMMLearner(task, place, seed, self)
 
 
-class ADMMLearner:
+class ADMMLearner(Learner):
     """ADMM at work on one rank: x in the replica, z in `consensus`, u in `duals`."""
 
     unit = "round"
+    parted = True
     units_per_epoch = 1
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ADMM) -> None:
@@ -141,7 +139,7 @@ class ADMMLearner:
         self.replica = Replica(task, place, seed)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
-        self.consensus = seeded_model(task, seed)
+        self.consensus = another(self.replica.model, task, seed)
         self.z = FlatParameters(self.consensus, only_trained=True)
         copy_model(self.replica.model, self.consensus)
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]

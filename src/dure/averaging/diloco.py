@@ -30,13 +30,12 @@ from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
 from dure.averaging.meeting import Momentum
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
-from dure.contracts.strategy import Kind, Learner, Place
+from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
-from dure.data.partition import Description
 
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(Strategy):
     """Ranks train apart for many steps; an outer optimizer moves the common weights along the mean
     of their ways.
 
@@ -103,9 +102,6 @@ class DiLoCo:
             self.all_reduce,
             compression=self.compression,
         )
-
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return DiLoCoLearner(task, place, seed, self)

@@ -29,17 +29,16 @@ from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
-from dure.contracts.strategy import Kind, Learner, Place, Progress
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
-from dure.data.partition import Description
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(Strategy):
     """Ranks train apart for some steps, then average their weights.
 
     Args:
@@ -79,9 +78,6 @@ class LocalSGD:
         if self.local_from < 0:
             raise ValueError(f"local_from is {self.local_from}, but steps count from 0")
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
-
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return LocalSGDLearner(task, place, seed, self)
 
@@ -90,11 +86,12 @@ class LocalSGD:
         return self.period if step >= self.local_from else 1
 
 
-class LocalSGDLearner:
+class LocalSGDLearner(Learner):
     """Local SGD at work on one rank. What is done with the mean difference, `move`, is replaced by
     DiLoCo."""
 
     unit = "round"
+    parted = True
     resizes = True  # a rank beyond those of the checkpoint begins with the optimizer of one of them
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: LocalSGD) -> None:
@@ -114,7 +111,7 @@ class LocalSGDLearner:
         self.step = self.round = 0
 
     @property
-    def units_per_epoch(self) -> int:
+    def units_per_epoch(self) -> int:  # type: ignore[override]
         return max(1, self.batches.steps_per_epoch // self.strategy.steps_of_round_at(self.step))
 
     def flops_per_step(self) -> float:

@@ -37,10 +37,10 @@ from dure.averaging.replica import Replica, check_partition, copy_model, shards_
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
-from dure.contracts.strategy import Kind, Learner, Place, Progress, seeded_model
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
-from dure.data.partition import IID, Description, Partition
+from dure.data.partition import IID, Partition
 from dure.errors import LossNotFiniteError
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate, ratio
@@ -52,7 +52,7 @@ Combination = Literal["average", "best"]
 
 
 @dataclass(frozen=True)
-class ParallelSGD:
+class ParallelSGD(Strategy):
     """Ranks train apart, each on its own part of the data, and combine their models once.
 
     Args:
@@ -93,17 +93,15 @@ class ParallelSGD:
                 f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}"
             )
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
-
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelSGDLearner(task, place, seed, self)
 
 
-class ParallelSGDLearner:
+class ParallelSGDLearner(Learner):
     """Parallel SGD at work on one rank. `combined` is the model that is evaluated and returned."""
 
     unit = "round"
+    parted = True
     units_per_epoch = 1
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ParallelSGD) -> None:
@@ -111,7 +109,7 @@ class ParallelSGDLearner:
         self.replica = Replica(task, place, seed)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
-        self.combined = seeded_model(task, seed)
+        self.combined = another(self.replica.model, task, seed)
         self.flat = FlatParameters(self.combined, only_trained=True)
         copy_model(self.replica.model, self.combined)
         self.buffers = Buffers(self.combined)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import Rates
-from dure.contracts.strategy import Place, examples_for, seeded_model
+from dure.contracts.strategy import Place, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.partition import Partition
@@ -41,7 +41,7 @@ class Replica:
 
     def __init__(self, task: Task, place: Place, seed: int) -> None:
         self.task, self.group, self.seed = task, place.group, seed
-        self.model = seeded_model(task, seed).train()
+        self.model = place.model(task, seed).train()
         self.flat = FlatParameters(self.model, only_trained=True)
         self.buffers = Buffers(self.model)
         groups = by_dtype(

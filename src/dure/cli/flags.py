@@ -12,7 +12,7 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dure.contracts.stop import Stop
 
 WorldName = Literal["processes", "threads"]
+"""The worlds that share the flags of `WorldOptions`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Limits:
         steps: optimizer steps, for systems that count steps.
         rounds: federated rounds, for systems that count rounds.
         seconds: training time, evaluation and checkpoints left out.
-        target: METRIC=VALUE, as test_accuracy=0.99; several must all be reached.
+        target: METRIC=VALUE, such as test_accuracy=0.99; several must all be reached.
     """
 
     epochs: float | None = None
@@ -52,9 +53,15 @@ class Limits:
                 target[name] = float(value)
             except ValueError:
                 raise ValueError(
-                    f"--target {text}: it is METRIC=VALUE, as test_accuracy=0.99"
+                    f"--target {text}: it is METRIC=VALUE, such as test_accuracy=0.99"
                 ) from None
-        limits = Stop(self.epochs, self.steps, self.rounds, self.seconds, target or None)
+        limits = Stop(
+            epochs=self.epochs,
+            steps=self.steps,
+            rounds=self.rounds,
+            seconds=self.seconds,
+            target=target or None,
+        )
         return Stop(epochs=epochs) if limits == Stop() else limits
 
 
@@ -65,7 +72,8 @@ class WorldOptions:
     Args:
         workers: ranks or threads, for systems that divide the work; one a core by default.
         world: whether the workers are processes or threads, for systems that live in both.
-        devices: where threads compute, as cpu or cuda:0 cuda:1; GPUs by default where there are.
+        devices: where threads compute, such as cpu or cuda:0 cuda:1; GPUs by default where there
+            are.
         deadline: seconds that a rank waits for a silent peer.
         backend: what carries the bytes between ranks: dure through shared memory, gloo through
             sockets.
@@ -76,6 +84,17 @@ class WorldOptions:
     devices: tuple[str, ...] = ()
     deadline: float = 60.0
     backend: Literal["dure", "gloo"] = "dure"
+
+
+@dataclass(frozen=True)
+class NamedWorld:
+    """Who takes part, where it is neither processes nor threads.
+
+    Args:
+        world: its name, or where it is: path/to/file.py:Name.
+    """
+
+    world: str
 
 
 @dataclass(frozen=True)
@@ -150,7 +169,7 @@ class BenchOptions:
     5 repetitions.
 
     Args:
-        sizes: bytes of each rank's tensor, as 65536, 64K or 16M.
+        sizes: bytes of each rank's tensor, such as 65536, 64K or 16M.
         ranks: numbers of ranks.
         contenders: of gloo, open-mpi, dure, dure-direct, dure-ordinary, dure-torch,
             dure-torch-ordinary, ring, master, one-shot, tree, halving-doubling, hierarchical,
@@ -174,6 +193,15 @@ class BenchOptions:
     json: bool = False
 
 
+def value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """What is given for a flag, "" if nothing follows it; None if it is not there."""
+    for number, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            return value if equals else "".join(arguments[number + 1 : number + 2])
+    return None
+
+
 def parse_flags(
     prog: str, parts: dict[str, Any], arguments: list[str], description: str = ""
 ) -> dict[str, Any]:
@@ -183,14 +211,7 @@ def parse_flags(
 
     from dure.run.registry import TEXTS
 
-    if "task" in parts:
-        kinds = [kind for part, kind in parts.items() if part != "task"]
-        others = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-        for name in sorted(others & set(typing.get_type_hints(parts["task"]))):
-            raise ValueError(
-                f"the task has a parameter {name!r}, which is the name of a flag of dure: rename it"
-            )
-
+    _check_own_names(parts)
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
@@ -224,6 +245,24 @@ def parse_flags(
             f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
         ) from None
     return {name: getattr(parsed, name) for name in parts}
+
+
+_OF_USERS = {"task": "parameter", "strategy": "field", "world": "field"}
+"""The parts that may be of a user's own, and what makes a flag there."""
+
+
+def _check_own_names(parts: dict[str, Any]) -> None:
+    """Raises ValueError if two parts have a flag of the same name."""
+    names = {
+        part: {field.name for field in dataclasses.fields(kind)} for part, kind in parts.items()
+    }
+    for part, what in _OF_USERS.items():
+        others = set().union(*(own for other, own in names.items() if other != part))
+        for name in sorted(names.get(part, set()) & others):
+            owner = "the task" if part == "task" else parts[part].__name__
+            raise ValueError(
+                f"{owner} has a {what} {name!r}, which is the name of a flag of dure: rename it"
+            )
 
 
 def _names_meet(kinds: Iterable[Any]) -> bool:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +25,17 @@ from dure.cli.flags import (
     ReportOptions,
     ResumeOptions,
     TrainOptions,
-    WorldOptions,
     given_options,
     options_of_task,
     parse_flags,
+    value_of,
 )
-from dure.errors import DureError, WorkerFailedError
+from dure.errors import DureError, WorkerFailedError, suggestion
 from dure.machine.streams import open_streams
-from dure.settings import suggestion
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
-    from dure.contracts.strategy import Strategy, World
+    from dure.contracts.strategy import Strategy
     from dure.contracts.task import Task
 
 USAGE = """\
@@ -50,16 +50,17 @@ dure trains one PyTorch model with many machines, by the system you name, and me
 
 Tasks
 {tasks}
-  path/to/file.py:name or package.module:name, a dure.Task of your own or a function that returns one
+  path/to/file.py:name or package.module:name, a dure.Task of your own or what returns one
 
 Systems
 {systems}
+  path/to/file.py:Name or package.module:Name, a dure.Strategy of your own
 
 Examples
   dure compare digits
   dure train digits data-parallel --workers 2 --all-reduce ring --epochs 5
   dure train digits data-parallel --world threads --workers 2
-  dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --partition label-shards:2 --rounds 50
+  dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --rounds 50
   torchrun --nproc-per-node 2 -m dure train digits data-parallel
   dure bench all-reduce --quick --out runs/bench
 """
@@ -73,7 +74,7 @@ def usage() -> str:
     def listed(entries: dict[str, str]) -> str:
         return "\n".join(f"  {name:<15} {summary}" for name, summary in entries.items())
 
-    systems = {name: summary for name, (_, _, summary) in catalog.SYSTEMS.items()}
+    systems = {name: system.summary for name, system in catalog.SYSTEMS.items()}
     return USAGE.format(tasks=listed(catalog.TASKS), systems=listed(systems))
 
 
@@ -82,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     given = [argument for argument in given if argument != DEBUG]
-    # OpenMP's threads spin for milliseconds before they give their core back, and starve whoever
-    # else needs it.
+    # OpenMP's threads spin for milliseconds before they give their core back, and starve others
+    # that need it.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     open_streams()
     try:
@@ -183,23 +184,18 @@ def _train(given: list[str]) -> int:
         )
     reference, system = names
     _check_names(reference, [system])
-    in_threads = "threads" in flags or "--world=threads" in flags
-    if (
-        system not in catalog.ONE_PROCESS
-        and catalog.SYSTEMS[system][0].startswith("dure.parallel")
-        and not in_threads
-    ):
+    built_in = catalog.SYSTEMS.get(system)
+    if built_in is not None and built_in.forks and value_of("--world", flags) != "threads":
         _start_fork_server()
-    from dure.cli.worlds import conditions_for, world_of
+    from dure.cli.worlds import options_of, world_of
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
 
     kind = strategy_class(system)
-    among = conditions_for(system, flags) if kind.kind == "clients" else WorldOptions
     parts = {
         "strategy": kind,
         "task": options_of_task(reference),
-        "world": among,
+        **options_of(kind, flags),
         "limits": Limits,
         "how": TrainOptions,
     }
@@ -210,45 +206,32 @@ def _train(given: list[str]) -> int:
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
     world = world_of(strategy, asked["world"])
-    if how.out is None and getattr(world, "elastic", False):
+    if how.out is None and world.starts_again:
         raise ValueError(
             "torchrun may start this job again: say with --out which folder it goes on with"
         )
-    with _folder(how.out, f"{_file_name(task)}-{system}") as out:
-        return _show_run(
-            lambda on_progress: _call_train(
-                task, strategy, world, asked["limits"].stop(), how, out, on_progress
-            ),
-            asked["limits"].stop(),
-            how.json or not world.leads,
-            how.json and world.leads,
-            out,
-        )
-
-
-def _call_train(
-    task: Task,
-    strategy: Strategy,
-    world: World,
-    stop: Stop,
-    how: TrainOptions,
-    out: Path,
-    on_progress: Any,
-) -> Any:
+    stop: Stop = asked["limits"].stop()
     from dure.run.train import train
 
-    return train(
-        task,
-        strategy,
-        world,
-        stop,
-        seed=how.seed,
-        out=out,
-        evaluate_every=how.evaluate_every,
-        checkpoint_every=how.checkpoint_every,
-        label=how.label,
-        on_progress=on_progress,
-    )
+    with _folder(how.out, f"{_file_name(task)}-{strategy.name}") as out:
+        return _show_run(
+            partial(
+                train,
+                task,
+                strategy,
+                world,
+                stop,
+                seed=how.seed,
+                out=out,
+                evaluate_every=how.evaluate_every,
+                checkpoint_every=how.checkpoint_every,
+                label=how.label,
+            ),
+            stop,
+            quiet=how.json or not world.leads,
+            as_json=how.json and world.leads,
+            folder=out,
+        )
 
 
 def _resume(flags: list[str]) -> int:
@@ -256,28 +239,29 @@ def _resume(flags: list[str]) -> int:
         "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
     )
     folder: Path = asked["how"].resume
-    from dure.run.train import asked_of, resume
+    from dure.run.config import asked_of
+    from dure.run.train import resume
     from dure.worlds.here import leads_here
 
     stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return _show_run(
-        lambda on_progress: resume(folder, stop=stop, on_progress=on_progress),
+        partial(resume, folder, stop=stop),
         stop,
-        asked["how"].json or not leads_here(),
-        asked["how"].json and leads_here(),
-        folder,
+        quiet=asked["how"].json or not leads_here(),
+        as_json=asked["how"].json and leads_here(),
+        folder=folder,
     )
 
 
 def _show_run(
-    run: Callable[[Any], Any], stop: Stop, quiet: bool, as_json: bool, folder: Path
+    run: Callable[..., Any], stop: Stop, *, quiet: bool, as_json: bool, folder: Path
 ) -> int:
     """Runs with a display, then says what came out and where it lies."""
     from dure.cli.show import Display, error_console, table
 
     try:
         with Display(stop, quiet) as display:
-            done = run(lambda event: display("training", event))
+            done = run(on_progress=partial(display, "training"))
     except DureError as error:
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
@@ -315,7 +299,8 @@ def _compare(given: list[str]) -> int:
     names, flags = _names_before_flags(given)
     if not names:
         raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
-    reference, systems = names[0], names[1:] or list(COMPARED)
+    reference = names[0]
+    systems = names[1:] or list(COMPARED)
     _check_names(reference, [system.partition(",")[0] for system in systems])
     _start_fork_server()
     from dure.cli.worlds import entry
@@ -424,7 +409,9 @@ def _check_names(reference: str, systems: list[str]) -> None:
     if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
         raise ValueError(f"there is no task {reference!r}{suggestion(reference, catalog.TASKS)}")
     for system in systems:
-        if system not in catalog.SYSTEMS:
+        if system.endswith(".py"):
+            raise ValueError(f"{system} is a file: say which strategy in it, {system}:NAME")
+        if ":" not in system and system not in catalog.SYSTEMS:
             raise ValueError(f"there is no system {system!r}{suggestion(system, catalog.SYSTEMS)}")
 
 
@@ -461,7 +448,8 @@ def _new_folder(name: str) -> Path:
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
         return wanted
-    folder, count = wanted, 1
+    folder = wanted
+    count = 1
     while True:
         try:
             folder.mkdir(parents=True)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dure.contracts.stop import Stop
 from dure.record.history import lower_is_better
+from dure.report.words import duration
 
 PLAIN_SECONDS = 2.0
 NAMES_WIDTH = 40
@@ -58,7 +59,8 @@ class Display:
     """Shows the progress of one run after another. quiet: shows nothing."""
 
     def __init__(self, stop: Stop, quiet: bool = False) -> None:
-        self.stop, self.quiet = stop, quiet
+        self.stop = stop
+        self.quiet = quiet
         self.console = error_console()
         self.live = Progress(
             TextColumn("{task.description}"),
@@ -121,11 +123,6 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
-def human_seconds(seconds: float) -> str:
-    """Seconds with as many digits as matter."""
-    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
 Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool]
 """Heading, value, text, whether a lower value is better."""
 
@@ -157,7 +154,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     ]
     result += [
         ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
-        ("time", lambda s: s["seconds"], human_seconds, True),
+        ("time", lambda s: s["seconds"], duration, True),
         ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
         ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
     ]
@@ -175,7 +172,8 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
     console: where it has to fit in. Columns for which there is no room are left out, and named
     below.
     """
-    shown, left_out = columns(summaries), list[str]()
+    shown = columns(summaries)
+    left_out: list[str] = []
     result = _table(summaries, shown)
     if (
         console is None
@@ -201,15 +199,8 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
 def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
     """What a column of numbers needs."""
     heading, value, text, _ = column
-    return max(
-        map(
-            len,
-            [
-                *heading.split(),
-                *(text(number) for number in map(value, summaries) if number is not None),
-            ],
-        )
-    )
+    cells = [text(number) for number in map(value, summaries) if number is not None]
+    return max(map(len, [*heading.split(), *cells]))
 
 
 def _least(shown: Sequence[Column]) -> int:

@@ -3,51 +3,62 @@ its name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from dure import catalog
-from dure.cli.flags import WorldName, WorldOptions
+from dure.cli.flags import NamedWorld, WorldName, WorldOptions, value_of
 from dure.contracts.strategy import Strategy, World
 from dure.fleet.conditions import Conditions
-from dure.run.registry import default_world, parse_strategy, parse_world, ranks_of, strategy_class
-from dure.worlds.backend import Backend
+from dure.run.registry import (
+    default_world,
+    parse_strategy,
+    parse_world,
+    strategy_class,
+    world_class,
+)
 from dure.worlds.here import under_torchrun
 from dure.worlds.processes.world import Processes
 from dure.worlds.simulated import Simulated
 from dure.worlds.threads import Threads
 from dure.worlds.torchrun.world import Torchrun
 
-CONDITIONS = {field.name for field in fields(Conditions)}
+_NAMES: Mapping[str | None, WorldName | None] = {
+    None: None,
+    "processes": "processes",
+    "threads": "threads",
+}
+"""What --world may say where the flags are those of workers."""
 
 
 # dure train: flags
 
 
-def conditions_for(system: str, flags: Sequence[str]) -> type[Conditions]:
-    """The flags of a simulated federation. Raises ValueError for those of workers, which it has
-    not."""
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
-        if flag.partition("=")[0] == "--workers":
-            count = flag.partition("=")[2] or following
-            raise ValueError(f"{system} counts clients, not workers: use --clients {count}")
-        if flag.partition("=")[0] == "--world":
-            given = (flag.partition("=")[2] or following).capitalize()
-            name = catalog.SYSTEMS[system][1]
-            raise ValueError(
-                f"{name} does not live in {given}; it needs a world of clients, which needs no "
-                f"--world"
-            )
-    return Conditions
+def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any]]:
+    """The flags of the world: those of workers, those of a simulated federation, or the fields of
+    the world that --world names. Raises ValueError for what clients have not."""
+    named = value_of("--world", flags)
+    if named is not None and named not in _NAMES and named:
+        return {"world": world_class(named), "named": NamedWorld}
+    if kind.kind != "clients":
+        return {"world": WorldOptions}
+    count = value_of("--workers", flags)
+    if count is not None:
+        raise ValueError(f"{kind.name} counts clients, not workers: use --clients {count}")
+    if named is not None:
+        raise ValueError(
+            f"{kind.__name__} does not live in {named.capitalize()}; it needs a world of clients, "
+            f"which needs no --world"
+        )
+    return {"world": Conditions}
 
 
 def world_of(strategy: Strategy, given: Any) -> World:
     """The world that the flags describe."""
+    if isinstance(given, World):
+        return given
     if isinstance(given, WorldOptions):
-        return _of_workers(
-            strategy, given.workers, given.deadline, given.backend, given.world, given.devices
-        )
+        return _of_workers(strategy, given)
     return Simulated(**{field.name: getattr(given, field.name) for field in fields(given)})
 
 
@@ -56,58 +67,56 @@ def world_of(strategy: Strategy, given: Any) -> World:
 
 def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     """What a system with its settings names: "data-parallel,world=threads",
-    "fed-avg,clients=20,drop_out=0.1".
+    "fed-avg,clients=20,drop_out=0.1", "fed-avg,world=my_worlds.py:Slow,seconds=3".
 
     workers: of systems that have them. Raises ValueError for what does not fit.
     """
     name, *settings = system.split(",")
-    in_clients = strategy_class(name).kind == "clients"
-    of_world = {"world", *(CONDITIONS if in_clients else ())}
-    own = [setting for setting in settings if setting.partition("=")[0] not in of_world]
-    where = [setting for setting in settings if setting not in own]
-    strategy = parse_strategy(",".join([name, *own]))
-    if in_clients and not any(setting.startswith("world=") for setting in where):
-        return strategy, parse_world(",".join(["simulated", *where]))
-    world: WorldName | None = None
-    for setting in where:
-        if setting not in ("world=threads", "world=processes"):
-            raise ValueError(f"{system!r}: the world is threads or processes")
-        world = "threads" if setting == "world=threads" else "processes"
-    alone = in_clients or strategy.name == "single-worker"
-    return strategy, _of_workers(strategy, None if alone else workers, world=world)
+    kind = strategy_class(name)
+    named = next((text[6:] for text in settings if text.startswith("world=")), None)
+    if named is None and kind.kind == "clients":
+        named = "simulated"
+    others = [text for text in settings if not text.startswith("world=")]
+    if named is None or named in _NAMES:
+        strategy = parse_strategy(",".join([name, *others]))
+        alone = kind.kind == "clients" or kind.alone
+        options = WorldOptions(workers=None if alone else workers, world=_NAMES[named])
+        return strategy, _of_workers(strategy, options)
+    if kind.kind != "clients" and ":" not in named:
+        raise ValueError(f"{system!r}: the world is threads or processes, or one of your own")
+    of_strategy = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    of_world = {field.name for field in fields(world_class(named))} - of_strategy  # type: ignore[arg-type]
+    where = [text for text in others if text.partition("=")[0] in of_world]
+    own = [text for text in others if text not in where]
+    return parse_strategy(",".join([name, *own])), parse_world(",".join([named, *where]))
 
 
-def _of_workers(
-    strategy: Strategy,
-    workers: int | None,
-    deadline: float = 60.0,
-    backend: Backend = "dure",
-    world: WorldName | None = None,
-    devices: tuple[str, ...] = (),
-) -> World:
+def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
     """The world of the flags --workers, --deadline, --backend, --world and --devices."""
+    workers = asked.workers
+    world = asked.world
     if world is None:
         world = "threads" if default_world(strategy).kind == "threads" else "processes"
     if world == "threads":
-        if backend != WorldOptions().backend:
+        if asked.backend != WorldOptions().backend:
             raise ValueError(
-                f"--backend {backend} carries bytes between ranks, which threads are not: leave it "
-                f"out"
+                f"--backend {asked.backend} carries bytes between ranks, which threads are not: "
+                f"leave it out"
             )
-        return Threads(workers, devices or None)
-    if devices:
+        return Threads(workers, asked.devices or None)
+    if asked.devices:
         raise ValueError("--devices says where threads compute: add --world threads")
     if under_torchrun():
-        job = Torchrun(deadline, backend)
+        job = Torchrun(asked.deadline, asked.backend)
         if workers not in (None, job.workers):
             raise ValueError(
                 f"--workers is {workers}, but torchrun has started {job.workers}: leave it out"
             )
         return job
-    if strategy.name == "single-worker":
-        if workers not in (None, 1):
-            raise ValueError(
-                f"single-worker is one worker: leave out --workers {workers}, or take data-parallel"
-            )
-        return Processes(1, deadline, backend)
-    return Processes(workers if workers is not None else ranks_of(strategy), deadline, backend)
+    if strategy.alone and workers not in (None, 1):
+        raise ValueError(
+            f"{strategy.name} is one worker: leave out --workers {workers}, or take data-parallel"
+        )
+    return Processes(
+        workers if workers is not None else strategy.ranks, asked.deadline, asked.backend
+    )

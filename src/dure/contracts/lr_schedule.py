@@ -2,7 +2,7 @@
 
     lr at step t = lr of the optimizer's group · schedule(t),    t = 0, 1, ...
 
-A schedule is a function of the step's number alone, as `lr_lambda` of
+A schedule is a function of the step's number alone, like `lr_lambda` of
 `torch.optim.lr_scheduler.LambdaLR`: it keeps nothing, so that a resumed run, and every rank, has
 the rates of the whole run. In a federation t is the round of the global model that a client begins
 with.
@@ -47,8 +47,7 @@ def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
     except Exception as error:
         raise ValueError(
             f"lr_schedule(0) raised {type(error).__name__}: {error}; it is a function of the step "
-            f"that gives a factor, "
-            "as lr_lambda of torch's LambdaLR"
+            f"that gives a factor, such as lr_lambda of torch's LambdaLR"
         ) from error
     groups = getattr(optimizer, "param_groups", None)  # some only look like one
     if not groups or any(group.get("lr") is None for group in groups):
@@ -61,7 +60,8 @@ class Rates:
     """The learning rates of an optimizer that was just made, step by step."""
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule | None) -> None:
-        self.optimizer, self.schedule = optimizer, schedule
+        self.optimizer = optimizer
+        self.schedule = schedule
         rates = [group["lr"] for group in optimizer.param_groups] if schedule is not None else []
         self.first = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
@@ -71,9 +71,8 @@ class Rates:
             return
         factor = factor_at(self.schedule, step)
         for group, first in zip(self.optimizer.param_groups, self.first, strict=True):
-            group["lr"] = (
-                first * factor
-            )  # a tensor is another one then: the task's own stays as it is
+            # a tensor is another one then: the task's own stays as it is
+            group["lr"] = first * factor
 
 
 def scale(optimizer: Optimizer, factor: float) -> None:

@@ -11,10 +11,11 @@ no world; they meet in `dure.train`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from dure.protocol.carrier import Carrier, Clients
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
 from dure.record.trace import Trace
+from dure.tensors.copies import copy_of
 
 Kind = Literal["ranks", "threads", "clients"]
 """Three families: SPMD ranks over a group; one program with worker threads, on one device or
@@ -51,72 +53,71 @@ class Progress(NamedTuple):
     wish: int = 0
     """The wish that rank 0 gave to this step."""
     numbers: Mapping[str, float] | None = None
-    """What else the strategy says about the step, by name, as residuals; for the history and the
-    summary."""
+    """What else the strategy says about the step, by name, such as residuals; for the history and
+    the summary."""
 
 
-class Learner(Protocol):
+class Learner(ABC):
     """A strategy at work on one rank."""
 
-    unit: str
+    unit: str = "step"
     """What it counts: "step" or "round"."""
-
-    @property
-    def units_per_epoch(self) -> int:
-        """Steps, or rounds as they are now, in a pass over the training data: the default interval
-        of evaluations."""
 
     where: str
     """Who this is, for errors: "rank 1" or "server"."""
 
+    units_per_epoch: int
+    """Steps, or rounds as they are now, in a pass over the training data: the default interval of
+    evaluations."""
+
+    parted: bool = False
+    """Whether ranks hold different things, such as optimizers that are not kept equal: `part`."""
+
+    resizes: bool = False
+    """Whether `restore` makes sense of the parts of another number of ranks as well."""
+
+    @abstractmethod
     def flops_per_step(self) -> float:
         """Floating-point operations of one optimizer step here; small steps get one thread
         (`dure.machine.threads`)."""
 
+    @abstractmethod
     def advance(self, wish: int) -> Progress:
         """Does one step or round. Rank 0 says its `wish`; the others give 0."""
 
+    @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """test_loss and test_<metric> of the model as it is, the same on every rank; empty without
         test data."""
 
+    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The whole model's state_dict, on rank 0."""
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """All else that it needs to go on: optimizer state, position, and "buffers"
         (`passing_buffers`)."""
 
+    @abstractmethod
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Goes on from `weights` and `state`."""
+        """Goes on from `weights` and `state`. The parts of all ranks are in state["parts"]."""
 
+    @abstractmethod
     def meters(self) -> Sequence[Meter]:
         """The meters of the workers that live here: this rank's, or the server's and its
         clients'."""
 
-
-@runtime_checkable
-class Parted(Protocol):
-    """A learner whose ranks hold different things, as optimizers that are not kept equal. The
-    driver gathers them.
-
-    `resizes = True` on it says that `restore` makes sense of the parts of another number of ranks
-    as well.
-    """
-
     def part(self) -> Any:
-        """What only this rank holds, as a tree for checkpoints: `restore` finds all ranks' in
-        state["parts"]."""
+        """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
+        return None
 
+    def facts(self) -> dict[str, Any] | None:
+        """What lies where, as JSON, for the report; None where there is nothing to say.
 
-@runtime_checkable
-class Telling(Protocol):
-    """A learner that has something to say of what lies where, for the report. The driver gathers it
-    at the end."""
-
-    def facts(self) -> dict[str, Any]:
-        """What this rank holds, as JSON; summary.json has all ranks' under "facts". It speaks with
-        no other rank."""
+        It speaks with no other rank. summary.json has all ranks' facts, in order.
+        """
+        return None
 
 
 Value = TypeVar("Value")
@@ -130,9 +131,10 @@ class Place:
     event to whoever watches the run (rank 0 only). interrupted: whether the user asked to stop
     (rank 0 only). clock_offset: seconds to add to this machine's clock to get rank 0's. kind: of
     the world. devices: where this program computes, one for each of its workers; the first is its
-    own. ending: what has to end with the run, as threads. conditions, carrier: of a federation:
-    what its clients are like, and, given the clients' side and the seed, who carries messages
-    between a coordinator and them.
+    own. ending: what has to end with the run, such as threads. conditions, carrier: of a
+    federation: what its clients are like, and, given the clients' side and the seed, who carries
+    messages between a coordinator and them. prepared: hands over the model that was made while the
+    run was prepared.
     """
 
     group: Group
@@ -145,10 +147,22 @@ class Place:
     ending: ExitStack = field(default_factory=ExitStack)
     conditions: Conditions | None = None
     carrier: Callable[[Clients, int], Carrier] | None = None
+    prepared: Callable[[], nn.Module] | None = None
+
+    def model(self, task: Task, seed: int) -> nn.Module:
+        """The run's model, fresh: the one that was prepared in this process, or a new one.
+
+        A learner calls it once, and takes copies for whatever else it needs (`another`).
+        """
+        return seeded_model(task, seed) if self.prepared is None else self.prepared()
 
 
-class World(Protocol):
-    """Who takes part, and how they reach each other."""
+class World:
+    """Who takes part, and how they reach each other: a frozen dataclass, made by the user.
+
+    Its fields are settings of the place: they are written into run folders, and are flags of the
+    command line. A subclass has `name`, `kind` and `run`; the rest has defaults.
+    """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
@@ -156,13 +170,37 @@ class World(Protocol):
     @property
     def leads(self) -> bool:
         """Whether this process writes the run folder and talks to the user."""
+        return True
 
     @property
     def workers(self) -> int | None:
         """How many ranks or threads there are; None where the strategy says how many clients."""
+        return None
+
+    @property
+    def conditions(self) -> Conditions | None:
+        """What clients are like, in a world of clients."""
+        return None
+
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        """The devices of the workers, by name, where the world says which these are."""
+        return ()
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether the ranks may be ended and started again at any time, more or fewer of them."""
+        return False
+
+    def begin(self) -> None:
+        """Begins what takes time until the ranks can run, while the caller goes on."""
+
+    def ready(self) -> None:
+        """Returns once nothing is left to be begun, so that no run is charged for it."""
 
     def describe(self) -> str:
         """For tables: "2 processes"."""
+        return self.name
 
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
@@ -170,68 +208,73 @@ class World(Protocol):
         """Runs `program` on every rank and returns what it returned on rank 0 (or on this rank,
         where each rank called `run` itself). Raises the first failure, when all ranks have
         ended."""
+        raise NotImplementedError(f"{type(self).__name__} has no method run")
 
 
-class Strategy(Protocol):
+class Strategy:
     """How the learning is divided: a frozen dataclass, made by the user.
 
-    It lives in worlds of its `kind`. One that lives in others as well has a class variable `also`,
-    of the kind to its label there (`dwellings`), and may have a method `check_in(world)` that
-    raises ValueError where a field makes no sense in such a world; one of clients a method
-    `check_under(task, conditions)` that does so where the conditions do not fit; any a method
-    `check_model(model, workers)` that does so for a model that it cannot train. One whose runs do
-    not repeat themselves to the last bit has `deterministic = False`.
+    Its fields are the hyperparameters: they are written into run folders, and are flags of the
+    command line. A subclass has `name`, `kind`, `unit` and `learner`; the rest has defaults.
     """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
+    """The kind of worlds in which it is at home."""
+
     unit: ClassVar[str]
+    """What its learner counts: "step" or "round"."""
+
+    also: ClassVar[Mapping[Kind, str]] = {}
+    """The other kinds of worlds in which it lives, and its label there."""
+
+    deterministic: ClassVar[bool] = True
+    """Whether its runs repeat themselves to the last bit."""
+
+    alone: ClassVar[bool] = False
+    """Whether it is one worker, whatever the machine has."""
 
     @property
     def label(self) -> str:
         """For tables: the name, and the fields that matter."""
+        return self.name
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks the fields ask for; None where any number will do."""
+        return 1 if self.alone else None
+
+    @classmethod
+    def dwellings(cls) -> tuple[Kind, ...]:
+        """The kinds of worlds in which it lives; its home is the first."""
+        return cls.kind, *cls.also
+
+    def label_in(self, kind: Kind) -> str:
+        """What tables call it in a world of `kind`."""
+        return self.also.get(kind, self.label)
 
     def check(self, task: Task, workers: int | None) -> None:
         """Raises ValueError, before any work, if the fields do not fit each other, the task or the
         workers."""
 
+    def check_in(self, world: World) -> None:
+        """Raises ValueError if a field makes no sense in the world."""
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+        """Raises ValueError if the conditions of clients do not fit the strategy or the task."""
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError if it cannot train the task's model, which stays as it is: it is the
+        one that will be trained."""
+
     def division(self, task: Task, seed: int) -> Description | None:
         """How the training data lie with their owners, for the report; None where nobody owns a
         part."""
+        return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         """The strategy at work: the model made under `seed`, ready for its first step."""
-
-
-def dwellings(strategy: Strategy | type[Strategy]) -> tuple[Kind, ...]:
-    """The kinds of worlds in which a strategy lives; its home is the first."""
-    return strategy.kind, *getattr(strategy, "also", {})
-
-
-def label_in(strategy: Strategy, kind: Kind) -> str:
-    """What tables call a strategy in a world of `kind`."""
-    return str(getattr(strategy, "also", {}).get(kind, strategy.label))
-
-
-def check_in(strategy: Strategy, world: World) -> None:
-    """Raises ValueError if the strategy and its fields do not fit the world."""
-    check = getattr(strategy, "check_in", None)
-    if check is not None:
-        check(world)
-
-
-def check_model(strategy: Strategy, model: nn.Module, workers: int | None) -> None:
-    """Raises ValueError if the strategy cannot train the model."""
-    check = getattr(strategy, "check_model", None)
-    if check is not None:
-        check(model, workers)
-
-
-def check_under(strategy: Strategy, task: Task, conditions: Conditions) -> None:
-    """Raises ValueError if the conditions of clients do not fit the strategy or the task."""
-    check = getattr(strategy, "check_under", None)
-    if check is not None:
-        check(task, conditions)
+        raise NotImplementedError(f"{type(self).__name__} has no method learner")
 
 
 def seeded_model(task: Task, seed: int) -> nn.Module:
@@ -245,6 +288,15 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
             f"the task's model function returned a {type(model).__name__}, not an nn.Module"
         )
     return model
+
+
+def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
+    """One more model like the run's, which was not used yet: a copy, where it can be copied.
+
+    The task's factory, which may read its model from a disk, is called again only where it cannot.
+    """
+    twin = copy_of(model)
+    return seeded_model(task, seed) if twin is None else twin
 
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind, Learner, Place, examples_for, seeded_model
+from dure.contracts.strategy import Kind, Learner, Place, Strategy, another, examples_for
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
@@ -48,7 +48,7 @@ from dure.tensors.flat import FlatParameters
 
 
 @dataclass(frozen=True)
-class Federated:
+class Federated(Strategy):
     """Clients train where their data are; a server combines what they learned.
 
     partition, selection and aggregate may be given as text, as the command line takes them.
@@ -133,9 +133,12 @@ class Federated:
         cannot."""
         return engine_for(setting)
 
-    def check_engine(self, task: Task, wanted: str) -> None:
-        """Raises ValueError for an engine, asked for by name, that cannot compute the task."""
-        check_engine(task, wanted)
+    def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
+        """Raises ValueError for an engine, asked for by name, that cannot compute the task.
+
+        model: the task's, where there is one already.
+        """
+        check_engine(task, wanted, model)
 
     # What they share
 
@@ -196,11 +199,6 @@ class Federated:
                 f"{self.clients} clients are more than the {examples} training examples"
             )
         self.optimizer()
-        for name, parameter in seeded_model(task, 0).named_parameters():
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                raise ValueError(
-                    f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer"
-                )
         self.check_task(task)
         clients = self._count(task)
         if clients is not None:  # without keys it is the partition that refuses
@@ -208,7 +206,15 @@ class Federated:
             self.rule().check(pacing.updates(clients))
             pacing.check(clients)
 
-    def check_under(self, task: Task, conditions: Conditions) -> None:
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a parameter of which there is no mean."""
+        for name, parameter in model.named_parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise ValueError(
+                    f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer"
+                )
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for liars that there cannot be, and an engine that cannot compute the
         task."""
         clients = self._count(task)
@@ -221,7 +227,7 @@ class Federated:
             )
         if attack.poisons:
             check_poison(task.train, attack)
-        self.check_engine(task, conditions.engine)
+        self.check_engine(task, conditions.engine, model)
 
     def _count(self, task: Task) -> int | None:
         """How many clients there are, where that is known before the data are divided."""
@@ -246,7 +252,7 @@ class Federated:
         """Both halves in this process, joined by the place's carrier."""
         assert place.carrier is not None
         assert place.conditions is not None
-        model = seeded_model(task, seed)
+        model = place.model(task, seed)
         clients = self.clients_half(task, model, place.conditions, seed)
         place.ending.callback(clients.close)
         carrier = place.carrier(clients, seed)
@@ -289,7 +295,14 @@ class Federated:
         examples, _ = examples_for(model, task)
         parts = self.divide(task, seed)
         own, held_out = _held_out(parts, self.held_out, seed)
-        personal = Personal(task, examples, held_out, seed, fine_tune=self.fine_tune)
+        personal = Personal(
+            task=task,
+            fresh=model,
+            examples=examples,
+            held_out=held_out,
+            seed=seed,
+            fine_tune=self.fine_tune,
+        )
         attack = conditions.attack if conditions.attackers else None
         lying = _lying(conditions, len(own), seed)
         if attack is not None and attack.poisons:
@@ -305,7 +318,7 @@ class Federated:
             return self.engine(
                 Setting(
                     task=task,
-                    model=seeded_model(task, seed),
+                    model=another(model, task, seed),
                     examples=examples,
                     batch_size=self.batch_size,
                     seed=seed,

@@ -6,7 +6,7 @@ A checkpoint is a folder named by its step, zero-padded so that names sort:
     checkpoint/00000230/state.safetensors    the tensors of the rest: optimizer, generators
     checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands
 
-It is written beside its place and renamed into it, so a kill at any moment leaves the old
+It is written next to its place and renamed into it, so a kill at any moment leaves the old
 checkpoint or the new one, never half of one. Trees are made of dict, list, tuple, Tensor, str, int,
 float, bool and None.
 """
@@ -26,6 +26,9 @@ from torch import Tensor
 
 from dure.errors import RunFolderError
 from dure.record.weights import weights_from_bytes, weights_to_bytes
+
+VERSION = 2
+"""Of the state in a checkpoint. The first had no number, and counters without names."""
 
 _PARTS = ("model.safetensors", "state.safetensors", "state.json")
 
@@ -100,6 +103,16 @@ def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tens
     return weights_from_bytes(parts[0]), unpack_tree(
         json.loads(parts[2]), weights_from_bytes(parts[1])
     )
+
+
+def check_version(state: Mapping[str, Any], what: str) -> None:
+    """Raises RunFolderError if a newer dure wrote this state, in a way that is not known here."""
+    version = state.get("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise RunFolderError(
+            f"{what} was written by dure {state.get('dure', '(unknown)')}, as version {version}; "
+            f"this dure reads versions up to {VERSION}: go on with the one that wrote it"
+        )
 
 
 def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) -> Path:

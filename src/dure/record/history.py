@@ -17,8 +17,8 @@ import msgspec
 class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults=True):
     """After a step or round: cumulative counters of rank 0 (a federation's server).
 
-    loss: None where nothing was learned, as in a round in which no update counted. numbers: what
-    else the strategy says about the round, by name; None where it says nothing.
+    loss: None where nothing was learned, such as in a round in which no update counted. numbers:
+    what else the strategy says about the round, by name; None where it says nothing.
     """
 
     step: int
@@ -66,20 +66,18 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 FALL = (
-    *(
-        "loss",
-        "error",
-        "error_rate",
-        "rmse",
-        "mse",
-        "mae",
-        "mape",
-        "perplexity",
-        "nll",
-        "wer",
-        "cer",
-        "distance",
-    ),
+    "loss",
+    "error",
+    "error_rate",
+    "rmse",
+    "mse",
+    "mae",
+    "mape",
+    "perplexity",
+    "nll",
+    "wer",
+    "cer",
+    "distance",
     "residual",
 )
 """How the names of metrics end that are better where they are lower."""
@@ -104,13 +102,15 @@ def steps_to_target(
     steps, values: the evaluations, in order. falling: lower values are better.
     """
     sign = -1.0 if falling else 1.0
-    best, before = float("-inf"), 0.0
+    best = float("-inf")
+    before = 0.0
     for step, value in zip(steps, values, strict=True):
         better = max(best, sign * value)
         if better >= sign * target:
             share = 1.0 if best == float("-inf") else (sign * target - best) / (better - best)
             return before + share * (step - before) if best != float("-inf") else float(step)
-        best, before = better, float(step)
+        best = better
+        before = float(step)
     return None
 
 
@@ -136,7 +136,7 @@ class History:
 
     def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:
         """(x, y) of a metric over the evaluations where it was finite; `against` is any field of
-        `Evaluation`, as "bytes_sent"."""
+        `Evaluation`, such as "bytes_sent"."""
         pairs = [(float(getattr(e, against)), e.metrics.get(metric)) for e in self.evaluations]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
@@ -171,8 +171,8 @@ class History:
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
 
     def until(self, step: int) -> History:
-        """The records up to `step`: what a run resumed from the checkpoint of that step has behind
-        it."""
+        """The records up to `step`: the history of a run that is resumed from the
+        checkpoint of that step."""
         return History(record for record in self.records if record.step <= step)
 
     def encoded(self) -> bytes:

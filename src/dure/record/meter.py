@@ -3,14 +3,15 @@
 Bytes are payload: what a tensor or a message holds, without the framing of the transport. Seconds
 are wall time in three kinds: compute (forward, backward, update), communication (transfers that the
 worker waited for), idle (waiting for the slowest peer to arrive; see
-`dure.parallel.data.strategy`). Transfers that ran while the worker computed are counted beside
-them, as hidden: the share hidden / (hidden + communication) says how well a system overlaps the
-two. Transfers inside a computation, as those in the layers of tensor parallelism, are taken out of
+`dure.parallel.data.strategy`). Transfers that ran while the worker computed have a counter of their
+own, hidden: the share hidden / (hidden + communication) says how well a system overlaps the two.
+Transfers inside a computation, such as those in the layers of tensor parallelism, are taken out of
 it: no second counts twice.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,12 +38,22 @@ class Counters(msgspec.Struct):
     hidden_seconds: float = 0.0
 
     def as_list(self) -> list[float]:
+        """The values in the order of the fields, as ranks of one job tell each other."""
         return [float(value) for value in msgspec.structs.astuple(self)]
 
     @classmethod
     def from_list(cls, values: list[float]) -> Counters:
-        kinds = (int, int, int, float, float, float, int, float)
-        return cls(*(kind(value) for kind, value in zip(kinds, values, strict=False)))
+        """The inverse of `as_list`; an older dure had fewer fields."""
+        fields = msgspec.structs.fields(cls)
+        told = zip(fields, values, strict=False)
+        return cls(**{field.name: type(field.default)(value) for field, value in told})
+
+    @classmethod
+    def in_a_row(cls, values: list[float]) -> list[Counters]:
+        """Those of several workers, told one after another."""
+        width = len(cls.__struct_fields__)
+        starts = range(0, len(values), width)
+        return [cls.from_list(values[start : start + width]) for start in starts]
 
     @property
     def hidden_share(self) -> float | None:
@@ -51,15 +62,13 @@ class Counters(msgspec.Struct):
         return self.hidden_seconds / total if total > 0 else None
 
 
-def sum_of_counters(rows: Iterable[list[float]]) -> Counters:
-    """The counters of several workers as one worker's; each row is `Counters.as_list`."""
+def sum_of_counters(workers: Iterable[Counters]) -> Counters:
+    """The counters of several workers as one worker's. Peaks of memory do not add."""
     total = Counters()
-    for counters in map(Counters.from_list, rows):
-        peak = max(total.peak_memory, counters.peak_memory)
-        total = Counters.from_list(
-            [a + b for a, b in zip(total.as_list(), counters.as_list(), strict=True)]
-        )
-        total.peak_memory = peak
+    for counters in workers:
+        for name in Counters.__struct_fields__:
+            join = max if name == "peak_memory" else operator.add
+            setattr(total, name, join(getattr(total, name), getattr(counters, name)))
     return total
 
 
@@ -67,15 +76,19 @@ class Meter:
     """The counters and the lane of one worker.
 
     name: "rank 3", "server" or "client 17". trace: where its spans go; None records no spans.
+    is_worker: not so for a federation's server, the master of threads, and readers of batches,
+    which are counted but do not train.
     """
 
-    def __init__(self, name: str, trace: Trace | None = None) -> None:
+    def __init__(self, name: str, trace: Trace | None = None, is_worker: bool = True) -> None:
         self.name = name
         self.trace = trace
+        self.is_worker = is_worker
         self.counters = Counters()
         self.stands_for = 1
         """Workers that are counted here together, where they are too many for a meter each."""
-        self.inside_seconds, self.inside_steps = 0.0, 0
+        self.inside_seconds = 0.0
+        self.inside_steps = 0
         """Seconds of the transfers inside computations (`inside`), and the steps that had any."""
         self._inside: deque[tuple[str, float, float]] = deque(maxlen=MOST_INSIDE)
         self._inside_step: int | None = None
@@ -128,7 +141,8 @@ class Meter:
                 self.mark(name, "communication", began, ended, step, f"{self.name}, inside")
         self.inside_seconds += seconds
         if seconds and step != self._inside_step:
-            self.inside_steps, self._inside_step = self.inside_steps + 1, step
+            self.inside_steps += 1
+            self._inside_step = step
         return seconds
 
     def communication(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dure.errors import RunFolderError
 from dure.record.checkpoint import (
+    check_version,
     read_checkpoint,
     save_checkpoint,
     unpack_checkpoint,
@@ -80,7 +81,8 @@ class RunFolder:
         if not (path / "config.json").is_file():
             return cls.create(path, config)
         folder = cls(path)
-        begun, asked = folder.read_json("config.json"), json.loads(json.dumps(config))
+        begun = folder.read_json("config.json")
+        asked = json.loads(json.dumps(config))
         other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
         if other:
             raise RunFolderError(
@@ -179,14 +181,14 @@ class RunFolder:
     def _check_checkpoint(self) -> None:
         parts = self.read_checkpoint()
         try:
-            if parts is not None:
-                unpack_checkpoint(parts)
+            state = unpack_checkpoint(parts)[1] if parts is not None else {}
         except (SafetensorError, ValueError, LookupError, TypeError) as error:
             raise RunFolderError(
                 f"the newest checkpoint in {self.path / 'checkpoint'} is damaged "
                 f"({type(error).__name__}: {error}): "
                 "put back a copy of it, or remove it to train from the start"
             ) from error
+        check_version(state, f"the newest checkpoint in {self.path / 'checkpoint'}")
 
     def finish(
         self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]

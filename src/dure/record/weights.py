@@ -34,7 +34,9 @@ def weights_to_bytes(
         if tensor.dtype == torch.complex128:
             plain[name] = torch.view_as_real(plain[name])
             pairs.append(name)
-    said = {**(metadata or {}), **({_PAIRS: json.dumps(pairs)} if pairs else {})}
+    said = dict(metadata or {})
+    if pairs:
+        said[_PAIRS] = json.dumps(pairs)
     return save_tensors(plain, said or None)
 
 

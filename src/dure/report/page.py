@@ -131,7 +131,7 @@ def command(run: Run) -> str | None:
     task, strategy, world, stop = (
         _dict(run.config.get(key)) for key in ("task", "strategy", "world", "stop")
     )
-    names = [task.get("name"), strategy.get("name")]
+    names = [task.get("name"), strategy.get("from", strategy.get("name"))]
     workers = {"processes": world.get("ranks"), "threads": world.get("threads")}.get(
         str(world.get("name"))
     )
@@ -139,9 +139,7 @@ def command(run: Run) -> str | None:
         workers is None and world.get("name") != "simulated"
     ):
         return None
-    flags = {key: value for key, value in strategy.items() if key != "name"} | _dict(
-        task.get("options")
-    )
+    flags = _fields(strategy) | _dict(task.get("options"))
     asked = {
         **stop,
         "workers": workers,
@@ -202,13 +200,16 @@ def _of_threads(world: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fields(strategy: dict[str, Any]) -> dict[str, Any]:
+    """What was set of a strategy: all but its name, and where one of a user's own is found."""
+    return {key: value for key, value in strategy.items() if key not in ("name", "from")}
+
+
 def _settings(run: Run) -> str:
     strategy = _dict(run.config.get("strategy"))
     parts = [str(strategy.get("name", "strategy unknown"))]
     parts += [
-        f"{key.replace('_', ' ')} {_plain(value)}"
-        for key, value in strategy.items()
-        if key != "name"
+        f"{key.replace('_', ' ')} {_plain(value)}" for key, value in _fields(strategy).items()
     ]
     return " · ".join([*parts, world(run)])
 

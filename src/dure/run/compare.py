@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.errors import DureError
 from dure.record.checkpoint import write_atomically
 from dure.record.run import Run, RunFolder
-from dure.run.drive import Job
+from dure.run.job import Job
 from dure.run.registry import default_world
-from dure.run.train import prepare, run_job
+from dure.run.train import prepare, run_job, tell_of_resuming
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
@@ -74,8 +74,10 @@ def compare(
     ]
     if not pairs:
         raise ValueError("there is nothing to compare: give at least one strategy")
+    model = seeded_model(task, seed)  # every run in this process begins with a copy of it
     prepared = [
-        _prepared(task, strategy, world, stop, seed, evaluate_every) for strategy, world in pairs
+        _prepared(task, strategy, world, stop, seed, evaluate_every=evaluate_every, model=model)
+        for strategy, world in pairs
     ]
     labels = _unique([job.label for job, _ in prepared])
     folder = Path(out) if out is not None else None
@@ -87,8 +89,8 @@ def compare(
         check_plotly("the report")
         RunFolder.create(folder, asked)
         (folder / "config.json").rename(folder / "comparison.json")
-    if any(world.name == "processes" and (world.workers or 1) > 1 for _, world in pairs):
-        server.ready()  # before anything is measured
+    for _, world in pairs:
+        world.ready()  # before anything is measured
     done = Comparison([], {})
     names: list[str] = []
     for (job, config), (_, world), label in zip(prepared, pairs, labels, strict=True):
@@ -96,6 +98,7 @@ def compare(
         path = folder / names[-1] if folder is not None else None
         if path is not None and leads:
             RunFolder.create(path, {**config, "label": label})
+            tell_of_resuming(path, config)
         job = dataclasses.replace(job, label=label, folder=path)
         try:
             run = run_job(job, world, functools.partial(on_progress, label))
@@ -118,13 +121,14 @@ def compare(
 
 
 def _prepared(
-    task: Task, strategy: Strategy, world: World, *how: Any
+    task: Task, strategy: Strategy, world: World, stop: Stop, seed: int, **how: Any
 ) -> tuple[Job, dict[str, Any]]:
     """As `prepare`, whose complaints are told with the system's name."""
     try:
-        return prepare(task, strategy, world, *how)
+        return prepare(task, strategy, world, stop, seed, **how)
     except ValueError as error:
-        raise ValueError(f"{strategy.name}: {error}") from error
+        name = strategy.name if isinstance(strategy, Strategy) else type(strategy).__name__
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _slug(label: str) -> str:
@@ -136,7 +140,9 @@ def _unique(labels: Sequence[str]) -> list[str]:
     """The labels, numbered where several would have the same folder."""
     result: list[str] = []
     for label in labels:
-        taken, numbered, count = set(map(_slug, result)), label, 1
+        taken = set(map(_slug, result))
+        numbered = label
+        count = 1
         while _slug(numbered) in taken:
             count += 1
             numbered = f"{label} ({count})"

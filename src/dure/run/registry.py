@@ -5,6 +5,10 @@
 Fields keep their names; what has a text form, a partition or a compression, is written as its text.
 What is written is read again by the types of the dataclass's fields, so a run folder says exactly
 what was asked.
+
+A strategy or a world of a user's own has one more entry, `from`: the reference by which its class
+is found (`dure.references`), or null where no other process could find it. To read one imports what
+it refers to. So only what the user starts does so: train, compare, resume; reports never do.
 """
 
 from __future__ import annotations
@@ -13,16 +17,17 @@ import dataclasses
 import importlib
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from dure import catalog
+from dure import catalog, references
 from dure.collectives import compression
 from dure.collectives.compression import Compression
-from dure.contracts.strategy import Strategy, World, dwellings
+from dure.contracts.strategy import Strategy, World
 from dure.data import partition
 from dure.data.partition import Partition
+from dure.errors import suggestion
 from dure.federated import aggregate
 from dure.federated.aggregate import Aggregator
 from dure.federated.server import sampling
@@ -33,7 +38,10 @@ from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
-from dure.settings import suggestion
+from dure.worlds.here import under_torchrun
+from dure.worlds.processes.world import Processes
+
+Base = TypeVar("Base", Strategy, World)
 
 TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Partition: partition.parse,
@@ -50,72 +58,115 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy called `name`. Raises ValueError with the nearest name if there is none."""
-    return typing.cast("type[Strategy]", _find("strategy", name, catalog.SYSTEMS))
+    """The strategy called `name`, or the one that a reference finds. Raises ValueError with the
+    nearest name if there is none."""
+    return _class("strategy", name, catalog.SYSTEMS, Strategy)
 
 
 def world_class(name: str) -> type[World]:
-    """The world called `name`. Raises ValueError with the nearest name if there is none."""
-    return typing.cast("type[World]", _find("world", name, catalog.WORLDS))
+    """The world called `name`, or the one that a reference finds. Raises ValueError with the
+    nearest name if there is none."""
+    return _class("world", name, catalog.WORLDS, World)
 
 
-def _find(what: str, name: str, known: Mapping[str, tuple[str, str, str]]) -> Any:
+def _class(
+    what: str, name: str, known: Mapping[str, catalog.System | catalog.World], base: type[Base]
+) -> type[Base]:
+    if references.is_reference(name):
+        return references.load(name, base)
     if name not in known:
         raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}")
-    module, attribute, _ = known[name]
-    return getattr(importlib.import_module(module), attribute)
+    entry = known[name]
+    found: type[Base] = getattr(importlib.import_module(entry.module), entry.kind)
+    return found
 
 
 def default_world(strategy: Strategy) -> World:
     """Where a strategy lives if nothing is said: the torchrun job if there is one, this machine
     otherwise."""
-    from dure.worlds.here import under_torchrun
-    from dure.worlds.processes.world import Processes
-    from dure.worlds.simulated import Simulated
-    from dure.worlds.threads import Threads
-    from dure.worlds.torchrun.world import Torchrun
-
+    check_kind(strategy, Strategy)
     if strategy.kind == "clients":
-        return Simulated()
-    if under_torchrun() and "ranks" in dwellings(strategy):
-        return Torchrun()
+        return world_class("simulated")()
+    if under_torchrun() and "ranks" in strategy.dwellings():
+        return world_class("torchrun")()
     if strategy.kind == "threads":
-        return Threads()
-    return Processes(1) if strategy.name == "single-worker" else Processes(ranks_of(strategy))
+        return world_class("threads")()
+    return Processes(strategy.ranks)
 
 
-def ranks_of(strategy: Strategy) -> int | None:
-    """How many ranks a strategy itself says that there are: those of its mesh."""
-    mesh = getattr(strategy, "mesh", None)
-    return mesh.size if mesh is not None else None
+def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
+    """Raises ValueError if the thing is no strategy, or no world: as one of a user's own may be
+    that was written without the base class."""
+    name = type(thing).__name__
+    if not isinstance(thing, base) or not dataclasses.is_dataclass(thing):
+        raise ValueError(
+            f"{name} is no dure.{base.__name__}: derive its class from dure.{base.__name__}, as a "
+            f"frozen dataclass, and give an instance"
+        )
+    missing = [one for one in base.__annotations__ if not hasattr(thing, one)]
+    if missing:
+        raise ValueError(f"{name} does not say its {', '.join(missing)}")
 
 
 def encode(thing: Strategy | World) -> dict[str, Any]:
     """A strategy or world as JSON-able data."""
-    fields = dataclasses.fields(thing)  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(thing)]  # type: ignore[arg-type]
+    values = {name: _plain(getattr(thing, name)) for name in names}
+    if _is_built_in(thing):
+        return {"name": thing.name, **values}
+    readable = _UNWRITTEN not in values.values()
     return {
         "name": thing.name,
-        **{field.name: _plain(getattr(thing, field.name)) for field in fields},
+        "from": references.reference_of(type(thing)) if readable else None,
+        **values,
     }
 
 
+def _is_built_in(thing: Strategy | World) -> bool:
+    entry = (catalog.WORLDS if isinstance(thing, World) else catalog.SYSTEMS).get(thing.name)
+    kind = type(thing)
+    return entry is not None and (entry.module, entry.kind) == (kind.__module__, kind.__name__)
+
+
+_UNWRITTEN = "(has no text)"
+"""What stands for the value of a field that cannot be written, in a class of a user's own."""
+
+
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, tuple(TEXTS)) else msgspec.to_builtins(value)
+    if isinstance(value, tuple(TEXTS)):
+        return str(value)
+    try:
+        return msgspec.to_builtins(value)
+    except TypeError:
+        return _UNWRITTEN
 
 
 def decode_strategy(written: Mapping[str, Any]) -> Strategy:
     """The inverse of `encode`. Raises ValueError for names, fields or values that do not fit."""
-    return typing.cast("Strategy", _decode(strategy_class(written["name"]), written))
+    strategy: Strategy = _decode(strategy_class(_reference(written)), written)
+    return strategy
 
 
 def decode_world(written: Mapping[str, Any]) -> World:
     """The inverse of `encode`. Raises ValueError for names, fields or values that do not fit."""
-    return typing.cast("World", _decode(world_class(written["name"]), written))
+    world: World = _decode(world_class(_reference(written)), written)
+    return world
+
+
+def is_lost(written: Mapping[str, Any]) -> bool:
+    """Whether only the one who made the strategy or world has its class."""
+    return written.get("from", "") is None
+
+
+def _reference(written: Mapping[str, Any]) -> str:
+    if is_lost(written):
+        raise ValueError(f"{written['name']} was made in Python, where only its maker finds it")
+    return str(written.get("from", written["name"]))
 
 
 def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    values = {key: value for key, value in written.items() if key != "name"}
+    values = {key: value for key, value in written.items() if key not in ("name", "from")}
     _check_fields(kind, values)
     try:
         return kind(**{key: _typed(value, hints[key]) for key, value in values.items()})
@@ -137,19 +188,21 @@ def _typed(value: Any, hint: Any) -> Any:
 
 def parse_strategy(text: str) -> Strategy:
     """A strategy from "name" or "name,field=value,…", as `dure compare` takes it:
-    "fed-avg,clients=20".
+    "fed-avg,clients=20". The name may be a reference: "my_systems.py:FedNova".
 
     Values are read as JSON where the field is no text; null and None are None. A mesh is written by
     its degrees: "parallel,data=2,pipeline=2". Raises ValueError for what does not fit.
     """
-    name = text.partition(",")[0]
-    return decode_strategy(_read(strategy_class(name), text))
+    kind = strategy_class(text.partition(",")[0])
+    strategy: Strategy = _decode(kind, _read(kind, text))
+    return strategy
 
 
 def parse_world(text: str) -> World:
     """A world, as `parse_strategy` reads strategies: "simulated,devices=stragglers:0.1:10"."""
-    name = text.partition(",")[0]
-    return decode_world(_read(world_class(name), text))
+    kind = world_class(text.partition(",")[0])
+    world: World = _decode(kind, _read(kind, text))
+    return world
 
 
 def _read(kind: type[Any], text: str) -> dict[str, Any]:
@@ -167,14 +220,7 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
         if not of_mesh:
             _check_fields(kind, [field])
         try:
-            is_text = _is_text(hints.get(field))
-            read = (
-                None
-                if value in ("None", "null")
-                else value
-                if is_text
-                else msgspec.json.decode(value.encode())
-            )
+            read = _value(value, hints.get(field))
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
         if of_mesh:
@@ -184,9 +230,17 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
     return written
 
 
+def _value(text: str, hint: Any) -> Any:
+    """A field's value as JSON has it. Raises msgspec.DecodeError if it is none."""
+    if text in ("None", "null"):
+        return None
+    return text if _is_text(hint) else msgspec.json.decode(text.encode())
+
+
 def _divided(text: str) -> list[str]:
     """The text between commas, of which those inside brackets divide nothing."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
         if sign == "," and depth <= 0:

@@ -4,52 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import platform
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
+from torch import nn
 
-from dure import __version__
+from dure import catalog
 from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import (
-    Kind,
-    Strategy,
-    World,
-    check_in,
-    check_model,
-    check_under,
-    dwellings,
-    label_in,
-    seeded_model,
-)
+from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import RunFolderError
-from dure.fleet.conditions import Conditions
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.run import Run, RunFolder
-from dure.run.drive import Job, drive
-from dure.run.registry import decode_strategy, decode_world, default_world, encode
+from dure.run.config import asked_of, config_of
+from dure.run.drive import drive
+from dure.run.fresh import FreshModel
+from dure.run.job import Job
+from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
-from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.worlds.processes.fork_server import server
-from dure.worlds.torchrun.world import Torchrun
 
 server.begins_with("dure.run.drive")  # what a rank runs
 
 Progress = Callable[[dict[str, Any]], None]
-
-HOMES: Mapping[Kind, str] = {
-    "ranks": "ranks: Processes(n) or Torchrun()",
-    "threads": "threads: Threads(n)",
-    "clients": "clients: Simulated()",
-}
-"""The worlds of each kind, for errors."""
 
 
 def _ignore(event: dict[str, Any]) -> None:
@@ -94,21 +77,46 @@ def train(
     world = world if world is not None else default_world(strategy)
     stop = stop if stop is not None else Stop(epochs=10)
     job, config = prepare(
-        task, strategy, world, stop, seed, evaluate_every, checkpoint_every, label
+        task,
+        strategy,
+        world,
+        stop,
+        seed,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        label=label,
     )
     folder = Path(out) if out is not None else None
-    elastic = isinstance(world, Torchrun) and bool(world.elastic) and folder is not None
+    elastic = world.starts_again and folder is not None
     if folder is not None and world.leads:
         (RunFolder.enter if elastic else RunFolder.create)(folder, config)
+        tell_of_resuming(folder, config)
     return run_job(
         dataclasses.replace(job, folder=folder, resume=elastic, elastic=elastic), world, on_progress
     )
+
+
+def tell_of_resuming(folder: Path, config: Mapping[str, Any]) -> None:
+    """Warns, before anything is trained, where a run can only be resumed by the one who has the
+    class of its strategy or world."""
+    lost = [what for what in ("strategy", "world") if is_lost(config[what])]
+    if lost:
+        wanted = ", ".join(f"{what}=..." for what in lost)
+        names = " and ".join(repr(config[what]["name"]) for what in lost)
+        warnings.warn(
+            f"{folder} can be resumed only as dure.resume({str(folder)!r}, {wanted}): the "
+            f"{' and '.join(lost)} {names} is made where no other process finds it, or has a "
+            f"field that cannot be written; a class in a file of its own is found again",
+            stacklevel=3,
+        )
 
 
 def resume(
     folder: str | Path,
     *,
     task: Task | None = None,
+    strategy: Strategy | None = None,
+    world: World | None = None,
     stop: Stop | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
@@ -116,79 +124,61 @@ def resume(
     none.
 
     The result has the same bits as if the run had never been interrupted. task: needed only for a
-    task that was made in Python and not loaded by its name. stop: new limits, to train an ended run
-    further.
+    task that was made in Python and not loaded by its name. strategy, world: needed only for those
+    of a class of your own that lies in no file or module, such as one of a notebook; a warning said
+    so when the run began. stop: new limits, to train an ended run further.
 
-    Raises RunFolderError if the folder holds no run, somebody is training in it, or its task cannot
-    be found again.
+    Where the run's task, strategy or world is a user's own, config.json says in which file or
+    module it is, and that is imported: resume no folder whose config.json you have not written or
+    read. Everything else in a folder is data, here and in reports.
+
+    Raises RunFolderError if the folder holds no run, somebody is training in it, its task, strategy
+    or world cannot be found again, or a dure that this one does not know wrote its checkpoint.
     """
     path = Path(folder)
     asked = asked_of(path)
     if task is None:
         if not asked.task.name:
-            raise RunFolderError(
-                f"the task of {path} was made in Python: give it as dure.resume({str(path)!r}, "
-                f"task=...)"
-            )
+            raise _made_in_python(path, "task")
         task = load_task(asked.task.name, **asked.task.options)
-    strategy, world = decode_strategy(asked.strategy), decode_world(asked.world)
+    if strategy is None:
+        if is_lost(asked.strategy):
+            raise _made_in_python(path, "strategy")
+        strategy = decode_strategy(asked.strategy)
+    elif strategy.name != asked.strategy["name"]:
+        raise RunFolderError(f"{path} was trained by {asked.strategy['name']}, not {strategy.name}")
+    if world is None:
+        if is_lost(asked.world):
+            raise _made_in_python(path, "world")
+        world = decode_world(asked.world)
     job, new_config = prepare(
         task,
         strategy,
         world,
         stop if stop is not None else asked.stop,
         asked.seed,
-        asked.evaluate_every,
-        asked.checkpoint_every,
-        asked.label,
+        evaluate_every=asked.evaluate_every,
+        checkpoint_every=asked.checkpoint_every,
+        label=asked.label,
     )
     if world.leads:
         RunFolder(path).begin_again(new_config)
-    elastic = isinstance(world, Torchrun) and bool(world.elastic)
-    return run_job(
-        dataclasses.replace(job, folder=path, resume=True, elastic=elastic), world, on_progress
+    job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
+    return run_job(job, world, on_progress)
+
+
+def _made_in_python(folder: Path, what: str) -> RunFolderError:
+    return RunFolderError(
+        f"the {what} of {folder} was made in Python: give it as dure.resume({str(folder)!r}, "
+        f"{what}=...)"
     )
-
-
-class AskedTask(msgspec.Struct):
-    """A task by its name."""
-
-    name: str | None
-    options: dict[str, Any]
-
-
-class Asked(msgspec.Struct):
-    """What config.json says was asked, as far as a resumed run needs it."""
-
-    label: str
-    task: AskedTask
-    strategy: dict[str, Any]
-    world: dict[str, Any]
-    stop: Stop
-    seed: int
-    evaluate_every: int | None
-    checkpoint_every: int | None
-
-
-def asked_of(folder: Path) -> Asked:
-    """What was asked of the run in `folder`. Raises RunFolderError if there is none, or its
-    config.json is damaged."""
-    config = RunFolder.open(folder).read_json("config.json")
-    try:
-        return msgspec.convert(config, Asked)
-    except msgspec.ValidationError as error:
-        raise RunFolderError(f"{folder / 'config.json'} is damaged: {error}") from error
 
 
 def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already."""
+    assert job.fresh is not None
     outcome = world.run(functools.partial(drive, job), on_progress)
-    model = seeded_model(job.task, job.seed)
-    if outcome.weights:
-        load_weights(model, outcome.weights)
-        load_passing_buffers(model, outcome.buffers)
-    else:  # a rank of torchrun that holds a part of the model: rank 0 has the whole, here are shapes alone
-        model.to("meta")
+    model = job.fresh.trained(outcome.weights, outcome.buffers)
     return Run(model, outcome.history, outcome.summary, job.folder)
 
 
@@ -198,64 +188,92 @@ def prepare(
     world: World,
     stop: Stop,
     seed: int,
+    *,
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     label: str | None = None,
+    model: nn.Module | None = None,
 ) -> tuple[Job, dict[str, Any]]:
     """The job and the content of config.json. Raises ValueError if anything asked does not fit
-    together."""
-    if world.kind not in dwellings(strategy):
-        lives = ", or of ".join(HOMES[kind] for kind in dwellings(strategy))
+    together.
+
+    model: the task's under the seed, where other runs need it as well; it stays as it is.
+    """
+    _check_kinds(strategy, world)
+    for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
+        if every is not None and every < 1:
+            raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
+    world.begin()  # while this process looks at what is asked
+    strategy.check(task, world.workers)
+    strategy.check_in(world)
+    stop.check(strategy.unit)
+    _check_target(stop, task)
+    _check_first_example(task)
+    keep = model is not None
+    if model is None:
+        model = seeded_model(task, seed)
+    parameters = _checked_model(task, strategy, world, model)
+    job = Job(
+        task=task,
+        strategy=strategy,
+        stop=stop,
+        seed=seed,
+        label=label or _label(strategy, world),
+        world=world.describe(),
+        parameters=parameters,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        fresh=FreshModel(task, seed, model, keep),
+    )
+    return job, config_of(job, world)
+
+
+def _check_kinds(strategy: Strategy, world: World) -> None:
+    """Raises ValueError if one of them is something else, or they do not go together."""
+    check_kind(strategy, Strategy)
+    check_kind(world, World)
+    if world.kind not in strategy.dwellings():
+        lives = ", or of ".join(map(catalog.homes, strategy.dwellings()))
         raise ValueError(
             f"{type(strategy).__name__} does not live in {type(world).__name__}; it needs a world "
             f"of {lives}"
         )
-    for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
-        if every is not None and every < 1:
-            raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
-    if world.name == "processes" and (world.workers or 1) > 1:
-        server.start()  # it loads torch while this process looks at what is asked
-    strategy.check(task, world.workers)
-    check_in(strategy, world)
-    if isinstance(world, Conditions):
-        check_under(strategy, task, world)
-    stop.check(strategy.unit)
-    if stop.target:
-        measured = (
-            {"test_loss", *(f"test_{name}" for name in task.measures)}
-            if task.test is not None
-            else set()
-        )
-        for name in stop.target:
-            if name not in measured:
-                raise ValueError(
-                    f"the target {name!r} is not measured; there is "
-                    f"{', '.join(sorted(measured)) or 'no test data'}"
-                )
-    name = label_in(strategy, world.kind)
-    conditions = world.told() if isinstance(world, Conditions) else []
-    own = ", ".join([f"{name} ×{world.workers}" if (world.workers or 1) > 1 else name, *conditions])
-    label = label or re.sub(r"(?<=\d)\.0(?!\d)", "", own)
-    _check_first_example(task)
-    model = seeded_model(task, seed)
-    check_model(strategy, model, world.workers)
+
+
+def _check_target(stop: Stop, task: Task) -> None:
+    """Raises ValueError for a target that no evaluation measures."""
+    measured: set[str] = set()
+    if stop.target and task.test is not None:
+        measured = {"test_loss", *(f"test_{name}" for name in task.measures)}
+    for name in stop.target or ():
+        if name not in measured:
+            raise ValueError(
+                f"the target {name!r} is not measured; there is "
+                f"{', '.join(sorted(measured)) or 'no test data'}"
+            )
+
+
+def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Module) -> int:
+    """How many parameters the model has. Raises ValueError if it cannot be trained."""
+    strategy.check_model(task, model, world.workers)
+    if world.conditions is not None:
+        strategy.check_under(task, model, world.conditions)
+    parameters = list(model.parameters())
     if task.lr_schedule is not None:
-        check_schedule(task.lr_schedule, task.optimizer(list(model.parameters())))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+        check_schedule(task.lr_schedule, task.optimizer(parameters))
+    if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError("the model has no trainable parameter")
-    job = Job(
-        task,
-        strategy,
-        stop,
-        seed,
-        label,
-        world.describe(),
-        parameters,
-        evaluate_every=evaluate_every,
-        checkpoint_every=checkpoint_every,
-    )
-    return job, config_of(job, world)
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _label(strategy: Strategy, world: World) -> str:
+    """What tables call the run: the strategy, its workers, and what clients' conditions are not
+    ideal."""
+    name = strategy.label_in(world.kind)
+    workers = world.workers or 1
+    told = world.conditions.told() if world.conditions is not None else []
+    label = ", ".join([f"{name} ×{workers}" if workers > 1 else name, *told])
+    return re.sub(r"(?<=\d)\.0(?!\d)", "", label)
 
 
 def _check_first_example(task: Task) -> None:
@@ -272,35 +290,3 @@ def _check_first_example(task: Task) -> None:
         return
     finally:
         restore_generators(before)
-
-
-def config_of(job: Job, world: World) -> dict[str, Any]:
-    """The content of config.json: what was asked."""
-    task = job.task
-    reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
-    division = job.strategy.division(task, job.seed)
-    return {
-        "label": job.label,
-        "task": {
-            "name": reference["name"],
-            "options": dict(reference["options"]),
-            "title": task.name,
-        },
-        "strategy": encode(job.strategy),
-        "world": encode(world),
-        **({} if getattr(job.strategy, "deterministic", True) else {"deterministic": False}),
-        "stop": msgspec.to_builtins(job.stop),
-        "seed": job.seed,
-        "evaluate_every": job.evaluate_every,
-        "checkpoint_every": job.checkpoint_every,
-        "parameters": job.parameters,
-        "train_examples": len(task.train),
-        "test_examples": len(task.test) if task.test is not None else 0,
-        "classes": task.train.classes,
-        "partition": division.as_dict() if division is not None else None,
-        "versions": {
-            "dure": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }

@@ -4,34 +4,26 @@ A reference to a task is the name of a built-in one (`digits`), or says where th
 `path/to/file.py:name` or `package.module:name`, where the name is a `Task` or a function that
 returns one. The parameters of the function are the task's options, on the command line its flags.
 
-A user's file is run as a module of its own with a name that no import can collide with. A fresh
-process cannot import that module, so what it defines is pickled by value
-(`cloudpickle.register_pickle_by_value`), and so is what it imports from its own folder.
+How a user's file is found and run: `dure.references`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
-import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-import cloudpickle
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dure import references
 from dure.catalog import TASKS as BUILT_IN
 from dure.contracts.task import Task
 from dure.data import heart as heart_data
@@ -39,8 +31,7 @@ from dure.data.digits import read_digits
 from dure.data.examples import Examples
 from dure.data.idx import read_idx
 from dure.data.shakespeare import read_shakespeare
-from dure.errors import DataError
-from dure.settings import suggestion
+from dure.errors import DataError, suggestion
 from dure.tasks import models
 
 TaskFactory = Callable[..., Task]
@@ -102,8 +93,16 @@ def fashion_mnist(
         lr: learning rate of SGD.
     """
     garments = [
-        *("T-shirt", "trouser", "pullover", "dress", "coat"),
-        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+        "T-shirt",
+        "trouser",
+        "pullover",
+        "dress",
+        "coat",
+        "sandal",
+        "shirt",
+        "sneaker",
+        "bag",
+        "ankle boot",
     ]
     train, test = _idx_images(
         data, 0.2860, 0.3530, garments, "https://github.com/zalandoresearch/fashion-mnist"
@@ -192,11 +191,8 @@ def _idx_images(
     folder: Path, mean: float, deviation: float, classes: Sequence[str], published: str
 ) -> tuple[Examples, Examples]:
     """(training, test) images float32 (n, 1, 28, 28), standardised by these pixel statistics."""
-    names = [
-        f"{part}-{kind}"
-        for part in ("train", "t10k")
-        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
-    ]
+    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+    names = [*(f"train-{kind}" for kind in kinds), *(f"t10k-{kind}" for kind in kinds)]
     files = _require(folder, [(name, f"{name}.gz") for name in names], published)
     train, test = (
         _labelled_images(images, labels, mean, deviation, classes)
@@ -208,7 +204,8 @@ def _idx_images(
 def _labelled_images(
     image_file: Path, label_file: Path, mean: float, deviation: float, classes: Sequence[str]
 ) -> Examples:
-    images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1).long()
+    images = read_idx(image_file, dimensions=3)
+    labels = read_idx(label_file, dimensions=1).long()
     if len(images) != len(labels) or not len(images):
         raise DataError(
             f"{image_file} has {len(images)} images, but {label_file} has {len(labels)} labels"
@@ -278,19 +275,9 @@ def task_factory(reference: str) -> TaskFactory | Task:
 
     Raises ValueError if there is no such name, file, module or attribute, or if it is neither.
     """
-    place, colon, attribute = reference.rpartition(":")
-    if not colon:
+    if ":" not in reference:
         return _built_in(reference)
-    module = _from_file(Path(place)) if _is_file(place) else _from_import_path(place)
-    if not hasattr(module, attribute):
-        names = [
-            name
-            for name, value in vars(module).items()
-            if isinstance(value, Task) or inspect.isfunction(value)
-        ]
-        hint = suggestion(attribute, names) if names else ""
-        raise ValueError(f"{place} has no {attribute!r}{hint}")
-    found = getattr(module, attribute)
+    found = references.find(reference, _may_be_task)
     if not isinstance(found, Task) and not callable(found):
         raise ValueError(
             f"{reference} is {_kind(found)}, neither a dure.Task nor a function that returns one"
@@ -298,79 +285,21 @@ def task_factory(reference: str) -> TaskFactory | Task:
     return typing.cast("TaskFactory | Task", found)
 
 
+def _may_be_task(value: Any) -> bool:
+    return isinstance(value, Task) or inspect.isfunction(value)
+
+
 def _built_in(name: str) -> TaskFactory:
     known = name.replace("_", "-")
     if known in _FACTORIES:
         return _FACTORIES[known]
-    if _is_file(name):
+    if references.is_file(name):
         raise ValueError(
             f"which task of {name}? Write {name}:NAME, where NAME is a dure.Task or returns one"
         )
     raise ValueError(
         f"there is no task {name!r}{suggestion(name, BUILT_IN)}, or path/to/file.py:name"
     )
-
-
-def _is_file(place: str) -> bool:
-    return place.endswith(".py") or "/" in place
-
-
-def _from_file(path: Path) -> ModuleType:
-    path = path.resolve()
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    name = f"dure_task_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Before it runs: dataclasses and pickle look their module up by name.
-    sys.modules[name] = module
-    try:
-        with _importing_from(path.parent):
-            spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ValueError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
-    cloudpickle.register_pickle_by_value(module)
-    return module
-
-
-def _from_import_path(name: str) -> ModuleType:
-    try:
-        with _importing_from(Path.cwd()):
-            return importlib.import_module(name)
-    except Exception as error:
-        raise ValueError(
-            f"the module {name} could not be imported: {type(error).__name__}: {error}"
-        ) from error
-
-
-@contextlib.contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
-    """Imports also look into `folder`, as they do for a script that is run there.
-
-    What is found there only because of this is pickled by value: other processes do not look there.
-    """
-    if str(folder) in sys.path:
-        yield
-        return
-    before = set(sys.modules)
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and _lies_in(Path(file), folder):
-            cloudpickle.register_pickle_by_value(sys.modules[name])
-
-
-def _lies_in(file: Path, folder: Path) -> bool:
-    """Whether the file is reachable through `folder` and through nothing else on the path."""
-    roots = [folder for folder in map(Path, sys.path) if folder.is_absolute()]
-    return file.is_relative_to(folder) and not any(file.is_relative_to(root) for root in roots)
 
 
 def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -424,7 +353,7 @@ def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
     """What finds the task again from another folder; None if the options cannot be written as
     JSON."""
     place, colon, attribute = reference.rpartition(":")
-    if colon and _is_file(place):
+    if colon and references.is_file(place):
         reference = f"{Path(place).resolve()}:{attribute}"
     written = {
         name: str(value) if isinstance(value, Path) else value for name, value in options.items()

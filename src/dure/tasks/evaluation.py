@@ -39,7 +39,8 @@ def evaluate(
         return {}
     started = time.perf_counter()
     names = ["loss", *task.measures]
-    totals, counts = [0.0] * len(names), [0.0] * len(names)
+    totals = [0.0] * len(names)
+    counts = [0.0] * len(names)
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -53,7 +54,9 @@ def evaluate(
         for position, (total, count) in enumerate(measured(task, outputs, targets, len(indices))):
             totals[position] += total
             counts[position] += count
-    most, mine = (-(-len(one) // task.eval_batch_size) for one in (shares[0], share))
+    # The first share is the largest: no rank has more batches than rank 0.
+    most = -(-len(shares[0]) // task.eval_batch_size)
+    mine = -(-len(share) // task.eval_batch_size)
     for _ in range(most - mine):
         idle()
     model.train(was_training)
@@ -83,5 +86,5 @@ def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tupl
 
 
 def ratio(total: float, count: float) -> float:
-    """NaN where there was nothing to count, as of targets that are all ignored."""
+    """NaN where there was nothing to count, such as of targets that are all ignored."""
     return total / count if count else float("nan")

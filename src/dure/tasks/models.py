@@ -241,7 +241,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
@@ -296,7 +297,8 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"{heads} heads cannot share a width of {width}: choose a multiple of {heads}"
             )
-        self.context, self.dropout = context, dropout
+        self.context = context
+        self.dropout = dropout
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(layers))

@@ -42,12 +42,15 @@ def run_here(
     name: str,
     kind: Kind = "ranks",
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
+    is_worker: bool = True,
 ) -> Value:
-    """Runs `program` in this process; `name` is its lane, as "rank 0". Ctrl-C asks it to end after
-    its step."""
+    """Runs `program` in this process. Ctrl-C asks it to end after its step.
+
+    name: its lane, such as "rank 0". is_worker: whether what is counted in that lane trains.
+    """
     trace = Trace()
     asked: list[bool] = []
-    group = Group(None, Meter(name, trace))
+    group = Group(None, Meter(name, trace, is_worker))
     place = Place(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
     with on_interrupt(lambda: asked.append(True)):
         return program(place)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from dure.contracts.strategy import Kind, Place
+from dure.contracts.strategy import Kind, Place, World
 from dure.errors import TooFewClientsError
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import (
@@ -58,20 +58,19 @@ MOST_TRIPS = 10_000
 
 
 @dataclass(frozen=True)
-class Simulated(Conditions):
+class Simulated(Conditions, World):
     """Simulated clients; how many there are is the strategy's to say."""
 
     name: ClassVar[str] = "simulated"
     kind: ClassVar[Kind] = "clients"
-    leads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a simulated federation")
         super().__post_init__()
 
     @property
-    def workers(self) -> int | None:
-        return None
+    def conditions(self) -> Conditions:
+        return self
 
     def describe(self) -> str:
         return ", ".join(["simulated clients", *self.told()])
@@ -84,7 +83,7 @@ class Simulated(Conditions):
             place.carrier = lambda clients, seed: Simulation(self, clients, seed)
             return program(place)
 
-        return run_here(here, report, "server", self.kind)
+        return run_here(here, report, "server", self.kind, is_worker=False)
 
 
 class Underway(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from dure.contracts.strategy import Kind, Place
+from dure.contracts.strategy import Kind, Place, World
 from dure.machine.cores import available_cores
 from dure.machine.devices import device_of, devices_here
 from dure.worlds.here import refuse_under_torchrun, run_here
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Threads:
+class Threads(World):
     """Worker threads of this process.
 
     threads: how many; None is one a device that is named, one a CUDA device where there are, else
@@ -36,7 +36,6 @@ class Threads:
 
     name: ClassVar[str] = "threads"
     kind: ClassVar[Kind] = "threads"
-    leads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a world of threads")
@@ -62,6 +61,10 @@ class Threads:
         assert self.threads is not None
         return self.threads
 
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        return self.devices or ()
+
     def describe(self) -> str:
         assert self.devices is not None
         count = "1 thread" if self.workers == 1 else f"{self.workers} threads"
@@ -72,4 +75,5 @@ class Threads:
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         assert self.devices is not None
-        return run_here(program, report, "master", self.kind, tuple(map(device_of, self.devices)))
+        devices = tuple(map(device_of, self.devices))
+        return run_here(program, report, "master", self.kind, devices, is_worker=False)

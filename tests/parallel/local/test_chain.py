@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import seeded_model
 from dure.data.examples import Examples
 from dure.parallel.local.chain import (
     check_chain,
@@ -51,7 +52,7 @@ def test_sequentials_within_each_other_are_one_chain() -> None:
     "task", [dure.load_task("digits", model=model) for model in ("mlp", "cnn")]
 )
 def test_models_that_call_their_children_in_order_are_chains(task: dure.Task) -> None:
-    check_chain(task, 2)
+    check_chain(task, seeded_model(task, 0), 2)
 
 
 class Residual(nn.Module):
@@ -95,7 +96,7 @@ def test_models_that_cannot_be_divided_are_refused(
     model: Callable[[], nn.Module], complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        check_chain(small_task(model=model), 2)
+        check_chain(small_task(model=model), model(), 2)
 
 
 def test_costs_are_counted_for_an_example_and_measuring_leaves_no_gradient() -> None:

@@ -23,7 +23,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import seeded_model
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.engines.job import Job, Trained
@@ -46,8 +45,9 @@ class FedPer(Federated):
     name: ClassVar[str] = "fed-per"
     title: ClassVar[str] = "FedPer"
 
-    def check_task(self, task: Task) -> None:
-        layers = len(_layers(seeded_model(task, 0)))
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        super().check_model(task, model, workers)
+        layers = len(_layers(model))
         if not 0 <= self.personal_layers < layers:
             raise ValueError(
                 f"personal_layers is {self.personal_layers}, but of the model's {layers} layers "

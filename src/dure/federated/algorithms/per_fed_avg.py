@@ -22,6 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from torch import nn
+
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Start
 from dure.federated.engines.choose import Setting
@@ -62,7 +64,7 @@ class PerFedAvg(Federated):
     def algorithm(self, start: Start) -> Algorithm:
         return Adapted(4 if self.order == "hessian-free" else 2)
 
-    def check_engine(self, task: Task, wanted: str) -> None:
+    def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
         if wanted not in ("auto", "loop", MetaEngine.name):
             raise ValueError(
                 f"per-fed-avg has an engine of its own, and cannot be computed by {wanted!r}"

@@ -26,9 +26,8 @@ from typing import Any, ClassVar
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
-from dure.contracts.strategy import seeded_model
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.engines.job import Job, Trained
@@ -57,8 +56,9 @@ class Scaffold(Federated):
     def optimizer(self) -> ServerOptimizer:
         return ServerOptimizer(lr=self.server_lr)
 
-    def check_task(self, task: Task) -> None:
-        optimizer = optimizer_of(task, list(seeded_model(task, 0).parameters()))
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        super().check_model(task, model, workers)
+        optimizer = optimizer_of(task, list(model.parameters()))
         groups, extras = optimizer.param_groups, ("momentum", "weight_decay", "maximize")
         if type(optimizer) is not torch.optim.SGD or any(
             group[extra] for group in groups for extra in extras

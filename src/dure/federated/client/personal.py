@@ -16,12 +16,12 @@ thousand is measured.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import seeded_model
+from dure.contracts.strategy import another
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.algorithm import Own
@@ -40,13 +40,19 @@ class Personal:
     needs no model. fine_tune: epochs on its own data before a client's model is measured."""
 
     def __init__(
-        self, task: Task, examples: Examples, held_out: Sequence[Tensor], seed: int, fine_tune: int
+        self,
+        task: Task,
+        fresh: nn.Module,
+        examples: Examples,
+        held_out: Sequence[Tensor],
+        seed: int,
+        fine_tune: int,
     ) -> None:
         self.task = task
         self.examples = examples
         self.held_out = held_out
-        self.seed = seed
         self.fine_tune = fine_tune
+        self._one_like_it = partial(another, fresh, task, seed)
         chosen: list[int] = []
         if held_out:
             chosen = Permutation(len(held_out), derive(seed, "measured clients")).first(MOST)
@@ -55,7 +61,8 @@ class Personal:
     @cached_property
     def model(self) -> nn.Module:
         """A model that takes the weights and buffers of each client in turn."""
-        return seeded_model(self.task, self.seed)
+        model: nn.Module = self._one_like_it()
+        return model
 
     @cached_property
     def flat(self) -> FlatParameters:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.strategy import another, examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError
@@ -130,13 +130,13 @@ def _batched(setting: Setting) -> BatchedEngine | str:
     )
 
 
-def check_engine(task: Task, wanted: str) -> None:
+def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> None:
     """Raises ValueError, with the reason, if the engine that is asked for by name cannot compute
     the task here. What only the jobs can tell is said when they come. Cost: for `batched` a model,
     an optimizer and one step."""
     _check_name(wanted)
     if wanted in WAYS and WAYS[wanted].batched:
-        reason = _reason(task)
+        reason = _reason(task, model)
         if reason is not None:
             raise _cannot(wanted, reason)
 
@@ -155,10 +155,10 @@ def _check_name(wanted: str) -> None:
         raise ValueError(f'the engine {wanted} needs the extra: pip install "dure[ray]"')
 
 
-def _reason(task: Task) -> str | None:
-    """Why many clients at once cannot be computed."""
+def _reason(task: Task, model: nn.Module | None) -> str | None:
+    """Why many clients at once cannot be computed. model: the task's, which stays as it is."""
     try:
-        model = seeded_model(task, 0)
+        model = seeded_model(task, 0) if model is None else another(model, task, 0)
         parameters = list(model.parameters())
         program_of(task, model, examples_for(model, task)[0])
         sgd_of(optimizer_of(task, parameters), parameters)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Progress
+from dure.contracts.strategy import Learner, Progress
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError, RunFolderError
@@ -47,7 +47,7 @@ MOST_METERS = 1_000
 """With more clients than this, one meter counts for all of them."""
 
 
-class Server:
+class Server(Learner):
     """A learner: it advances one global model at a time.
 
     model: the run's, of which the initial weights are taken. algorithm: its server hooks are

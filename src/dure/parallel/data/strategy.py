@@ -42,10 +42,9 @@ from torch import Tensor, nn
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.tail import Field, Numbers, common_start, each, summed, times
-from dure.contracts.strategy import Kind, Learner, Place, Progress, World
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
-from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
@@ -59,7 +58,7 @@ Precision = Literal["full", "bf16"]
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Strategy):
     """Every rank trains the same model on its part of each batch.
 
     Args:
@@ -114,7 +113,7 @@ class DataParallel:
         if self.precision not in ("full", "bf16"):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
 
-    def check_model(self, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
 
@@ -127,9 +126,6 @@ class DataParallel:
                     f"in threads DataParallel has no use for {name}, since nothing is sent: choose "
                     f"Processes"
                 )
-
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "threads":
@@ -171,8 +167,7 @@ class DataParallelLearner(SingleLearner):
         self.speaking = speaker_of(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
-        if how.compresses:
-            self.part = lambda: {"compressors": self.reducer.state()["compressors"]}
+        self.parted = how.compresses
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if strategy.precision == "bf16":
             self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16)
@@ -229,6 +224,10 @@ class DataParallelLearner(SingleLearner):
         computed = self.reducer.computed if sums else time.perf_counter()
         meter.compute("backward", forwarded, computed, self.step + 1)
         return value
+
+    def part(self) -> dict[str, Any]:
+        """What compressors remember of what they have not sent."""
+        return {"compressors": self.reducer.state()["compressors"]}
 
     def tail_fields(self, messages: int) -> list[Field]:
         return [

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.strategy import another, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.parallel.local import parts
@@ -40,14 +40,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def check_chain(task: Task, stages: int) -> None:
-    """Raises ValueError unless the model is a chain of layers that `stages` threads can divide.
+def check_chain(task: Task, model: nn.Module, stages: int) -> None:
+    """Raises ValueError unless the task's model is a chain of layers that `stages` threads can
+    divide.
 
     It is one if its layers, one after the other, compute what it computes, in training mode, on two
     examples.
     """
-    whole = seeded_model(task, 0)
-    chain = seeded_model(task, 0)
+    whole = another(model, task, 0)
+    chain = another(model, task, 0)
     layers = layers_of(chain)
     inputs, _ = examples_for(whole, task)[0].batch(torch.arange(min(2, len(task.train))))
     before = generators_state()

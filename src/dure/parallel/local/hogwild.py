@@ -37,10 +37,17 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.contracts.lr_schedule import Rates
-from dure.contracts.strategy import Kind, Learner, Place, Progress, World, seeded_model
+from dure.contracts.strategy import (
+    Kind,
+    Learner,
+    Place,
+    Progress,
+    Strategy,
+    World,
+    another,
+)
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_batch_size
-from dure.data.partition import Description
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
 from dure.machine.devices import to_cpu, to_device
 from dure.parallel.local.replicas import refresh, replica
@@ -57,7 +64,7 @@ _LINE = 64
 
 
 @dataclass(frozen=True)
-class Hogwild:
+class Hogwild(Strategy):
     """Workers update the same weights without locks.
 
     Args:
@@ -84,12 +91,9 @@ class Hogwild:
         if self.period is not None and self.period < 1:
             raise ValueError(f"period is {self.period}, but workers meet after at least one step")
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
-
     def check_in(self, world: World) -> None:
         """Raises ValueError for several devices."""
-        if len(set(getattr(world, "devices", None) or ())) > 1:
+        if len(set(world.computes_on)) > 1:
             raise ValueError(
                 "Hogwild's workers share the weights, so they compute on one device: name only one"
             )
@@ -168,6 +172,7 @@ class HogwildLearner(SingleLearner):
     """The workers that live here: all of them in threads, one in a process."""
 
     unit = "round"
+    parted = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: Hogwild) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
@@ -181,6 +186,7 @@ class HogwildLearner(SingleLearner):
         self.team: Team | None = None
         if place.kind == "threads":
             self.group.meter.name = "worker 0"
+            self.group.meter.is_worker = True
             self.size = len(place.devices)
             self.team = team_at(place, self.flops_per_step())
         else:
@@ -189,7 +195,7 @@ class HogwildLearner(SingleLearner):
         self.buffers = Buffers(self.model)
         self.hogs = [Hog(self.group.rank, self, self.model, self.group.meter)]
         for number in range(1, len(self.team or ())):
-            own = replica(self.model, seeded_model(task, seed), self.device)
+            own = replica(self.model, another(self.model, task, seed), self.device)
             self.hogs.append(Hog(number, self, own, Meter(f"worker {number}", place.trace)))
 
     def flops_per_step(self) -> float:

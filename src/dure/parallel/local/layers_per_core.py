@@ -38,10 +38,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Kind, Learner, Place, Progress
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import check_batch_size
-from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.parallel.local import parts
@@ -70,7 +69,7 @@ Draw = AbstractContextManager[Any]
 
 
 @dataclass(frozen=True)
-class LayersPerCore:
+class LayersPerCore(Strategy):
     """Layers are divided over threads, micro-batches pass through them.
 
     Args:
@@ -101,10 +100,9 @@ class LayersPerCore:
             raise ValueError(
                 f"there is no balance {self.balance!r}: layers are counted or measured"
             )
-        check_chain(task, workers or 1)
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        check_chain(task, model, workers or 1)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return PipelineLearner(task, place, seed, self)

@@ -39,7 +39,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Place, Progress, seeded_model
+from dure.contracts.strategy import Place, Progress, another
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
@@ -109,7 +109,7 @@ class ReplicasLearner(SingleLearner):
         for number, device in enumerate(place.devices):
             own = self.model
             if number > 0:
-                own = replica(self.model, seeded_model(task, seed), device)
+                own = replica(self.model, another(self.model, task, seed), device)
             meter = Meter(f"worker {number}", place.trace)
             self.workers.append(Worker(own, device, meter))
         self.draws = Draws(place.devices, [worker.model for worker in self.workers])

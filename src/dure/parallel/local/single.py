@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from dure.contracts.lr_schedule import Rates
-from dure.contracts.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_batch_size
-from dure.data.partition import Description
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
@@ -47,7 +46,7 @@ def check_gradient(accumulate: int, clip_norm: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class SingleWorker:
+class SingleWorker(Strategy):
     """One worker trains alone.
 
     Args:
@@ -64,6 +63,7 @@ class SingleWorker:
     name: ClassVar[str] = "single-worker"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    alone: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
@@ -84,16 +84,13 @@ class SingleWorker:
         if self.loaders < 0:
             raise ValueError(f"{self.loaders} loaders cannot read: take 0 or more")
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
-
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return SingleLearner(
             task, place, seed, self.batch_size, device_of(self.device), self.loaders
         )
 
 
-class SingleLearner:
+class SingleLearner(Learner):
     """SGD at work. Ranks that share its loop (`dure.parallel.data.strategy`) replace how a step's
     gradient is made."""
 
@@ -110,7 +107,7 @@ class SingleLearner:
     ) -> None:
         self.task, self.group, self.seed = task, place.group, seed
         self.device = place.devices[0] if device is None else device
-        self.model = seeded_model(task, seed).to(self.device).train()
+        self.model = place.model(task, seed).to(self.device).train()
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
@@ -119,7 +116,9 @@ class SingleLearner:
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
         self.step = 0
-        self.loaders = [Meter(f"loader {loader}", place.trace) for loader in range(loaders)]
+        self.loaders = [
+            Meter(f"loader {loader}", place.trace, is_worker=False) for loader in range(loaders)
+        ]
         self.prefetch: Prefetch | None = None
         if loaders:
             self.prefetch = prefetch(

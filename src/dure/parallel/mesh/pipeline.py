@@ -20,9 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.contracts.strategy import Kind, Learner, Place
+from torch import nn
+
+from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
-from dure.data.partition import Description
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.balance import Balance
@@ -30,7 +31,7 @@ from dure.parallel.pipeline.schedule import Schedule, is_own
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Strategy):
     """Ranks hold stages of the model.
 
     Args:
@@ -82,8 +83,8 @@ class Pipeline:
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        self.on(1 if workers is None else workers).check_model(task, model, workers)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelLearner(task, place, seed, self.on(place.group.size))

@@ -26,10 +26,17 @@ import msgspec
 from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import Rates
-from dure.contracts.strategy import Kind, Learner, Place, Progress, examples_for, seeded_model
+from dure.contracts.strategy import (
+    Kind,
+    Learner,
+    Place,
+    Progress,
+    Strategy,
+    another,
+    examples_for,
+)
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
-from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.parallel.local.single import check_gradient
@@ -66,7 +73,7 @@ from dure.tasks.loss_shares import Shares
 
 
 @dataclasses.dataclass(frozen=True)
-class Parallel:
+class Parallel(Strategy):
     """Strategies combined on a mesh.
 
     Args:
@@ -135,6 +142,10 @@ class Parallel:
         return make("1f1b", self.mesh.pipeline, microbatches, 1)
 
     @property
+    def ranks(self) -> int | None:
+        return self.mesh.size
+
+    @property
     def most(self) -> int:
         """Micro-batches of a batch that is large enough."""
         if is_own(self.schedule):
@@ -154,9 +165,12 @@ class Parallel:
             raise ValueError(
                 f"there is no balance {self.balance!r}: choose {', '.join(get_args(Balance))}"
             )
+        validate.check(self.list_for(self.most))
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Divides a copy of the model, and runs it on one micro-batch."""
         schedule = self.list_for(self.most)
-        validate.check(schedule)
-        model = seeded_model(task, 0)
+        model = another(model, task, 0)
         train, test = examples_for(model, task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
         check_optimizer(task.optimizer(list(model.parameters())), self.mesh, self.zero)
@@ -191,17 +205,15 @@ class Parallel:
         batch = of if self.batch_size is None else min(self.batch_size, of)
         return -(-batch // (self.mesh.data * self.most))
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
-
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelLearner(task, place, seed, self)
 
 
-class ParallelLearner:
+class ParallelLearner(Learner):
     """One rank of a mesh at work."""
 
     unit = "step"
+    parted = True
     resizes = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: Parallel) -> None:
@@ -213,7 +225,7 @@ class ParallelLearner:
         self.groups = groups_on(strategy.mesh, self.group)
         self.at = self.groups.at
         self.where = f"rank {self.group.rank}"
-        model = seeded_model(task, seed).to(self.device).train()
+        model = place.model(task, seed).to(self.device).train()
         self._divide_layers(model)
         self._draws = draws_of(model)
         self.train_examples, self.test_examples = examples_for(model, task)

@@ -19,16 +19,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.contracts.strategy import Kind, Learner, Place
+from torch import nn
+
+from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
-from dure.data.partition import Description
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.tensor.written_plan import TensorPlan
 
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(Strategy):
     """Ranks divide the layers of the model.
 
     Args:
@@ -71,8 +72,8 @@ class TensorParallel:
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)
 
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        self.on(1 if workers is None else workers).check_model(task, model, workers)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelLearner(task, place, seed, self.on(place.group.size))

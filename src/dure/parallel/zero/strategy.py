@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.tail import Numbers, common_start, each, summed, times
-from dure.contracts.strategy import Kind, Learner, Place, Progress
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
-from dure.data.partition import Description
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.parallel.local.single import SingleLearner, check_gradient
@@ -46,7 +45,7 @@ from dure.tensors.buffers import load_passing_buffers, passing_buffers
 
 
 @dataclass(frozen=True)
-class ZeRO:
+class ZeRO(Strategy):
     """Ranks divide each batch, and what data parallel would repeat on every rank.
 
     Args:
@@ -91,12 +90,9 @@ class ZeRO:
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
 
-    def check_model(self, model: nn.Module, workers: int | None) -> None:
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
-
-    def division(self, task: Task, seed: int) -> Description | None:
-        return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ZeROLearner(task, place, seed, self)

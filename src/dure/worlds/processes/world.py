@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.roll_call import RollCall
-from dure.contracts.strategy import Kind, Place
+from dure.contracts.strategy import Kind, Place, World
 from dure.errors import DureError, PeerLostError
 from dure.machine.cores import available_cores, threads_per_rank
 from dure.worlds.backend import Backend, check_backend
@@ -38,7 +38,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Processes:
+class Processes(World):
     """Ranks as processes of this machine.
 
     ranks: how many; None is one a core, at least two.
@@ -52,7 +52,6 @@ class Processes:
 
     name: ClassVar[str] = "processes"
     kind: ClassVar[Kind] = "ranks"
-    leads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("Processes")
@@ -70,6 +69,14 @@ class Processes:
     def workers(self) -> int:
         assert self.ranks is not None
         return self.ranks
+
+    def begin(self) -> None:
+        if self.workers > 1:
+            server.start()  # it loads torch meanwhile
+
+    def ready(self) -> None:
+        if self.workers > 1:
+            server.ready()
 
     def describe(self) -> str:
         return "1 process" if self.workers == 1 else f"{self.workers} processes"

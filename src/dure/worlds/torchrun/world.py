@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
-from dure.contracts.strategy import Kind, Place
+from dure.contracts.strategy import Kind, Place, World
 from dure.errors import DureError
 from dure.machine.cores import threads_per_rank
 from dure.machine.threads import threads
@@ -55,7 +55,7 @@ count as failed."""
 
 
 @dataclass(frozen=True)
-class Torchrun:
+class Torchrun(World):
     """The ranks of a torchrun job.
 
     deadline: seconds that a rank waits for a silent peer.
@@ -90,6 +90,10 @@ class Torchrun:
     @property
     def workers(self) -> int:
         return int(os.environ["WORLD_SIZE"])
+
+    @property
+    def starts_again(self) -> bool:
+        return bool(self.elastic)
 
     def describe(self) -> str:
         return f"torchrun, {self.workers} rank{'s' if self.workers > 1 else ''}"

@@ -1,0 +1,157 @@
+"""When a run writes a checkpoint, what is in it, and how a run goes on from one.
+
+Every rank comes here together: a model may lie on all of them, and ranks may hold things of their
+own. Only rank 0 reads and writes the folder.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from dure import __version__
+from dure.collectives.group import Group
+from dure.contracts.strategy import Learner
+from dure.errors import RunFolderError
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.record.checkpoint import (
+    VERSION,
+    check_version,
+    pack_checkpoint,
+    tree_from_bytes,
+    tree_to_bytes,
+    unpack_checkpoint,
+)
+from dure.record.meter import Counters, sum_of_counters
+from dure.record.run import RunFolder
+from dure.run.job import Job, Position
+
+CHECKPOINT_SECONDS = 10.0
+"""Without `checkpoint_every`, a checkpoint is written at the first evaluation after so many
+seconds; in an elastic job, where all that came after the checkpoint is lost together with a rank,
+after the first step."""
+
+CHECKPOINT_SHARE = 0.05
+"""Of the time that may go into such checkpoints; where writing one takes long, they are rarer."""
+
+
+class Checkpoints:
+    """One rank's part of writing and reading the checkpoints of a run. folder: rank 0's."""
+
+    def __init__(self, job: Job, group: Group, learner: Learner, folder: RunFolder | None) -> None:
+        self.job = job
+        self.group = group
+        self.learner = learner
+        self.folder = folder
+        self._written = time.monotonic()
+        self._took = 0.0
+
+    def due(self, step: int, evaluates: bool) -> bool:
+        """Whether one should be written after `step`. evaluates: whether the step ends with an
+        evaluation."""
+        if self.job.checkpoint_every is not None:
+            return step % self.job.checkpoint_every == 0
+        pause = max(CHECKPOINT_SECONDS, self._took / CHECKPOINT_SHARE)
+        late = time.monotonic() - self._written > pause
+        return late and (self.job.elastic or evaluates)
+
+    def write(self, position: Position, workers: list[Counters]) -> None:
+        """All ranks come here after the same step. workers: everybody's counters."""
+        started = time.perf_counter()
+        self._save(position, workers)
+        ended = time.perf_counter()
+        self._written = time.monotonic()
+        self._took = ended - started
+        self.group.meter.mark("checkpoint", "checkpoint", started, ended, position.step)
+
+    def keep_last_good(self, position: Position) -> None:
+        """After a loss that was not finite: keeps the state before that step, unless it is spoilt
+        as well."""
+        if self.folder is None or position.step == 0:
+            return
+        weights = self.learner.weights().values()
+        if all(bool(one.isfinite().all()) for one in weights if one.is_floating_point()):
+            # of this rank alone: the others are ending as well
+            self._save(position, [meter.counters for meter in self.learner.meters()])
+
+    def _save(self, position: Position, workers: list[Counters]) -> None:
+        learner = self.learner.state()
+        if self.learner.parted:
+            parts = self.group.gather_bytes(tree_to_bytes(self.learner.part()))
+            learner = {**learner, "parts": [tree_from_bytes(part) for part in parts]}
+        state = {
+            "version": VERSION,
+            "dure": __version__,
+            "position": msgspec.to_builtins(position),
+            "workers": [msgspec.to_builtins(counters) for counters in workers],
+            "learner": learner,
+            "generators": generators_state(),
+            "ranks": self.group.size,
+        }
+        weights = self.learner.weights()
+        if self.folder is not None:
+            self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state))
+
+    def read(self) -> Position | None:
+        """Where the newest checkpoint stands, which every rank has taken over; None if there is
+        none.
+
+        Rank 0 sends it to the others, so that only rank 0 needs the folder. Raises RunFolderError
+        if another dure wrote it that this one does not know, or another number of ranks.
+        """
+        parts = self.folder.read_checkpoint() if self.folder is not None else None
+        leads = self.group.rank == 0
+        packed = self.group.broadcast_bytes(msgspec.msgpack.encode(parts) if leads else None)
+        received = msgspec.msgpack.decode(packed, type=tuple[bytes, bytes, bytes] | None)
+        if received is None:
+            return None
+        weights, state = unpack_checkpoint(received)
+        check_version(state, f"the checkpoint of {self.job.folder}")
+        self._check_ranks(state.get("ranks", self.group.size))
+        self.learner.restore(weights, state["learner"])
+        self._take_over(list(map(_counters, state["workers"])))
+        restore_generators(state["generators"])
+        return msgspec.convert(state["position"], Position)
+
+    def check_folder(self) -> None:
+        """Raises RunFolderError if a rank does not see the folder: it could not go on if it became
+        rank 0."""
+        path = self.job.folder
+        sees_it = float(path is not None and path.is_dir())
+        told = self.group.all_gather_values([sees_it])
+        blind = [f"rank {rank}" for rank, (seen,) in enumerate(told) if not seen]
+        if blind:
+            raise RunFolderError(
+                f"{', '.join(blind)} does not see the run folder {path}: an elastic job needs one "
+                f"on a disk that all its machines share, for any of them may become rank 0"
+            )
+
+    def _check_ranks(self, before: int) -> None:
+        """Raises RunFolderError if the checkpoint is of another number of ranks, each of which held
+        its own part."""
+        now = self.group.size
+        if before != now and self.learner.parted and not self.learner.resizes:
+            raise RunFolderError(
+                f"{self.job.folder} was written by {before} ranks, and {self.job.strategy.name} "
+                f"cannot go on with {now}, for each rank keeps a state of its own: start {before} "
+                f"again"
+            )
+
+    def _take_over(self, workers: list[Counters]) -> None:
+        """The meters of this place go on from a checkpoint's. Ranks that are gone leave their
+        counters to those that are there, so that sums over all workers go on; new ranks begin at
+        zero."""
+        meters = self.learner.meters()
+        first = self.group.rank if self.group.size > 1 else 0
+        everybody = self.group.size if self.group.size > 1 else len(meters)
+        for index, meter in enumerate(meters, start=first):
+            meter.counters = sum_of_counters(workers[index::everybody])
+
+
+def _counters(written: Any) -> Counters:
+    """A worker's counters; those of a checkpoint of the first version have no names."""
+    if isinstance(written, list):
+        return Counters.from_list(written)
+    return msgspec.convert(written, Counters)

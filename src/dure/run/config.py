@@ -1,0 +1,83 @@
+"""The content of config.json (docs/run-folder.md): what was asked, written and read again."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from dure import __version__
+from dure.contracts.stop import Stop
+from dure.contracts.strategy import World
+from dure.errors import RunFolderError
+from dure.record.run import RunFolder
+from dure.run.job import Job
+from dure.run.registry import encode
+
+
+class AskedTask(msgspec.Struct):
+    """A task by its name."""
+
+    name: str | None
+    options: dict[str, Any]
+
+
+class Asked(msgspec.Struct):
+    """What config.json says was asked, as far as a resumed run needs it."""
+
+    label: str
+    task: AskedTask
+    strategy: dict[str, Any]
+    world: dict[str, Any]
+    stop: Stop
+    seed: int
+    evaluate_every: int | None
+    checkpoint_every: int | None
+
+
+def asked_of(folder: Path) -> Asked:
+    """What was asked of the run in `folder`. Raises RunFolderError if there is none, or its
+    config.json is damaged."""
+    config = RunFolder.open(folder).read_json("config.json")
+    try:
+        return msgspec.convert(config, Asked)
+    except msgspec.ValidationError as error:
+        raise RunFolderError(f"{folder / 'config.json'} is damaged: {error}") from error
+
+
+def config_of(job: Job, world: World) -> dict[str, Any]:
+    """The content of config.json: what was asked."""
+    task = job.task
+    reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
+    division = job.strategy.division(task, job.seed)
+    # Most runs repeat themselves, and say nothing of it.
+    repeats = {} if job.strategy.deterministic else {"deterministic": False}
+    return {
+        "label": job.label,
+        "task": {
+            "name": reference["name"],
+            "options": dict(reference["options"]),
+            "title": task.name,
+        },
+        "strategy": encode(job.strategy),
+        "world": encode(world),
+        **repeats,
+        "stop": msgspec.to_builtins(job.stop),
+        "seed": job.seed,
+        "evaluate_every": job.evaluate_every,
+        "checkpoint_every": job.checkpoint_every,
+        "parameters": job.parameters,
+        "train_examples": len(task.train),
+        "test_examples": len(task.test) if task.test is not None else 0,
+        "classes": task.train.classes,
+        "partition": division.as_dict() if division is not None else None,
+        "versions": {
+            "dure": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }

@@ -1,0 +1,90 @@
+"""The model of a run, made once in a process, from its first check to what the user gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dure.contracts.strategy import another, seeded_model
+from dure.contracts.task import Task
+from dure.tensors.buffers import load_passing_buffers, load_weights
+from dure.tensors.copies import copy_of
+
+
+class FreshModel:
+    """A model under the run's seed, as the task's factory has made it.
+
+    It is looked at while the run is prepared. A learner in this process takes it; at the end there
+    is one with the trained weights for the user, who gets none of what a learner has done to its
+    own, such as flat buffers and hooks. To other processes nothing of this travels: they make their
+    own.
+
+    keep: the model serves other runs as well, so that learners take copies of it.
+    """
+
+    def __init__(self, task: Task, seed: int, model: nn.Module | None, keep: bool = False) -> None:
+        self.task = task
+        self.seed = seed
+        self.keep = keep
+        self._model = model
+        self._shell: _Shell | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FreshModel, (self.task, self.seed, None)
+
+    def take(self) -> nn.Module:
+        """The model for a learner; once."""
+        model = self._model
+        if model is None:
+            return seeded_model(self.task, self.seed)
+        if self.keep:
+            return another(model, self.task, self.seed)
+        twin = copy_of(model)
+        self._shell = None if twin is None else _Shell(twin)
+        self._model = None
+        return model
+
+    def trained(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
+        """The model with what was learned; as shapes alone where this process holds a part of the
+        weights, as a rank of torchrun may."""
+        model = self._untouched()
+        if weights:
+            load_weights(model, weights)
+            load_passing_buffers(model, buffers)
+        else:
+            model.to("meta")
+        return model
+
+    def _untouched(self) -> nn.Module:
+        if self._model is not None and self.keep:
+            return another(self._model, self.task, self.seed)
+        if self._model is not None:
+            return self._model
+        if self._shell is not None:
+            return self._shell.opened()
+        return seeded_model(self.task, self.seed)
+
+
+class _Shell:
+    """A model whose parameters take no memory until they are needed.
+
+    It is a copy, so that nobody else holds its storages; `load_state_dict` refuses to leave one of
+    them out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._emptied: list[tuple[Any, int]] = []
+        for parameter in model.parameters():
+            storage = parameter.untyped_storage()
+            if storage.resizable() and storage.nbytes():
+                self._emptied.append((storage, storage.nbytes()))
+                storage.resize_(0)
+
+    def opened(self) -> nn.Module:
+        """The model, its parameters not yet set."""
+        for storage, nbytes in self._emptied:
+            storage.resize_(nbytes)
+        return self._model

@@ -1,0 +1,65 @@
+"""What a run is told, where it stands, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from dure.contracts.stop import Stop
+from dure.contracts.strategy import Strategy
+from dure.contracts.task import Task
+from dure.record.history import History
+from dure.run.fresh import FreshModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, the same on every rank.
+
+    folder: where rank 0 writes; None writes nothing. resume: go on from the folder's checkpoint, if
+        it has one.
+    elastic: the ranks may be ended and started again at any time, more or fewer of them.
+    fresh: the model, made while the job was prepared; it does not travel to other processes.
+    """
+
+    task: Task
+    strategy: Strategy
+    stop: Stop
+    seed: int
+    label: str
+    world: str
+    parameters: int
+    folder: Path | None = None
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+    elastic: bool = False
+    fresh: FreshModel | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves. weights: on rank 0, elsewhere what that rank holds. buffers: those that
+    are not weights."""
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    history: History
+    summary: dict[str, Any]
+
+
+class Position(msgspec.Struct):
+    """Where a run stands; it goes into every checkpoint."""
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    metrics: dict[str, float] = {}
+    last_evaluation: int = -1
+    numbers: dict[str, float | None] = {}

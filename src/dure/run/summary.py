@@ -1,0 +1,76 @@
+"""The content of summary.json (docs/run-folder.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dure.contracts.strategy import Learner
+from dure.record.history import History, finite
+from dure.record.meter import Counters
+from dure.run.job import Job, Position
+
+SUMS = (
+    "bytes_sent",
+    "bytes_received",
+    "compute_seconds",
+    "communication_seconds",
+    "idle_seconds",
+    "hidden_seconds",
+)
+"""What is added over all who took part."""
+
+
+def summarise(
+    job: Job,
+    learner: Learner,
+    position: Position,
+    history: History,
+    *,
+    ended: str,
+    ranks: int,
+    everybody: list[Counters],
+) -> dict[str, Any]:
+    """The content of summary.json. everybody: the counters of all ranks, or of those who live in
+    one: the server or master, and its clients or threads."""
+    meters = learner.meters()
+    names = [f"rank {rank}" for rank in range(ranks)] if ranks > 1 else [m.name for m in meters]
+    senders = everybody
+    count = ranks
+    if ranks == 1:
+        pairs = zip(meters, everybody, strict=True)
+        senders = [counters for meter, counters in pairs if meter.is_worker]
+        count = sum(meter.stands_for for meter in meters if meter.is_worker)
+    target = job.stop.target or {}
+    return {
+        "label": job.label,
+        "strategy": job.strategy.name,
+        "world": job.world,
+        "unit": learner.unit,
+        "ended": ended,
+        "steps": position.step,
+        "epochs": position.samples / len(job.task.train),
+        "samples": position.samples,
+        "seconds": position.seconds,
+        **finite(position.metrics),
+        "best": history.best(),
+        "train_loss": position.loss,
+        "numbers": position.numbers,
+        "parameters": job.parameters,
+        "workers": count,
+        **{key: sum(getattr(counters, key) for counters in everybody) for key in SUMS},
+        "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / count,
+        "peak_memory": max(counters.peak_memory for counters in everybody),
+        "per_worker": list(map(_line, names, everybody)),
+        "to_target": {
+            name: {"target": value, "reached": history.to_target(name, value)}
+            for name, value in target.items()
+        },
+    }
+
+
+def _line(name: str, counters: Counters) -> dict[str, Any]:
+    told = msgspec.to_builtins(counters)
+    del told["messages_sent"]
+    return {"name": name, **told}

@@ -1,0 +1,102 @@
+"""Copies of models that were just made: equal to the model, and with nothing in common with it.
+
+A deep copy is one unless something in the model knows the model in a way that `copy.deepcopy` does
+not see: a function that was made inside of it and computes with its layers would go on to compute
+with those of the original. A hook on a tensor is not copied at all. A model in which there is
+something of the kind has no copy here, and is made again where a second one is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from functools import partial
+from itertools import pairwise
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+_ATOMS = (
+    *(str, bytes, int, float, complex, type(None), type, Enum, numpy.ndarray, numpy.generic),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
+    *(BuiltinFunctionType, ModuleType),
+)
+"""Types of values that hold nothing of a model."""
+
+_OF_LSTMS = "_flat_weight_refs"
+"""Where recurrent layers of torch keep weak references to their weights; they renew them."""
+
+
+def copy_of(model: nn.Module) -> nn.Module | None:
+    """A copy of a model that was not used yet; None where there can be none."""
+    look = _Look()
+    if not look.is_plain(model) or look.shares_memory():
+        return None
+    try:
+        twin = copy.deepcopy(model)
+    except Exception:  # a parameter without a shape, say, or a class that forbids it
+        return None
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        mine.__dict__.update(theirs.__dict__)  # deepcopy forgets what tells parameters apart
+    return twin
+
+
+class _Look:
+    """A walk through everything that a model holds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._places: list[tuple[int, int]] = []
+
+    def shares_memory(self) -> bool:
+        """Whether two tensors that were met have an element in common: their copies would not.
+
+        Those that lie apart in one storage, such as parameters in a flat buffer, do not mind.
+        """
+        places = sorted(self._places)
+        return any(end > start for (_, end), (start, _) in pairwise(places))
+
+    def is_plain(self, value: Any) -> bool:
+        """Whether a deep copy of the value has nothing in common with it that ever changes."""
+        if id(value) in self._seen or isinstance(value, _ATOMS):
+            return True
+        self._seen[id(value)] = value  # kept, so that no other value gets its id
+        if isinstance(value, Tensor):
+            return self._is_plain_tensor(value)
+        if isinstance(value, FunctionType):
+            return value.__closure__ is None and _has_plain_defaults(value)
+        if isinstance(value, MethodType):
+            return self.is_plain(value.__self__)
+        if isinstance(value, partial):
+            return self._are_plain([value.func, *value.args, *value.keywords.values()])
+        if isinstance(value, Mapping):
+            return self._are_plain([*value.keys(), *value.values()])
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return self._are_plain(value)
+        if not hasattr(value, "__dict__"):
+            return False
+        return self._are_plain(one for name, one in vars(value).items() if name != _OF_LSTMS)
+
+    def _are_plain(self, values: Iterable[Any]) -> bool:
+        return all(map(self.is_plain, values))
+
+    def _is_plain_tensor(self, tensor: Tensor) -> bool:
+        hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+        if hooks or not tensor.is_leaf or tensor.layout is not torch.strided:
+            return False
+        if tensor.nbytes:
+            spans = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in spans)
+            start = tensor.data_ptr()
+            self._places.append((start, start + (last + 1) * tensor.element_size()))
+        return self._are_plain(vars(tensor).values())
+
+
+def _has_plain_defaults(function: FunctionType) -> bool:
+    """A function is not copied, and neither are the defaults of its arguments."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return all(isinstance(value, _ATOMS) for value in defaults)

@@ -1,0 +1,116 @@
+"""Strategies and worlds of a user's own that lie in no file, and those that are none."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import dure
+from dure.errors import RunFolderError
+from small import small_task
+
+STOP = dure.Stop(rounds=2)
+STOP_STEPS = dure.Stop(steps=2)
+
+
+def local_strategy(**fields: Any) -> dure.FedAvg:
+    """Of a class that no other process finds."""
+
+    @dataclass(frozen=True)
+    class Mine(dure.FedAvg):
+        power: float = 0.5
+
+        name: ClassVar[str] = "mine"
+
+    return Mine(clients=3, batch_size=8, **fields)
+
+
+def local_world() -> dure.Processes:
+    @dataclass(frozen=True)
+    class There(dure.Processes):
+        name: ClassVar[str] = "there"
+
+    return There(1)
+
+
+def test_a_run_that_only_its_maker_can_resume_says_so_when_it_begins(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def note(event: dict[str, Any]) -> None:
+        said.append("trained")
+
+    with pytest.warns(UserWarning, match=r"strategy=\.\.\.\): the strategy 'mine' is made where"):
+        dure.train(small_task(), local_strategy(), stop=STOP, out=tmp_path / "part")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="strategy="):
+            dure.train(
+                small_task(), local_strategy(), stop=STOP, out=tmp_path / "x", on_progress=note
+            )
+    assert not said
+    more = dure.Stop(rounds=4)
+    with pytest.raises(RunFolderError, match=r"the strategy of .* was made in Python: give it as"):
+        dure.resume(tmp_path / "part", task=small_task(), stop=more)
+    resumed = dure.resume(
+        tmp_path / "part", task=small_task(), strategy=local_strategy(), stop=more
+    )
+    whole = dure.train(small_task(), local_strategy(), stop=more)
+    for mine, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    with pytest.raises(RunFolderError, match="was trained by mine, not fed-avg"):
+        dure.resume(tmp_path / "part", task=small_task(), strategy=dure.FedAvg())
+
+
+def test_a_world_in_no_file_is_given_again(tmp_path: Path) -> None:
+    strategy = dure.SingleWorker(8)
+    with pytest.warns(UserWarning, match=r"world=\.\.\."):
+        dure.train(small_task(), strategy, local_world(), dure.Stop(steps=2), out=tmp_path)
+    with pytest.raises(RunFolderError, match=r"the world of .* was made in Python"):
+        dure.resume(tmp_path, task=small_task())
+    run = dure.resume(tmp_path, task=small_task(), world=local_world(), stop=dure.Stop(steps=4))
+    assert run.summary["steps"] == 4
+
+
+def test_a_field_that_cannot_be_written_is_told_too(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Weighted(dure.SingleWorker):
+        weights: Any = None
+
+        name: ClassVar[str] = "weighted"
+
+    with pytest.warns(UserWarning, match="a field that cannot be written"):
+        dure.train(small_task(), Weighted(8, weights=object()), stop=STOP_STEPS, out=tmp_path)
+
+
+class Duck:
+    """Looks like a strategy."""
+
+    name = "duck"
+    kind = "ranks"
+    unit = "step"
+
+
+def test_what_lacks_the_base_is_refused_in_one_line() -> None:
+    @dataclass(frozen=True)
+    class Nameless(dure.Strategy):
+        kind: ClassVar[str] = "ranks"
+
+    class Plain(dure.Strategy):
+        name, kind, unit = "plain", "ranks", "step"
+
+    for strategy, said in (
+        (Duck(), r"Duck is no dure\.Strategy: derive its class from dure\.Strategy"),
+        (Plain(), r"Plain is no dure\.Strategy"),
+        (Nameless(), r"Nameless does not say its name, unit"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dure.train(small_task(), strategy, stop=STOP_STEPS)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=said):
+            dure.compare(small_task(), [strategy], stop=STOP_STEPS)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"Duck is no dure\.World"):
+        dure.train(small_task(), dure.SingleWorker(), Duck(), STOP_STEPS)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""A copy has nothing in common with its model; a model that cannot have one is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dure.tasks import models
+from dure.tensors.copies import copy_of
+
+
+def plain(**what: object) -> nn.Module:
+    """A layer that holds something."""
+    model = nn.Linear(3, 3)
+    for name, value in what.items():
+        setattr(model, name, value)
+    return model
+
+
+def knowing(wrap: Callable[[nn.Module], object]) -> nn.Module:
+    """A layer that holds something that knows it."""
+    model = nn.Linear(3, 3)
+    model.known = wrap(model)
+    return model
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def overlapping() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.other = nn.Parameter(model.weight.data)
+    return model
+
+
+def hidden(model: nn.Module) -> object:
+    """In a list and a layer that torch does not see."""
+    layer = nn.ReLU()
+    layer.known = lambda inputs: model(inputs)
+    return [layer]
+
+
+COPIED = {
+    "mlp": partial(models.TwoNN, 8),
+    "cnn": partial(models.CNN, size=8),
+    "resnet": models.ResNet,
+    "lstm": partial(models.CharLSTM, 20),
+    "transformer": partial(models.Transformer, 20),
+    "batch norm": partial(nn.BatchNorm1d, 3),
+    "encoder": partial(nn.TransformerEncoderLayer, 8, 2),
+    "function": partial(plain, act=F.relu, half=partial(torch.mul, 0.5)),
+    "method": partial(knowing, lambda model: model.forward),
+    "settings": partial(plain, config={"width": [1, 2], "dtype": torch.float32}),
+}
+REFUSED = {
+    "closure": partial(knowing, lambda model: lambda inputs: model(inputs)),
+    "default": partial(knowing, lambda model: lambda inputs, layer=model: layer(inputs)),
+    "hidden closure": partial(knowing, hidden),
+    "hook of a tensor": hooked,
+    "overlapping": overlapping,
+    "generator": partial(plain, draws=torch.Generator()),
+    "lazy": partial(nn.LazyLinear, 3),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_computes_the_same_and_shares_nothing(name: str) -> None:
+    model = COPIED[name]()
+    twin = copy_of(model)
+    assert twin is not None
+    assert twin.state_dict().keys() == model.state_dict().keys()
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.data_ptr() != theirs.data_ptr()
+    for mine, theirs in zip(twin.modules(), model.modules(), strict=True):
+        assert mine is not theirs
+
+
+def test_a_method_that_a_model_holds_is_the_copys_own() -> None:
+    model = COPIED["method"]()
+    twin = copy_of(model)
+    assert twin is not None
+    assert twin.known.__self__ is twin
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_something_in_it_knows_has_no_copy(name: str) -> None:
+    assert copy_of(REFUSED[name]()) is None
