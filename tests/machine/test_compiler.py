@@ -18,12 +18,9 @@ def there():
     return "torch._dynamo" in sys.modules
 
 assert not there(), "torch loads it by itself: then there is nothing to leave out"
-sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-adamw = partial(torch.optim.AdamW, lr=0.1)
-for optimizer in (sgd, adamw):
+for optimizer in (partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.AdamW, lr=0.1)):
     dure.train(small_task(optimizer=optimizer), dure.SingleWorker(8), stop=dure.Stop(steps=4))
-    stop = dure.Stop(steps=4)
-    dure.train(small_task(optimizer=optimizer), dure.DataParallel(8), dure.Threads(2), stop=stop)
+    dure.train(small_task(optimizer=optimizer), dure.DataParallel(8), dure.Threads(2), stop=dure.Stop(steps=4))
     dure.train(small_task(optimizer=optimizer), dure.FedAvg(clients=2), stop=dure.Stop(rounds=2))
 assert not there()
 for function in (Optimizer.add_param_group, Optimizer.zero_grad):
@@ -32,8 +29,7 @@ with left_out():
     with left_out():
         assert there()
     assert there(), "the outer one lasts"
-    dynamo = sys.modules["torch._dynamo"]
-    assert not hasattr(dynamo, "__file__"), "asking for its file loads nothing"
+    assert not hasattr(sys.modules["torch._dynamo"], "__file__"), "asking for its file loads nothing"
 assert not there()
 """
 
@@ -49,8 +45,7 @@ def compiled():
 task = small_task(model=compiled)
 run = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=4))
 assert sys.modules["torch._dynamo"].__file__
-again = dure.train(small_task(model=compiled), dure.SingleWorker(8), stop=dure.Stop(steps=4))
-assert same_bits(run, again)
+assert same_bits(run, dure.train(small_task(model=compiled), dure.SingleWorker(8), stop=dure.Stop(steps=4)))
 plain = dure.train(small_task(), dure.SingleWorker(8), stop=dure.Stop(steps=4))
 assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
 """
