@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import seeded_model
 
 EXAMPLES, FEATURES, CLASSES = 41, 6, 3
 
@@ -60,3 +61,9 @@ def same_bits(first: dure.Run, second: dure.Run) -> bool:
     return mine.keys() == other.keys() and all(
         torch.equal(mine[name], other[name]) for name in mine
     )
+
+
+def check_all(strategy: dure.Strategy, task: dure.Task, workers: int | None) -> None:
+    """What a strategy checks before any work: its fields, then the model."""
+    strategy.check(task, workers)
+    strategy.check_model(task, seeded_model(task, 0), workers)

@@ -27,6 +27,7 @@ from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline import draws
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.tasks.models import Transformer
+from small import check_all
 
 for module in (sys.modules[__name__], loops):
     cloudpickle.register_pickle_by_value(module)
@@ -344,10 +345,10 @@ def test_sequences_that_the_degree_does_not_divide_are_refused_before_any_work(
     with pytest.raises(
         ValueError, match="a sequence of 7 cannot be divided by the degree 2: pad it to a multiple"
     ):
-        strategy.check(uneven, mesh.tensor * mesh.pipeline)
+        check_all(strategy, uneven, mesh.tensor * mesh.pipeline)
     assert torch.equal(torch.get_rng_state(), before)
-    dataclasses.replace(strategy, sequence=False).check(uneven, None)
-    strategy.check(task(0.1), None)
+    check_all(dataclasses.replace(strategy, sequence=False), uneven, None)
+    check_all(strategy, task(0.1), None)
 
 
 def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_named_with_what_to_change() -> (
@@ -389,4 +390,4 @@ def test_a_model_that_cannot_be_evaluated_in_stages_is_refused_before_it_is_trai
     examples = torch.randn(16, 6), torch.arange(16) % 3
     task = dure.Task(Hasty, F.cross_entropy, examples, examples, partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(ValueError, match="in evaluation, a Hasty cannot be cut"):
-        dure.Pipeline(8, 2).check(task, 2)
+        check_all(dure.Pipeline(8, 2), task, 2)

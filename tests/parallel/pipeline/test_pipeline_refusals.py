@@ -137,7 +137,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_they_are_divi
     task = small_task(optimizer=partial(torch.optim.Adafactor, lr=0.01))
     with pytest.raises(ValueError, match="Adafactor cannot be divided element by element"):
         dure.train(task, strategy, dure.Processes(2), dure.Stop(steps=1))
-    Pipeline(8).check(task, 2)
+    check_all(Pipeline(8), task, 2)
 
 
 def test_labels_say_what_runs() -> None:
@@ -160,12 +160,12 @@ def test_a_batch_norm_of_micro_batches_is_not_refused() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(FEATURES), network()).double()
 
-    Pipeline(8, 2).check(small_task(model=model), 2)
+    check_all(Pipeline(8, 2), small_task(model=model), 2)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        Pipeline(8, 8).check(small_task(model=model), 2)
+        check_all(Pipeline(8, 8), small_task(model=model), 2)
 
 
 def test_checking_draws_nothing() -> None:
     before = torch.get_rng_state()
-    Pipeline(8).check(small_task(), 2)
+    check_all(Pipeline(8), small_task(), 2)
     assert torch.equal(before, torch.get_rng_state())

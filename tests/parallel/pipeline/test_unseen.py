@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.pipeline.trace import Trace
-from small import CLASSES, FEATURES, small_task
+from small import CLASSES, FEATURES, check_all, small_task
 
 
 class Reversed(Function):
@@ -83,7 +83,7 @@ class Strange(nn.Module):
 )
 def test_what_a_trace_would_lose_is_refused(what: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"a Strange cannot be cut, for {said}") as caught:
-        Pipeline(8).check(small_task(model=lambda: Strange(what)), 2)
+        check_all(Pipeline(8), small_task(model=lambda: Strange(what)), 2)
     assert "\n" not in str(caught.value)
 
 
@@ -91,7 +91,7 @@ def test_what_a_trace_would_lose_is_refused(what: str, said: str) -> None:
     "what", ["function of the inputs", "checkpoint", "cache", "straight through"]
 )
 def test_what_a_trace_keeps_is_not_refused(what: str) -> None:
-    Pipeline(8).check(small_task(model=lambda: Strange(what)), 2)
+    check_all(Pipeline(8), small_task(model=lambda: Strange(what)), 2)
 
 
 @pytest.mark.parametrize("what", ["function", "hook", "reentrant"])

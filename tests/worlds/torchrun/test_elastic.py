@@ -23,7 +23,8 @@ from dure.cli.main import main
 from dure.contracts.strategy import Place, Strategy
 from dure.errors import RunFolderError
 from dure.record.run import RunFolder
-from dure.run.drive import Job, drive
+from dure.run.drive import drive
+from dure.run.job import Job
 from dure.run.train import prepare
 from process_tree import end_family
 from small import largest_difference, same_bits, small_task
@@ -332,8 +333,8 @@ def test_an_elastic_job_does_not_wait_for_an_evaluation_to_save(
     elastic: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
-    monkeypatch.setattr("dure.run.drive.CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr("dure.run.drive.CHECKPOINT_SHARE", float("inf"))
+    monkeypatch.setattr("dure.run.checkpoints.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("dure.run.checkpoints.CHECKPOINT_SHARE", float("inf"))
     monkeypatch.setattr(
         RunFolder, "save_checkpoint", lambda folder, step, parts: steps.append(step)
     )
