@@ -1,7 +1,7 @@
 """Parallel SGD: shuffle, divide, train apart to the end, combine the models once.
 
     the examples are divided over the ranks once, at random: rank i has n_i of n
-    x_i <- passes over its own examples, by the task's optimizer                 all from the same x, no message
+    x_i <- passes over its own examples, by the task's optimizer     all from the same x
     x   <- sum over i of (n_i/n)·x_i                          combine="average"
     x   <- the x_i with the least loss on all training data   combine="best"
 
@@ -107,7 +107,9 @@ class ParallelSGDLearner:
     units_per_epoch = 1
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ParallelSGD) -> None:
-        self.task, self.group, self.strategy = task, place.group, strategy
+        self.task = task
+        self.group = place.group
+        self.strategy = strategy
         self.replica = Replica(task, place, seed)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
@@ -137,7 +139,7 @@ class ParallelSGDLearner:
         rows = self.group.all_gather_values(told, "the end of a pass")
         arrival = max(arrived for _, _, arrived in rows) - self.clock_offset
         self.group.meter.communication(
-            "end of a pass", entered, time.perf_counter(), self.round + 1, arrival
+            "end of a pass", entered, time.perf_counter(), self.round + 1, arrival=arrival
         )
         for rank, (loss, _, _) in enumerate(rows):
             if not math.isfinite(loss):
@@ -163,7 +165,8 @@ class ParallelSGDLearner:
         (self._average if self.strategy.combine == "average" else self._best)(group)
         if not self.counted:
             self.group.meter.communication("combination", started, time.perf_counter(), self.round)
-        self.counted, self.combined_at = True, self.round
+        self.counted = True
+        self.combined_at = self.round
         return self.combined
 
     def _average(self, group: Group) -> None:
@@ -192,20 +195,27 @@ class ParallelSGDLearner:
 
     def _loss(self) -> float:
         """This rank's model on all training data."""
-        total, counted, examples = 0.0, 0.0, self.replica.train_examples
+        total = 0.0
+        counted = 0.0
+        examples = self.replica.train_examples
         self.combined.eval()
         for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
             inputs, targets = examples.batch(indices)
             loss, count = loss_and_count(
                 self.task.loss, self.combined(inputs), targets, len(indices)
             )
-            total, counted = total + loss, counted + count
+            total = total + loss
+            counted = counted + count
         self.combined.train()
         return ratio(total, counted)
 
     def evaluate(self) -> dict[str, float]:
         return evaluate(
-            self.task, self.combine(), self.replica.test_examples, self.group, self.round
+            self.task,
+            self.combine(),
+            self.replica.test_examples,
+            group=self.group,
+            step=self.round,
         )
 
     def weights(self) -> dict[str, Tensor]:

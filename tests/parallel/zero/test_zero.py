@@ -408,7 +408,8 @@ def test_wrong_use_is_told_so() -> None:
         "unsent": "step() after a backward pass inside no_sync()",
         "gradient": "clip them by zero.clip_grad_norm_()",
         "second step": "step() before backward()",
-        "use": "divided over the ranks, and whole only while the model runs: use it inside `with zero.gathered():`",
+        "use": "divided over the ranks, and whole only while the model runs: use it inside "
+        "`with zero.gathered():`",
         "state": "divided over the ranks",
         "metadata": "(12, 6) 72 Parameter divided over ranks: (12, 6), torch.float64",
         "moved": "the model was moved or converted after it was divided",
