@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,14 @@ class ParallelSGD:
         return ParallelSGDLearner(task, place, seed, self)
 
 
+class _Told(NamedTuple):
+    """What a rank tells the others at the end of a pass. arrival: seconds on rank 0's clock."""
+
+    loss: float
+    wish: float
+    arrival: float
+
+
 class ParallelSGDLearner:
     """Parallel SGD at work on one rank. `combined` is the model that is evaluated and returned."""
 
@@ -135,23 +143,22 @@ class ParallelSGDLearner:
         passes = self.shard.steps_per_pass
         trained = self.replica.train(self.shard.steps(self.round * passes, passes))
         entered = time.perf_counter()
-        told = [trained.loss, float(wish), entered + self.clock_offset]
-        rows = self.group.all_gather_values(told, "the end of a pass")
-        arrival = max(arrived for _, _, arrived in rows) - self.clock_offset
+        told = _Told(trained.loss, float(wish), entered + self.clock_offset)
+        rows = self.group.all_gather_values(list(told), "the end of a pass")
+        heard = [_Told(*row) for row in rows]
+        arrival = max(one.arrival for one in heard) - self.clock_offset
         self.group.meter.communication(
             "end of a pass", entered, time.perf_counter(), self.round + 1, arrival=arrival
         )
-        for rank, (loss, _, _) in enumerate(rows):
-            if not math.isfinite(loss):
+        for rank, one in enumerate(heard):
+            if not math.isfinite(one.loss):
                 raise LossNotFiniteError(
-                    loss, f"rank {rank}", f"round {self.round + 1}", intact=False
+                    one.loss, f"rank {rank}", f"round {self.round + 1}", intact=False
                 )
         self.round += 1
         n = len(self.replica.train_examples)
-        mean = sum(
-            shard.n / n * loss for shard, (loss, _, _) in zip(self.shards, rows, strict=True)
-        )
-        return Progress(mean, n, int(rows[0][1]))
+        mean = sum(shard.n / n * one.loss for shard, one in zip(self.shards, heard, strict=True))
+        return Progress(mean, n, int(heard[0].wish))
 
     @torch.no_grad()
     def combine(self) -> nn.Module:
@@ -187,9 +194,8 @@ class ParallelSGDLearner:
 
     def _best(self, group: Group) -> None:
         """The model of the rank with the least loss on all training data; of several, the first."""
-        losses = (
-            all_gather(torch.tensor([self._loss()], dtype=torch.float64), group).flatten().tolist()
-        )
+        mine = torch.tensor([self._loss()], dtype=torch.float64)
+        losses = all_gather(mine, group).flatten().tolist()
         best = min(range(group.size), key=lambda rank: (math.isnan(losses[rank]), losses[rank]))
         group.broadcast_values([*self.flat.buffers, *self.buffers.of(self.combined)], root=best)
 
@@ -204,8 +210,8 @@ class ParallelSGDLearner:
             loss, count = loss_and_count(
                 self.task.loss, self.combined(inputs), targets, len(indices)
             )
-            total = total + loss
-            counted = counted + count
+            total += loss
+            counted += count
         self.combined.train()
         return ratio(total, counted)
 

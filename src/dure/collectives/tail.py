@@ -88,6 +88,7 @@ class Tail:
         for name, values in said.items():
             field, _, mine = self._places[name]
             parts = divmod(values[0], 1.0) if field.is_time else values
+            # a slice takes any length, and would move all that follows
             if len(parts) != field.width:
                 raise ValueError(f"{name} has {field.width} numbers, not {len(parts)}")
             numbers[mine] = parts

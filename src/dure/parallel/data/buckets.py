@@ -136,6 +136,7 @@ def filled(
             continue
         members = started.setdefault((kind.dtype, kind.device), [])
         members.append(index)
+        # closed when it is full and not before: it may exceed the limit by most of a gradient
         if sum(kinds[member].nbytes for member in members) >= limit:
             buckets.append(Bucket.of(kinds, started.pop((kind.dtype, kind.device))))
     left = [Bucket.of(kinds, members) for members in started.values()]

@@ -36,6 +36,7 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
     pid, theirs = group.all_gather_values(
         [float(os.getpid()), float(descriptor)], "sharing memory"
     )[0]
+    # a system may forbid that one process opens another's files; all ranks have to know of it
     mapped: Tensor | None = None
     try:
         if group.rank != 0:

@@ -147,6 +147,7 @@ def blocks_of(
     rows: dict[tuple[object, ...], list[int]] = {}
     for index, ((_, parameter), dtype) in enumerate(zip(parameters, dtypes, strict=True)):
         length = parameter.numel()
+        # a key of its own keeps a long parameter out of the rows
         own = index if length >= alone and length % ranks == 0 else None
         rows.setdefault((own, dtype, parameter.dtype, parameter.requires_grad), []).append(index)
     blocks = []

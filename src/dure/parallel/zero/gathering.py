@@ -218,6 +218,7 @@ class Gathering:
         unit, share = found
         assert unit.whole is not None
         if tensor.dtype != unit.whole[share].dtype or tensor.is_conj() or tensor.is_neg():
+            # sizes and strides do not describe such a view
             return tensor.clone()
         return _Saved(self, unit, share, tensor)
 

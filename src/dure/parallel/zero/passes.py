@@ -185,6 +185,7 @@ class Passes:
             if self.rests:
                 return
             if gathering.here and self.scope is not None and self.orders.learned:
+                # in place all parameters are here, and nothing has to be noted any more
                 self._depth += module is self.scope
                 return
             if self.in_backward():  # recomputed activations
@@ -209,6 +210,8 @@ class Passes:
             self._depth -= 1
             if self._depth:
                 return None
+            # this hook is called after an error too; one that the caller was handling when the
+            # pass began does not count
             failed = sys.exc_info()[1] is not self._handled
             outputs = gathering.own_memory(outputs)
             self._leave(failed)

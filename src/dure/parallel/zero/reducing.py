@@ -151,7 +151,7 @@ class Reducing:
 
     def _send(self, number: int, carries: bool) -> None:
         adds = self._adds[number]
-        self._adds[number] = True
+        self._adds[number] = True  # what is late is added to what has been sent
         alone = self.shares[number].block.alone and not carries
         self._sent.append(
             self._send_alone(number, adds) if alone else self._send_rows(number, carries, adds)
@@ -160,13 +160,15 @@ class Reducing:
     def _into(self, number: int, message: Tensor, adds: bool, carries: bool) -> Tensor:
         """Where the sum of a message goes: where it is to stay, or into this rank's row."""
         share = self.shares[number]
+        # what is added to a gradient, has a tail after it, or has fewer digits than the master is
+        # put in its place when it has come (`_put`)
         stays = not (adds or carries or share.block.dtype != share.block.master)
         if stays and self.stage > 1:
             if share.gradient is None:
                 share.gradient = torch.empty_like(share.master)
             return share.gradient
         row = message.view(share.block.ranks, -1)[share.rank]
-        if stays:
+        if stays:  # in stage 1 the message is kept for as long as its row is the gradient
             share.gradient = row
         return row
 
@@ -271,6 +273,7 @@ class Reducing:
                 share.block,
                 tail,
                 message,
+                # in split-phase the sum reads this rank's row where the gradients lie
                 share.rank if self.wire.split_phase and not tail else None,
             )
             self._prepared[key] = _Prepared(rows, self.wire.prepare_reduce_scatter(message, into))
@@ -296,7 +299,7 @@ class Reducing:
         used: list[float] = []
         late: list[float] = []
         for number, share in enumerate(self.shares):
-            left = 0  # gradients that are here still: their block's message did not take them along
+            left = 0  # gradients that are still here: their block's message did not take them
             for index, gradient in enumerate(gradients_of(share.parameters)):
                 left += gradient is not None
                 used.append(float(gradient is not None or index in self._used[number]))

@@ -125,7 +125,7 @@ class Share:
     def give_gradients(self, used: Sequence[bool]) -> None:
         """Hands the sum to the optimizer's parts, where some rank has used the parameter."""
         assert self.gradient is not None
-        if self._cut is not self.gradient:
+        if self._cut is not self.gradient:  # views are cut once for memory that stays
             self._cut = self.gradient
             self._pieces = [self.part(self.gradient, held.place, held.piece) for held in self.held]
         for held, gradient in zip(self.held, self._pieces, strict=True):

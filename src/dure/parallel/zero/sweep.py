@@ -130,6 +130,7 @@ class Sweep:
             if action.kind == "gather" and len(self._ahead) >= self.prefetch:
                 return
             if action.kind == "reduce":
+                # the tail tells of late gradients, so it waits while any block was forced to leave
                 tail = self.position == len(self.order) - 1
                 if not self._ready(action.number) or (tail and self.forced):
                     return
