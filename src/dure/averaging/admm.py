@@ -4,7 +4,7 @@ the points agree.
 With f_i the mean loss of rank i's n_i of n examples, weighted by N·n_i/n (1 where the parts are
 equal), in scaled form:
 
-    x_i <- argmin f_i(x) + rho/2·|x - z + u_i|^2         H steps of the task's optimizer, from the rank's own x_i
+    x_i <- argmin f_i(x) + rho/2·|x - z + u_i|^2    H steps of the task's optimizer from its own x_i
     z   <- mean of x_i + u_i
     u_i <- u_i + x_i - z
 
@@ -52,7 +52,8 @@ from dure.tasks.evaluation import evaluate
 from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 
-BALANCE, FACTOR = 10.0, 2.0
+BALANCE = 10.0
+FACTOR = 2.0
 """How many times larger one residual may be before rho changes, and by what."""
 
 
@@ -135,7 +136,9 @@ class ADMMLearner(Learner):
     units_per_epoch = 1
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ADMM) -> None:
-        self.task, self.group, self.strategy = task, place.group, strategy
+        self.task = task
+        self.group = place.group
+        self.strategy = strategy
         self.replica = Replica(task, place, seed)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
@@ -155,7 +158,9 @@ class ADMMLearner(Learner):
 
     def advance(self, wish: int) -> Progress:
         """One round: the local problem, the consensus, the duals."""
-        ranks, round, asked = self.group.size, self.round + 1, self.strategy
+        ranks = self.group.size
+        round = self.round + 1
+        asked = self.strategy
         steps = [
             asked.local_steps or asked.local_epochs * shard.steps_per_pass for shard in self.shards
         ]
@@ -222,16 +227,23 @@ class ADMMLearner(Learner):
     def _adapt(self, primal: float, dual: float) -> None:
         if not self.strategy.adaptive:
             return
-        factor = (
-            FACTOR if primal > BALANCE * dual else 1 / FACTOR if dual > BALANCE * primal else 1.0
-        )
+        if primal > BALANCE * dual:
+            factor = FACTOR
+        elif dual > BALANCE * primal:
+            factor = 1 / FACTOR
+        else:
+            factor = 1.0
         self.rho *= factor
-        for u in self.duals:
+        for u in self.duals:  # they are scaled by rho
             u.div_(factor)
 
     def evaluate(self) -> dict[str, float]:
         return evaluate(
-            self.task, self.consensus, self.replica.test_examples, self.group, self.round
+            self.task,
+            self.consensus,
+            self.replica.test_examples,
+            group=self.group,
+            step=self.round,
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -251,7 +263,8 @@ class ADMMLearner(Learner):
         self.replica.restore(weights, part)
         self.duals = list(part["duals"])
         self.meeting.restore([])
-        self.round, self.rho = state["round"], state["rho"]
+        self.round = state["round"]
+        self.rho = state["rho"]
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

@@ -95,11 +95,10 @@ class DiLoCo(Strategy):
     def rounds(self) -> LocalSGD:
         """The rounds without the outer optimizer."""
         return LocalSGD(
-            self.batch_size,
-            self.period,
-            0,
-            self.momentum,
-            self.all_reduce,
+            batch_size=self.batch_size,
+            period=self.period,
+            momentum=self.momentum,
+            all_reduce=self.all_reduce,
             compression=self.compression,
         )
 
@@ -116,7 +115,8 @@ class DiLoCoLearner(LocalSGDLearner):
         self.velocity = [torch.zeros_like(common) for common in self.common]
 
     def move(self, differences: Sequence[Tensor]) -> None:
-        lr, momentum = self.outer.outer_lr, self.outer.outer_momentum
+        lr = self.outer.outer_lr
+        momentum = self.outer.outer_momentum
         for common, velocity, difference in zip(
             self.common, self.velocity, differences, strict=True
         ):

@@ -1,12 +1,12 @@
 """Local SGD: every rank makes H steps alone, then all go on from the mean of their weights.
 
-    x_i <- x_i - step_i(gradient over rank i's part of the joint batch)        H times
-    x_i <- x + sum over j of w_j·(x_j - x)                                     x: where the round began
+    x_i <- x_i - step_i(gradient over rank i's part of the joint batch)    H times
+    x_i <- x + sum over j of w_j·(x_j - x)                  x: where the round began
 
 w_j is rank j's share of the round's examples: 1/N where the parts are equal. H = 1 without momentum
 is data parallel. *Post-local* SGD begins with H = 1 and takes longer rounds only from step
-`local_from` on, as after the first decay of the learning rate. Batch norm's statistics are averaged
-as the weights are; dropout is drawn from (seed, step, rank).
+`local_from` on, for example after the first decay of the learning rate. Batch norm's statistics are
+averaged as the weights are; dropout is drawn from (seed, step, rank).
 
 What travels: one message a round (`dure.averaging.meeting`), through an all-reduce of choice: 1/H
 of data parallel's. The optimizer's state stays with its rank, is averaged as well, or starts anew:
@@ -95,7 +95,9 @@ class LocalSGDLearner(Learner):
     resizes = True  # a rank beyond those of the checkpoint begins with the optimizer of one of them
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: LocalSGD) -> None:
-        self.task, self.group, self.strategy = task, place.group, strategy
+        self.task = task
+        self.group = place.group
+        self.strategy = strategy
         self.replica = Replica(task, place, seed)
         self.model = self.replica.model
         self.batches = Batches(len(self.replica.train_examples), strategy.batch_size, seed)
@@ -130,7 +132,8 @@ class LocalSGDLearner(Learner):
         met = self.meeting.meet(weight, weight * trained.loss, wish, self.round + 1)
         self.move(self.meeting.bodies)
         self.replica.flat.load(self.common)
-        self.step, self.round = steps.stop, self.round + 1
+        self.step = steps.stop
+        self.round = self.round + 1
         return Progress(met.loss, examples, met.wish)
 
     def _parts(self, steps: range) -> Iterator[tuple[int, Tensor]]:
@@ -144,7 +147,9 @@ class LocalSGDLearner(Learner):
             common.add_(difference)
 
     def evaluate(self) -> dict[str, float]:
-        return evaluate(self.task, self.model, self.replica.test_examples, self.group, self.round)
+        return evaluate(
+            self.task, self.model, self.replica.test_examples, group=self.group, step=self.round
+        )
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
@@ -163,7 +168,8 @@ class LocalSGDLearner(Learner):
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.common = self.replica.flat.copy()
-        self.step, self.round = state["step"], state["round"]
+        self.step = state["step"]
+        self.round = state["round"]
         part = state["parts"][self.group.rank % len(state["parts"])]
         self.replica.optimizer.load_state_dict(dict(part["optimizer"]))
         self.meeting.restore(part["compressors"])

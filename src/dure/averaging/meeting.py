@@ -232,8 +232,7 @@ class Meeting:
         ]
 
     def _take(self, states: Sequence[Tensor | None]) -> None:
-        """Puts the means into the buffers and the optimizer's state; or makes that state what it was at
-        first."""
+        """Puts the means into the buffers and the optimizer's state, or resets that state."""
         for buffer, common, change in zip(self.means, self._common, self.extras, strict=False):
             write(buffer, common + change)
         for state, mean in zip(states, self.extras[len(self.means) :], strict=True):
@@ -294,7 +293,7 @@ def packed(
 
 
 def difference(now: Tensor, before: Tensor) -> Tensor:
-    """now - before, exactly 0 where they are equal, as in a mask that is infinite."""
+    """now - before, exactly 0 where they are equal, such as in a mask that is infinite."""
     return torch.where(now == before, 0, now - before)
 
 
@@ -316,7 +315,7 @@ def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
 
 
 def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
-    """Whether it is a number for each of the parameter's, as a momentum; the count of steps is
+    """Whether it is a number for each of the parameter's, such as a momentum; the count of steps is
     not."""
     if not isinstance(value, Tensor) or name == "step" or value.shape != parameter.shape:
         return False

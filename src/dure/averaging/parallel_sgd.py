@@ -1,7 +1,7 @@
 """Parallel SGD: shuffle, divide, train apart to the end, combine the models once.
 
     the examples are divided over the ranks once, at random: rank i has n_i of n
-    x_i <- passes over its own examples, by the task's optimizer                 all from the same x, no message
+    x_i <- passes over its own examples, by the task's optimizer     all from the same x
     x   <- sum over i of (n_i/n)·x_i                          combine="average"
     x   <- the x_i with the least loss on all training data   combine="best"
 
@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,14 @@ class ParallelSGD(Strategy):
         return ParallelSGDLearner(task, place, seed, self)
 
 
+class _Told(NamedTuple):
+    """What a rank tells the others at the end of a pass. arrival: seconds on rank 0's clock."""
+
+    loss: float
+    wish: float
+    arrival: float
+
+
 class ParallelSGDLearner(Learner):
     """Parallel SGD at work on one rank. `combined` is the model that is evaluated and returned."""
 
@@ -105,7 +113,9 @@ class ParallelSGDLearner(Learner):
     units_per_epoch = 1
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ParallelSGD) -> None:
-        self.task, self.group, self.strategy = task, place.group, strategy
+        self.task = task
+        self.group = place.group
+        self.strategy = strategy
         self.replica = Replica(task, place, seed)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
@@ -131,23 +141,22 @@ class ParallelSGDLearner(Learner):
         passes = self.shard.steps_per_pass
         trained = self.replica.train(self.shard.steps(self.round * passes, passes))
         entered = time.perf_counter()
-        told = [trained.loss, float(wish), entered + self.clock_offset]
-        rows = self.group.all_gather_values(told, "the end of a pass")
-        arrival = max(arrived for _, _, arrived in rows) - self.clock_offset
+        told = _Told(trained.loss, float(wish), entered + self.clock_offset)
+        rows = self.group.all_gather_values(list(told), "the end of a pass")
+        heard = [_Told(*row) for row in rows]
+        arrival = max(one.arrival for one in heard) - self.clock_offset
         self.group.meter.communication(
-            "end of a pass", entered, time.perf_counter(), self.round + 1, arrival
+            "end of a pass", entered, time.perf_counter(), self.round + 1, arrival=arrival
         )
-        for rank, (loss, _, _) in enumerate(rows):
-            if not math.isfinite(loss):
+        for rank, one in enumerate(heard):
+            if not math.isfinite(one.loss):
                 raise LossNotFiniteError(
-                    loss, f"rank {rank}", f"round {self.round + 1}", intact=False
+                    one.loss, f"rank {rank}", f"round {self.round + 1}", intact=False
                 )
         self.round += 1
         n = len(self.replica.train_examples)
-        mean = sum(
-            shard.n / n * loss for shard, (loss, _, _) in zip(self.shards, rows, strict=True)
-        )
-        return Progress(mean, n, int(rows[0][1]))
+        mean = sum(shard.n / n * one.loss for shard, one in zip(self.shards, heard, strict=True))
+        return Progress(mean, n, int(heard[0].wish))
 
     @torch.no_grad()
     def combine(self) -> nn.Module:
@@ -161,7 +170,8 @@ class ParallelSGDLearner(Learner):
         (self._average if self.strategy.combine == "average" else self._best)(group)
         if not self.counted:
             self.group.meter.communication("combination", started, time.perf_counter(), self.round)
-        self.counted, self.combined_at = True, self.round
+        self.counted = True
+        self.combined_at = self.round
         return self.combined
 
     def _average(self, group: Group) -> None:
@@ -182,28 +192,34 @@ class ParallelSGDLearner(Learner):
 
     def _best(self, group: Group) -> None:
         """The model of the rank with the least loss on all training data; of several, the first."""
-        losses = (
-            all_gather(torch.tensor([self._loss()], dtype=torch.float64), group).flatten().tolist()
-        )
+        mine = torch.tensor([self._loss()], dtype=torch.float64)
+        losses = all_gather(mine, group).flatten().tolist()
         best = min(range(group.size), key=lambda rank: (math.isnan(losses[rank]), losses[rank]))
         group.broadcast_values([*self.flat.buffers, *self.buffers.of(self.combined)], root=best)
 
     def _loss(self) -> float:
         """This rank's model on all training data."""
-        total, counted, examples = 0.0, 0.0, self.replica.train_examples
+        total = 0.0
+        counted = 0.0
+        examples = self.replica.train_examples
         self.combined.eval()
         for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
             inputs, targets = examples.batch(indices)
             loss, count = loss_and_count(
                 self.task.loss, self.combined(inputs), targets, len(indices)
             )
-            total, counted = total + loss, counted + count
+            total += loss
+            counted += count
         self.combined.train()
         return ratio(total, counted)
 
     def evaluate(self) -> dict[str, float]:
         return evaluate(
-            self.task, self.combine(), self.replica.test_examples, self.group, self.round
+            self.task,
+            self.combine(),
+            self.replica.test_examples,
+            group=self.group,
+            step=self.round,
         )
 
     def weights(self) -> dict[str, Tensor]:

@@ -28,8 +28,10 @@ from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
 
 class Trained(NamedTuple):
-    """What a rank did alone. loss: the mean over its examples, not finite if something went
-    wrong."""
+    """What a rank did alone.
+
+    loss: the mean over its examples; not finite if a loss or the weights were not.
+    """
 
     loss: float
     examples: int
@@ -40,7 +42,9 @@ class Replica:
     rank."""
 
     def __init__(self, task: Task, place: Place, seed: int) -> None:
-        self.task, self.group, self.seed = task, place.group, seed
+        self.task = task
+        self.group = place.group
+        self.seed = seed
         self.model = place.model(task, seed).train()
         self.flat = FlatParameters(self.model, only_trained=True)
         self.buffers = Buffers(self.model)
@@ -60,11 +64,10 @@ class Replica:
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Pieces of vectors like `flat.buffers`, one for each of `trained` and of its shape."""
         groups = by_dtype(self.trained).values()
-        return [
-            view
-            for buffer, group in zip(buffers, groups, strict=True)
-            for view in views_of(buffer, group)
-        ]
+        views: list[Tensor] = []
+        for buffer, group in zip(buffers, groups, strict=True):
+            views += views_of(buffer, group)
+        return views
 
     def flops_per_step(self, batch: float) -> float:
         return flops_per_step(self.model, self.train_examples, batch)
@@ -81,7 +84,8 @@ class Replica:
         share: what the loss's gradient is multiplied with. adjust: changes the gradients before the
         optimizer sees them. Ends early at a loss that is not finite.
         """
-        total, examples = 0.0, 0
+        total = 0.0
+        examples = 0
         for step, indices in batches:
             if len(indices) == 0:
                 continue
@@ -151,7 +155,8 @@ class Shard:
     """A rank's own examples. batch_size: of one of its steps; None is all of them."""
 
     def __init__(self, indices: Tensor, batch_size: int | None, seed: int, rank: int) -> None:
-        self.indices, self.n = indices, len(indices)
+        self.indices = indices
+        self.n = len(indices)
         self.batches = Batches(len(indices), batch_size, seed, rank)
         self.steps_per_pass = self.batches.steps_per_epoch
 
@@ -173,9 +178,11 @@ class Shard:
 def shards_of(replica: Replica, partition: Partition, batch_size: int | None) -> list[Shard]:
     """The shards of all ranks. batch_size: of all ranks together, of which each has the N-th part,
     rounded up."""
-    train, seed, ranks = replica.train_examples, replica.seed, replica.group.size
+    train = replica.train_examples
+    seed = replica.seed
+    ranks = replica.group.size
     own = None if batch_size is None else -(-batch_size // ranks)
-    parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed)
+    parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=seed)
     return [Shard(part, own, seed, rank) for rank, part in enumerate(parts)]
 
 

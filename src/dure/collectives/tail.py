@@ -1,14 +1,14 @@
 """The tail of a message: numbers with names that ride at its end, in the same all-reduce.
 
 Ranks that sum a long message can agree on a few numbers at no extra message: what rank 0 wishes,
-the loss of each rank, when each rank arrived. A tail consists of *fields*; N is the number of ranks:
+the loss of each rank, when each rank arrived. A tail consists of *fields*, for N ranks:
 
     summed   w numbers that all ranks add to: a count, or a flag that one rank raises
     each     w numbers of every rank's own                                               N·w numbers
     times    a moment of every rank's own, in seconds, as whole seconds and the rest     2N numbers
 
-In a field of its own numbers a rank writes to its own places and leaves the others zero. The sum over the
-ranks is then exactly what each of them wrote, in whatever order an all-reduce adds.
+In a field of the ranks' own numbers a rank writes to its own places and leaves the others zero. The
+sum over the ranks is then exactly what each of them wrote, in whatever order an all-reduce adds.
 
 A moment takes two numbers because float32 has 24 bits: an hour would be told to 0.2 ms. Whole
 seconds are exact up to 2^24, half a year, and the rest is told to 0.1 µs.
@@ -88,6 +88,7 @@ class Tail:
         for name, values in said.items():
             field, _, mine = self._places[name]
             parts = divmod(values[0], 1.0) if field.is_time else values
+            # a slice takes any length, and would move all that follows
             if len(parts) != field.width:
                 raise ValueError(f"{name} has {field.width} numbers, not {len(parts)}")
             numbers[mine] = parts

@@ -5,10 +5,10 @@ to sum it. The gradient of a linear layer's weight is one matrix product, gᵀx,
 written anywhere: into the weight's place in its bucket, so that nothing is copied. Megatron-LM
 calls this gradient accumulation fusion.
 
-Nothing is changed in the graph. In the node that makes the product (found in the graph, once a
-forward pass) the matrix product is told where to write; all else goes its way: hooks, other
-contributions, which autograd adds, and the parameter, which takes the tensor as its gradient. Where
-any of it ends up elsewhere, it is copied as ever.
+The graph itself stays as it is. Once in each forward pass the nodes that make such products are
+looked up in it, and while one of them runs, its matrix product is told where to write. All else is
+autograd's own: it calls hooks, adds other contributions, and gives the tensor to the parameter as
+its gradient. A gradient that ends up elsewhere is copied like any other.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
             one, other = args
             if (one.shape[0], other.shape[1]) == place.shape and one.dtype == place.dtype:
                 self.place = None
-                return torch.ops.aten.mm.out(
-                    one, other, out=place.detach()
-                )  # a tensor of its own, which can be taken
+                # detached: a tensor of its own, which autograd can take as the gradient
+                return torch.ops.aten.mm.out(one, other, out=place.detach())
         return function(*args, **(kwargs or {}))
 
 
 class Direct:
-    """The long weights among `parameters`. place_of: where a parameter's gradient leaves from, if
-    that is known."""
+    """The long weights among `parameters`.
+
+    place_of: where a parameter's gradient leaves from; None where that is not known.
+    """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], place_of: Callable[[nn.Parameter], Tensor | None]
@@ -75,7 +76,7 @@ class Direct:
                 if child is not None and child not in seen:
                     seen.add(child)
                     stack.append(child)
-            if type(node).__name__ in PRODUCTS:  # which is quicker than to ask for its name
+            if type(node).__name__ in PRODUCTS:  # quicker than node.name()
                 self._prepare(node, following[-1][0])
 
     def _prepare(self, node: Any, transposed: Any) -> None:
@@ -104,8 +105,10 @@ class Direct:
         node.register_hook(after)
 
     def _place_for(self, leaf: Any, weight: nn.Parameter) -> Tensor | None:
-        """Where this pass may write: it is the weight's first product in it, and the gradient is
-        for the weight."""
+        """Where this pass may write.
+
+        Only the weight's first product of a pass may, and only if the gradient is for the weight.
+        """
         current = torch._C._current_graph_task_id()
         if (
             weight.grad is not None

@@ -1,12 +1,12 @@
-"""Whether an optimizer can be divided over ranks: by parameters, as over stages of a pipeline, or
-inside of them.
+"""Whether an optimizer can be divided over ranks: by whole parameters, or inside of them.
 
-    parameter-wise   each parameter is updated by its own gradient and state: not by LBFGS, nor by what scales all
-                     updates by a norm over all gradients
-    element-wise     and so is each of its elements: not by what looks at a whole tensor, as a norm, a factored moment
-                     or an orthogonal update does
+    parameter-wise   each parameter is updated by its own gradient and state. Not so: LBFGS, and
+                     what scales all updates by a norm over all gradients. Stages of a pipeline
+                     need it.
+    element-wise     so is each element of a parameter. Not so: what looks at a whole tensor, such
+                     as a norm, a factored moment or an orthogonal update. ZeRO needs it.
 
-Which of torch's optimizers are is known; others are tried out on a small matrix, whole and in
+Which of torch's optimizers are is known. Others are tried out on a small matrix, whole and in
 halves, or on two. One that cannot be tried out is not divided inside of parameters.
 """
 
@@ -16,29 +16,35 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-_ELEMENT_WISE = {
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
+_ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+# the last two are not in every torch that dure runs with
+_PARAMETER_WISE = _ELEMENT_WISE | {
+    optim.SparseAdam,
+    getattr(optim, "Adafactor", optim.SparseAdam),
+    getattr(optim, "Muon", optim.SparseAdam),
 }
-_PARAMETER_WISE = _ELEMENT_WISE | {"Adafactor", "Muon", "SparseAdam"}
 
 
 def check_element_wise(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that does not treat every element of a tensor for
-    itself."""
-    if _of_torch(optimizer, _ELEMENT_WISE):
+    """Raises ValueError for an optimizer that does not treat every element of a tensor alone."""
+    if type(optimizer) in _ELEMENT_WISE:
         return
     problem = _problem(
         optimizer, lambda matrix: torch.split(matrix.reshape(-1), [7, 17]), "pieces of a matrix"
@@ -46,15 +52,14 @@ def check_element_wise(optimizer: Optimizer) -> None:
     if problem is not None:
         raise ValueError(
             f"{type(optimizer).__name__} cannot be divided element by element: {problem}; use an "
-            f"optimizer that treats "
-            "every element for itself, as SGD or AdamW, or data parallel, where every rank has "
-            "whole tensors"
+            f"optimizer that treats every element for itself, such as SGD or AdamW, or data "
+            f"parallel, where every rank has whole tensors"
         )
 
 
 def check_parameter_wise(optimizer: Optimizer) -> None:
     """Raises ValueError for an optimizer that does not treat every parameter for itself."""
-    if _of_torch(optimizer, _PARAMETER_WISE):
+    if type(optimizer) in _PARAMETER_WISE:
         return
     problem = _problem(
         optimizer, lambda matrix: [matrix[:2], matrix[2:]], "parameters apart", together=True
@@ -62,15 +67,9 @@ def check_parameter_wise(optimizer: Optimizer) -> None:
     if problem is not None:
         raise ValueError(
             f"{type(optimizer).__name__} cannot be divided over stages: {problem}; use an "
-            f"optimizer that treats every "
-            "parameter for itself, as SGD or AdamW, or data parallel, where every rank has all of "
-            "them"
+            f"optimizer that treats every parameter for itself, such as SGD or AdamW, or data "
+            f"parallel, where every rank has all of them"
         )
-
-
-def _of_torch(optimizer: Optimizer, names: set[str]) -> bool:
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in names
 
 
 def _problem(
@@ -100,10 +99,13 @@ def _problem(
         if together and not needs_closure:
             return None  # that of a user, who knows better: most treat each parameter for itself
         return f"trying it out failed ({type(error).__name__}: {error})"
-    one, many = (
-        torch.cat([part.detach().reshape(-1) for part in parts]) for parts in (whole, pieces)
-    )
-    return None if torch.equal(one, many) else f"it updates {what} otherwise than together"
+    if torch.equal(_joined(whole), _joined(pieces)):
+        return None
+    return f"it updates {what} otherwise than together"
+
+
+def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
+    return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
 def _steps(

@@ -1,5 +1,7 @@
-"""Gradients and the memory they travel in: flat buffers with a view for each, in shared memory
-where that is used."""
+"""Gradients and the memory they travel in: flat buffers with a view for each.
+
+The buffers lie in shared memory where ranks share it.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,9 @@ class Flat:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Flat:
-        """Zeros for the gradients of `parameters`, of one dtype and device, and `tail` numbers
-        behind them.
+        """Zeros for the gradients of `parameters`, of one dtype and device, then `tail` numbers.
 
-        dtype, device: where there are no parameters.
+        dtype, device: of the buffer where there are no parameters.
         """
         like = parameters[0] if parameters else torch.empty(0, dtype=dtype, device=device)
         length = sum(parameter.numel() for parameter in parameters) + tail
@@ -41,13 +42,12 @@ class Flat:
             whole = empty_shared(length, dtype=like.dtype).zero_()
         else:
             whole = torch.zeros(length, dtype=like.dtype, device=like.device)
-        views, start = [], 0
+        views = []
+        start = 0
         for parameter in parameters:
-            strides = (
-                parameter.stride()
-                if is_dense(parameter)
-                else torch.empty(parameter.shape, device="meta").stride()
-            )
+            strides = parameter.stride()
+            if not is_dense(parameter):  # a gradient has no gaps
+                strides = torch.empty(parameter.shape, device="meta").stride()
             views.append(whole.as_strided(parameter.shape, strides, start))
             start += parameter.numel()
         return cls(whole, views)
@@ -67,14 +67,14 @@ def flat_view(gradient: Tensor) -> Tensor:
 
 
 def as_dense(gradient: Tensor) -> Tensor:
-    """The gradient itself; of a sparse one, as embeddings have them, all elements.
+    """The gradient itself; of a sparse one, such as embeddings have, all elements.
 
     Raises RuntimeError for one that is differentiated further.
     """
     if gradient.requires_grad:
         raise RuntimeError(
             "backward(create_graph=True) asks for gradients of gradients, which an all-reduce does "
-            "not have; take the "
-            "inner derivative by torch.autograd.grad, and call backward once, without create_graph"
+            "not have; take the inner derivative by torch.autograd.grad, and call backward once, "
+            "without create_graph"
         )
     return (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()

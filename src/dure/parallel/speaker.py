@@ -58,7 +58,7 @@ class Speaker:
             [buffer for buffer, one in zip(now, changed, strict=True) if one], root=root
         )
         for position, buffer in enumerate(now):
-            if changed[position]:
+            if changed[position]:  # the next change is told from what all ranks have now
                 self._seen[position] = buffer.clone()
 
 

@@ -264,7 +264,7 @@ def test_without_a_link_between_hosts_a_step_waits_as_ever() -> None:
         (
             lambda part: part,
             {"prefetch": 0},
-            "overlap_gather is of stages 1 and 2, beside the computation; prefetch=0",
+            "overlap_gather is of stages 1 and 2, alongside the computation; prefetch=0",
         ),
     ],
     ids=["scripted", "compiled", "stage 3", "at once"],

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from loops import Batch, batches, network, on_ranks, part
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 from dure.contracts.strategy import Place
 from dure.errors import RunFolderError
 from dure.parallel.zero import ZeroRedundancy, read_whole
+from dure.parallel.zero.passes import Orders
+from dure.parallel.zero.sweep import Action
 
 JOINT = batches(6, 12)
 
@@ -182,3 +187,55 @@ def test_a_checkpoint_without_all_of_its_parts_is_refused(tmp_path: Path) -> Non
     (tmp_path / "00001-of-00002.safetensors").unlink()
     with pytest.raises(RunFolderError, match="holds no whole checkpoint of ZeRO"):
         read_whole(tmp_path)
+
+
+def test_what_version_1_wrote_is_read_and_what_a_later_one_writes_is_refused(
+    tmp_path: Path,
+) -> None:
+    def program(place: Place) -> None:
+        model, optimizer, zero = divided(place, 3)
+        train(model, optimizer, JOINT[:1], place)
+        zero.save(tmp_path)
+
+    on_ranks(2, program)
+    weights, state = read_whole(tmp_path)
+    for path in tmp_path.glob("*-of-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        runs = json.loads(metadata["runs"])
+        metadata["runs"] = json.dumps(
+            {name: [run["start"], run["stop"]] for name, run in runs.items()}
+        )
+        save_file(tensors, path, metadata)
+    index = json.loads((tmp_path / "index.json").read_text())
+    version = index.pop("version")
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    before, state_before = read_whole(tmp_path)
+    assert before.keys() == weights.keys()
+    assert all(torch.equal(before[name], weights[name]) for name in weights)
+    assert state_before["param_groups"] == state["param_groups"]
+    for number, own in state["state"].items():
+        there = state_before["state"][number]
+        assert all(torch.equal(there[name], own[name]) for name in own)
+
+    (tmp_path / "index.json").write_text(json.dumps({**index, "version": version + 1}))
+    with pytest.raises(RunFolderError, match=f"was written as version {version + 1}"):
+        read_whole(tmp_path)
+
+
+def test_the_order_of_messages_is_taken_as_either_version_wrote_it() -> None:
+    def orders() -> Orders:
+        return Orders([[0], [2, 1]], set(), 1)
+
+    learned = orders()
+    assert not learned.restore([])
+    assert learned.restore([1, 0, 1, -1 - 1, 0, -1 - 0, -1 - 2])
+    assert learned.units == [1, 0]
+    assert learned.events[:2] == [Action("gather", 1), Action("reduce", 1)]
+    again = orders()
+    assert not again.restore(orders().state())
+    assert again.restore(learned.state())
+    assert (again.units, again.events) == (learned.units, learned.events)
+    with pytest.raises(RunFolderError, match="written as version 9"):
+        orders().restore({**learned.state(), "version": 9})

@@ -35,7 +35,7 @@ ALL = 1 << 62
 """More bytes than there are."""
 
 CARRIERS = (torch.float32, torch.float64)
-"""Dtypes of buckets that can carry the tail: in half precision its numbers would lose their value."""
+"""Dtypes of buckets that can carry the tail: in half precision its numbers lose their value."""
 
 
 class Kind(NamedTuple):
@@ -104,7 +104,9 @@ class Plan:
 
     def lengths(self, kinds: Sequence[Kind], tail: int = 0) -> list[int]:
         """Elements of each message, in the order of leaving. tail: numbers after the gradients."""
-        lengths = [sum(kinds[member].numel for member in bucket.members) for bucket in self.buckets]
+        lengths = []
+        for bucket in self.buckets:
+            lengths.append(sum(kinds[member].numel for member in bucket.members))
         if self.carries:
             lengths[-1] += tail
         elif tail:
@@ -134,6 +136,7 @@ def filled(
             continue
         members = started.setdefault((kind.dtype, kind.device), [])
         members.append(index)
+        # closed when it is full and not before: it may exceed the limit by most of a gradient
         if sum(kinds[member].nbytes for member in members) >= limit:
             buckets.append(Bucket.of(kinds, started.pop((kind.dtype, kind.device))))
     left = [Bucket.of(kinds, members) for members in started.values()]

@@ -7,7 +7,7 @@
         optimizer.step()  # gradients are the same on all ranks
 
 Every rank computes the mean gradient over its own batch; what arrives is their average (1/N)·Σ g_r,
-the gradient of the joint batch where the ranks' batches have one size. How that is hidden behind
+the gradient of the joint batch where the ranks' batches have one size. How that is hidden by
 backward, and what travels, is in `dure.parallel.data.reducer`. The tail has three fields:
 
     out       of each rank      whether it has run out of data
@@ -251,14 +251,15 @@ class DistributedDataParallel(nn.Module):
 
         divide_by_initial_world_size: gradients are divided by the number of all ranks to the end;
         False divides by those that still have data. enable: False does nothing. Raises ValueError
-        with a static graph, whose steps do not say who is there.
+        with a static graph, whose steps do not say which ranks are there.
         """
         if not enable:
             yield
             return
         if self.reducer.how.static:
             raise ValueError(
-                "join needs to know in every step who has data left: let static_graph be False"
+                "join needs to know in every step which ranks have data left: let static_graph be "
+                "False"
             )
         self._joining = True
         self._divides_by_those_here = not divide_by_initial_world_size

@@ -6,9 +6,9 @@ on a bucket leaves when its last gradient is there and all buckets before it hav
 ranks issue the same all-reduces in the same order. When backward is done, what is still missing
 counts as zeros, and the last message leaves.
 
-The last message carries a tail (`dure.collectives.tail`): the fields of the owner, and a flag for each
-gradient that says how many ranks used it. A gradient that no rank used stays None; one that only
-others used becomes their sum.
+The last message carries a tail (`dure.collectives.tail`): the fields of the owner, and for each
+gradient how many ranks used it. A gradient that no rank used stays None; one that only others used
+becomes their sum.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -48,7 +48,7 @@ from dure.record.meter import Counters
 
 
 class Owner(Protocol):
-    """Who has a reducer. The reducer does not keep it alive."""
+    """The object that has a reducer, and that the reducer does not keep alive."""
 
     announces: bool
     """Whether it calls `Reducer.begin` before every backward pass, so that none begins unseen."""
@@ -244,7 +244,7 @@ class Reducer:
 
     @property
     def any_gradient(self) -> bool:
-        """Whether this pass has given any parameter a gradient, of an owner that does not announce."""
+        """Whether this pass has given any parameter a gradient; for owners that do not announce."""
         return any(self._count)
 
     # What leaves.

@@ -5,13 +5,13 @@ sum of (b_r/B)·g_r, which is the gradient of the joint batch, so N ranks walk t
 worker.
 
 The d gradients travel in buckets while backward goes on (`dure.parallel.data.reducer`), by an
-all-reduce of choice. At the end of the last bucket rides a tail (`dure.collectives.tail`), so that a step
-has no other message. It carries what all ranks have to agree on anyway:
+all-reduce of choice. At the end of the last bucket rides a tail (`dure.collectives.tail`), so that
+a step has no other message. It carries what all ranks have to agree on anyway:
 
     wish      of rank 0          to stop, or to write a checkpoint
     loss      of each rank       its share of the mean loss
-    arrival   of each rank       when it came to the last message; until the last rank has come, a rank is idle
-    before    of each rank       for each earlier message, how many seconds before `arrival` it came to that one
+    arrival   of each rank       when it came to the last message; until all have, a rank is idle
+    before    of each rank       how many seconds before that it came to each earlier message
     changed   of each buffer     whether rank 0's forward pass has changed it
     used      of each parameter  how many ranks have a gradient of it
 

@@ -1,10 +1,11 @@
-"""One worker: stochastic gradient descent, and with a full batch gradient descent. The baseline of
-all systems.
+"""One worker: stochastic gradient descent; with a full batch, gradient descent.
 
-w <- w - step(mean gradient over the batch), by the task's optimizer. Nothing travels.
+It is the baseline of all systems:
 
-It computes on the CPU or on one GPU. Loaders may read batches ahead, so that all cores feed it
-(`dure.data.prefetch`); they change no bit of what it computes.
+    w <- w - step(mean gradient over the batch)        by the task's optimizer
+
+Nothing travels. The worker computes on the CPU or on one GPU. Loaders may read batches ahead, so
+that all cores feed it (`dure.data.prefetch`); they change no bit of what it computes.
 
 Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
 """
@@ -36,13 +37,13 @@ from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buf
 
 
 def check_gradient(accumulate: int, clip_norm: float | None) -> None:
-    """Raises ValueError for a number of pieces, or a largest norm, that no gradient can have."""
+    """Raises ValueError for a number of pieces or a largest norm that no gradient can have."""
     if accumulate < 1:
         raise ValueError(
-            f"accumulate is {accumulate}, but a part is computed in one piece at least"
+            f"accumulate is {accumulate}, but a part is computed in at least one piece"
         )
     if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm is {clip_norm}, but a norm above zero can be asked for only")
+        raise ValueError(f"clip_norm is {clip_norm}, but a largest norm is above zero")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class SingleWorker(Strategy):
     Args:
         batch_size: examples of a step; None is all the data in every step (gradient descent).
         device: where it computes: cpu, cuda, or cuda:1.
-        loaders: threads (for datasets with transforms: processes) that read batches ahead; 0 reads
-            them in between.
+        loaders: how many threads read batches ahead, or processes where the dataset has
+            transforms; with 0 each batch is read when it is needed.
     """
 
     batch_size: int | None = 64
@@ -67,12 +68,12 @@ class SingleWorker(Strategy):
 
     @property
     def label(self) -> str:
-        name = "gradient descent" if self.batch_size is None else "single worker"
-        device = "" if self.device == "cpu" else f" on {self.device}"
-        loaders = (
-            f", {self.loaders} loader{'' if self.loaders == 1 else 's'}" if self.loaders else ""
-        )
-        return name + device + loaders
+        label = "gradient descent" if self.batch_size is None else "single worker"
+        if self.device != "cpu":
+            label += f" on {self.device}"
+        if self.loaders:
+            label += f", {self.loaders} loader{'' if self.loaders == 1 else 's'}"
+        return label
 
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)
@@ -86,13 +87,20 @@ class SingleWorker(Strategy):
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return SingleLearner(
-            task, place, seed, self.batch_size, device_of(self.device), self.loaders
+            task,
+            place,
+            seed,
+            self.batch_size,
+            device=device_of(self.device),
+            loaders=self.loaders,
         )
 
 
 class SingleLearner(Learner):
-    """SGD at work. Ranks that share its loop (`dure.parallel.data.strategy`) replace how a step's
-    gradient is made."""
+    """SGD at work.
+
+    Ranks share its loop and replace how a step's gradient is made (`dure.parallel.data.strategy`).
+    """
 
     unit = "step"
 
@@ -105,7 +113,9 @@ class SingleLearner(Learner):
         device: torch.device | None = None,
         loaders: int = 0,
     ) -> None:
-        self.task, self.group, self.seed = task, place.group, seed
+        self.task = task
+        self.group = place.group
+        self.seed = seed
         self.device = place.devices[0] if device is None else device
         self.model = place.model(task, seed).to(self.device).train()
         self.optimizer = task.optimizer(self.model.parameters())
@@ -122,7 +132,11 @@ class SingleLearner(Learner):
         self.prefetch: Prefetch | None = None
         if loaders:
             self.prefetch = prefetch(
-                self.train_examples, self.batches.at, loaders, self.device, self._seed_step
+                self.train_examples,
+                self.batches.at,
+                loaders,
+                device=self.device,
+                seed=self._seed_step,
             )
             place.ending.callback(self.prefetch.close)
 
@@ -190,7 +204,7 @@ class SingleLearner(Learner):
         return loaded.batch
 
     def evaluate(self) -> dict[str, float]:
-        return evaluate(self.task, self.model, self.test_examples, self.group, self.step)
+        return evaluate(self.task, self.model, self.test_examples, group=self.group, step=self.step)
 
     def weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))

@@ -13,7 +13,7 @@ Every rank computes the gradient of its part of the batch. A reduce-scatter leav
 its N-th part, by which it updates its N-th part of the parameters, with an optimizer that has the
 state of that part alone. In stages 1 and 2 an all-gather makes the parameters whole again on all
 ranks. In stage 3 they never are: before a unit (a layer, a block of layers) computes, in forward
-and once more in backward, its parameters are gathered, and freed behind it.
+and once more in backward, its parameters are gathered, and freed after it.
 
     division    which elements which rank holds, as data; what a step sends; what a rank holds
     units       which parameters are gathered together
@@ -21,16 +21,17 @@ and once more in backward, its parameters are gathered, and freed behind it.
     shares      what a rank holds of a block, and memory that is used again
     common      memory that all ranks of a host read
     dividing    a model's parameters become shares
-    wire        reduce-scatters and all-gathers, beside the program or not
+    wire        reduce-scatters and all-gathers, alongside the program or not
     away        parameters that are not here
     gathering   units gathered and freed; what autograd saves of them
     in_place    units in memory that all ranks read, where nothing is gathered
     rows        gradients of a block as rows, one a rank
-    reducing    gradients, the tail behind them, latecomers
-    arriving    stages 1 and 2: parameters that come behind the next forward pass
+    reducing    gradients become sums; the tail; late gradients
+    arriving    stages 1 and 2: parameters that come while the next forward pass has begun
     passes      forward and backward passes: from hooks to messages
     optimizer   an optimizer over pieces, and its whole state
     whole       the whole model, to look at, to save and to load
+    checks      which settings, models and optimizers it takes
     checkpoint  checkpoints of which each rank writes its part
     redundancy  `ZeroRedundancy`, for any training loop
     strategy    `ZeRO`, for `dure.train`

@@ -1,10 +1,10 @@
 """Stages 1 and 2, if asked for: parameters become whole while the next forward pass has begun.
 
-Behind an update every rank sends its chunk of each block in the order in which forward needs them,
+After an update every rank sends its chunk of each block in the order in which forward needs them,
 and the program goes on. Until a block has arrived its parameters are `Away`: a module waits for
-what it holds before it computes, and whoever else asks for a parameter (a norm, a `state_dict`, a
-module that uses another's) waits for it there. Who reads memory without asking, as compiled code
-and views that were made before, would read what is on its way.
+what it holds before it computes, and any other code that asks for a parameter (a norm, a
+`state_dict`, a module that uses another's) waits for it there. Code that reads memory without
+asking, such as compiled code and views that were made before, would read what is on its way.
 
 Source: Megatron-LM's `overlap_param_gather`.
 """
@@ -33,8 +33,10 @@ class _Coming(NamedTuple):
 
 
 class Arriving:
-    """How the blocks of one rank become whole behind an update. shares: those that will, if the
-    wire is planned while the program goes on."""
+    """How the blocks of one rank become whole after an update.
+
+    shares: those that do so while the program goes on, if the wire is planned.
+    """
 
     def __init__(self, model: nn.Module, shares: Sequence[Share], wire: Wire) -> None:
         self.wire = wire
@@ -56,9 +58,8 @@ class Arriving:
         def before(module: nn.Module, inputs: Any) -> None:
             if not self._coming:
                 return
-            if (
-                not torch.is_grad_enabled()
-            ):  # modules may choose other operators while a parameter is away
+            if not torch.is_grad_enabled():
+                # without gradients some modules choose other operators by their parameters' type
                 self.settle()
             for share in shares:
                 self._settle(share)
@@ -112,6 +113,5 @@ def check_reads(model: nn.Module) -> None:
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
                 f"overlap_gather needs to see who reads a parameter, and {name or 'the model'} is "
-                f"compiled: "
-                "leave overlap_gather out, or do not compile"
+                f"compiled: leave overlap_gather out, or do not compile"
             )

@@ -1,13 +1,13 @@
 """Parameters whose gradients, and in stage 3 whose elements, lie divided over the ranks.
 
-A `Divided` parameter tells who asks for its gradient where that is, instead of showing none: a norm
-over missing gradients would be 0, and clipping to it would do nothing, silently.
+A `Divided` parameter raises an error that says where its gradient is, instead of showing none: a
+norm over missing gradients would be 0, and clipping to it would silently do nothing.
 
 An `Away` parameter has no elements either, between two gatherings. It keeps its shape, dtype and
-identity, so that a model can be counted, printed and walked through; memory it has none. Whoever
-computes with it asks for it: inside the model's forward pass its unit is gathered on the spot,
+identity, so that a model can be counted, printed and walked through; it has no memory. Code that
+computes with it asks for it. Inside the model's forward pass its unit is then gathered on the spot,
 which serves modules that use parameters of others; anywhere else that is an error that says what to
-do. In stages 1 and 2, on its way behind an update, it is waited for.
+do. In stages 1 and 2 a parameter that is on its way after an update is waited for.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
 
 @contextmanager
 def unwatched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, nobody is told: for who looks at gradients without using them, as a tracer."""
+    """Inside, no check is called: for code that looks at gradients without using them, such as a
+    tracer."""
     checks = [
         (p, p.__dict__.pop("_before_grad")) for p in parameters if "_before_grad" in p.__dict__
     ]
@@ -166,8 +167,8 @@ def _away_among(node: Any) -> list[nn.Parameter]:
         return [node] if type(node) is Away else []
     if isinstance(node, dict):
         node = list(node.values())
-    return (
-        [found for part in node for found in _away_among(part)]
-        if isinstance(node, (list, tuple))
-        else []
-    )
+    found: list[nn.Parameter] = []
+    if isinstance(node, (list, tuple)):
+        for part in node:
+            found += _away_among(part)
+    return found

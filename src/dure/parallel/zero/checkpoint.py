@@ -1,10 +1,10 @@
-"""Checkpoints of which every rank writes its part, and that any number of ranks, or one process,
-can read.
+"""Checkpoints of which every rank writes a part, and that any number of ranks can read.
 
-    folder/00002-of-00004.safetensors    rank 2's pieces: "weights/<name>" and "state/<key>/<name>", runs of elements;
-                                         which runs they are is in the metadata
-    folder/rest.safetensors              what is not divided, as buffers
-    folder/index.json                    names, shapes, the optimizer's settings, how many ranks; written last
+    folder/00002-of-00004.safetensors    rank 2's pieces: "weights/<name>" and "state/<key>/<name>",
+                                         runs of elements; which runs they are is in the metadata
+    folder/rest.safetensors              what is not divided, such as buffers
+    folder/index.json                    version, names, shapes, the optimizer's settings, how many
+                                         ranks; written last
 
 A reader takes from each file the elements that it needs, so that no rank needs room for more than
 its share.
@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -28,6 +28,9 @@ from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
 from dure.record.checkpoint import pack_tree, unpack_tree, write_atomically
 from dure.record.weights import pairs_in, weights_from_bytes, weights_to_bytes
+
+VERSION = 2
+"""Of the index. Before it had one, in version 1, runs were pairs [start, stop]."""
 
 _SETTINGS = "settings/"
 _REST = "rest.safetensors"
@@ -49,7 +52,7 @@ def save(
     write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
     group.all_gather_values([0.0], "waiting for all parts of a checkpoint")
     if group.rank == 0:
-        _write_index(folder, model, shares, division, group.size)
+        _write_index(folder, model, shares, division, ranks=group.size)
     group.all_gather_values([0.0], "waiting for the index of a checkpoint")
 
 
@@ -61,7 +64,7 @@ def _new(folder: Path, name: str) -> Path:
 def _part(shares: Sequence[Share], division: Division) -> bytes:
     """This rank's file."""
     tensors: dict[str, Tensor] = {}
-    runs: dict[str, tuple[int, int]] = {}
+    runs: dict[str, dict[str, int]] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for share in shares:
         parts = {held.place: held.part for held in share.held}
@@ -69,7 +72,7 @@ def _part(shares: Sequence[Share], division: Division) -> bytes:
             piece = share.block.piece(index, share.rank)
             if piece is None:
                 continue
-            runs[name] = piece.start, piece.stop
+            runs[name] = {"start": piece.start, "stop": piece.stop}
             tensors[f"weights/{name}"] = share.of(share.master, piece)
             for key, value in division.state_of(parts.get(index)).items():
                 if isinstance(value, Tensor):
@@ -97,6 +100,7 @@ def _write_index(
     rest |= {_SETTINGS + name: value for name, value in tensors.items()}
     blocks = [share.block for share in shares]
     index = {
+        "version": VERSION,
         "ranks": ranks,
         "names": {
             name: divided[id(value)] for name, value in state.items() if id(value) in divided
@@ -116,12 +120,38 @@ def _write_index(
         raise RunFolderError(
             f"rank 0 does not see {_new(folder, unseen[0])}: all ranks have to write to one folder"
         )
-    (folder / "index.json").unlink(
-        missing_ok=True
-    )  # until the new one: parts of two are no checkpoint
+    # parts of two checkpoints are none: until the new index is written there is no checkpoint
+    (folder / "index.json").unlink(missing_ok=True)
     for name in names:
         _new(folder, name).rename(folder / name)
     write_atomically(folder / "index.json", json.dumps(index).encode())
+
+
+class _Run(NamedTuple):
+    """The elements [start, stop) of a parameter that a file has."""
+
+    start: int
+    stop: int
+
+
+_NOTHING = _Run(0, 0)
+
+
+def _runs_of(written: Mapping[str, Any]) -> dict[str, _Run]:
+    """The runs of a file by parameter, as either version writes them."""
+    return {
+        name: _Run(**run) if isinstance(run, Mapping) else _Run(*run)
+        for name, run in written.items()
+    }
+
+
+def _check_version(index: Mapping[str, Any], folder: Path) -> None:
+    version = index.get("version", 1)
+    if version > VERSION:
+        raise RunFolderError(
+            f"{folder} was written as version {version}, and this dure reads up to version "
+            f"{VERSION}: update dure"
+        )
 
 
 class Checkpoint:
@@ -132,6 +162,7 @@ class Checkpoint:
         with ExitStack() as stack:
             try:
                 index = json.loads((folder / "index.json").read_bytes())
+                _check_version(index, folder)
                 rest = weights_from_bytes((folder / _REST).read_bytes())
                 names = [
                     str(folder / file_of(rank, index["ranks"])) for rank in range(index["ranks"])
@@ -155,7 +186,7 @@ class Checkpoint:
         }
         self.groups: list[dict[str, Any]] = unpack_tree(index["settings"], tensors)
         self._has = [set(file.keys()) for file in self._files]
-        self._runs = [json.loads(file.metadata()["runs"]) for file in self._files]
+        self._runs = [_runs_of(json.loads(file.metadata()["runs"])) for file in self._files]
         self._pairs = {key for file in self._files for key in pairs_in(file.metadata())}
         self._numbers: dict[str, dict[str, Any]] = {}
         self._keys: dict[str, set[str]] = {}
@@ -177,8 +208,9 @@ class Checkpoint:
         there is none."""
         parts = []
         for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
-            first, last = runs.get(name, (0, 0))
-            low, high = max(start, first), min(stop, last)
+            first, last = runs.get(name, _NOTHING)
+            low = max(start, first)
+            high = min(stop, last)
             if first < last and f"{key}/{name}" in has:
                 own = file.get_slice(f"{key}/{name}")
                 if not own.get_shape():

@@ -36,6 +36,7 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
     pid, theirs = group.all_gather_values(
         [float(os.getpid()), float(descriptor)], "sharing memory"
     )[0]
+    # a system may forbid that one process opens another's files; all ranks have to know of it
     mapped: Tensor | None = None
     try:
         if group.rank != 0:
@@ -43,19 +44,19 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
         mapped = Mapping(descriptor, nbytes).tensor()
     except (OSError, ValueError):
         mapped = None
-    everybody = all(
-        row[0] for row in group.all_gather_values([float(mapped is not None)], "sharing memory")
-    )
+    told = group.all_gather_values([float(mapped is not None)], "sharing memory")
+    everywhere = all(row[0] for row in told)
     if descriptor >= 0:
         os.close(descriptor)
-    return mapped if everybody else None
+    return mapped if everywhere else None
 
 
 class Slices:
     """Hands out pieces of common memory, each on a cache line of its own."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory, self.at = memory, 0
+        self.memory = memory
+        self.at = 0
 
     @staticmethod
     def room(nbytes: int) -> int:

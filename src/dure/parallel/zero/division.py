@@ -93,23 +93,28 @@ class Block:
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, Piece], ...], ...]:
         """For each parameter the ranks that hold some of it, with what they hold."""
-        return tuple(
-            tuple((rank, self._piece(first, length, rank)) for rank in self._holders(first, length))
-            for first, length in zip(self.starts, self.lengths, strict=True)
-        )
+        return tuple(map(self._pieces_of, self.starts, self.lengths))
+
+    def _pieces_of(self, first: int, length: int) -> tuple[tuple[int, Piece], ...]:
+        """Of a parameter of so many elements that begins at `first` of the block."""
+        holders = self._holders(first, length)
+        return tuple((rank, self._piece(first, length, rank)) for rank in holders)
 
     def parts(self, tail: int) -> list[list[tuple[int, Part | None]]]:
-        """What each row of a message consists of, a chunk and `tail` numbers behind it: lengths,
-        and of which parameter each part is; None for padding and tails."""
+        """What each row of a message consists of: a chunk, and `tail` numbers after it.
+
+        Each part has a length, and the run of a parameter that it is; None for padding and tails.
+        """
         chunks: list[list[tuple[int, Part | None]]] = [[] for _ in range(self.ranks)]
         for index, pieces in enumerate(self.pieces):
             for rank, (start, stop, _) in pieces:
-                chunks[rank].append(
-                    (stop - start, Part(index, start, stop, stop - start == self.lengths[index]))
-                )
+                whole = stop - start == self.lengths[index]
+                chunks[rank].append((stop - start, Part(index, start, stop, whole)))
         for chunk in chunks:
-            chunk.append((self.chunk + tail - sum(length for length, _ in chunk), None))
-        return [[part for part in chunk if part[0]] for chunk in chunks]
+            rest = self.chunk + tail - sum(length for length, _ in chunk)
+            if rest:
+                chunk.append((rest, None))
+        return chunks
 
     def piece(self, index: int, rank: int) -> Piece | None:
         """What `rank` holds of parameter `index`; None for nothing."""
@@ -121,7 +126,8 @@ class Block:
         )
 
     def _piece(self, first: int, length: int, rank: int) -> Piece:
-        low, high = max(first, rank * self.chunk), min(first + length, (rank + 1) * self.chunk)
+        low = max(first, rank * self.chunk)
+        high = min(first + length, (rank + 1) * self.chunk)
         return Piece(low - first, high - first, low - rank * self.chunk)
 
 
@@ -131,8 +137,9 @@ def blocks_of(
     dtypes: Sequence[torch.dtype],
     alone: int = ALONE,
 ) -> list[Block]:
-    """The blocks of a unit's parameters: long ones alone, the others in a row a dtype, frozen ones
-    apart.
+    """The blocks of a unit's parameters: long ones alone, the others in one row for each dtype.
+
+    Frozen ones are apart.
 
     dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision.
     alone: elements of long ones.
@@ -140,19 +147,23 @@ def blocks_of(
     rows: dict[tuple[object, ...], list[int]] = {}
     for index, ((_, parameter), dtype) in enumerate(zip(parameters, dtypes, strict=True)):
         length = parameter.numel()
+        # a key of its own keeps a long parameter out of the rows
         own = index if length >= alone and length % ranks == 0 else None
         rows.setdefault((own, dtype, parameter.dtype, parameter.requires_grad), []).append(index)
-    return [
-        Block(
-            tuple(parameters[index][0] for index in row),
-            tuple(tuple(parameters[index][1].shape) for index in row),
-            dtypes[row[0]],
-            parameters[row[0]][1].dtype,
-            parameters[row[0]][1].requires_grad,
-            ranks,
+    blocks = []
+    for row in rows.values():
+        names, tensors = zip(*(parameters[index] for index in row), strict=True)
+        blocks.append(
+            Block(
+                names=names,
+                shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+                dtype=dtypes[row[0]],
+                master=tensors[0].dtype,
+                trained=tensors[0].requires_grad,
+                ranks=ranks,
+            )
         )
-        for row in rows.values()
-    ]
+    return blocks
 
 
 def bytes_sent(blocks: Sequence[Block], stage: Stage, tail: int, tail_width: int = 4) -> int:
@@ -160,7 +171,7 @@ def bytes_sent(blocks: Sequence[Block], stage: Stage, tail: int, tail_width: int
 
     A reduce-scatter or an all-gather of a block sends N-1 chunks. Gradients are reduced once;
     parameters are gathered once after the step in stages 1 and 2, and twice within it, for forward
-    and for backward, in stage 3, frozen ones among them. tail: numbers behind the chunks of the
+    and for backward, in stage 3, frozen ones among them. tail: numbers after the chunks of the
     step's last message, of `tail_width` bytes each.
     """
     if not blocks or blocks[0].ranks == 1:

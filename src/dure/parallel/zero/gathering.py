@@ -4,7 +4,7 @@ A unit is gathered into a buffer, of which its parameters become views; when it 
 `Away`. What autograd saves of them for the backward pass is kept as a place in the unit and not as
 memory, and read from the buffer that the unit then has (torch's saved-tensor hooks). A unit is
 freed in backward when all its gradients are there and nothing in the graph needs it; before that
-some module of it may come again, as a part whose activations are computed anew.
+some module of it may come again, such as a part whose activations are computed anew.
 
 A unit is used from the first call of one of its modules to the end of the last. What a module gives
 back may be a view of a parameter; then the unit stays until the forward pass ends.
@@ -33,7 +33,9 @@ class Unit:
     buffer a share, where it is gathered or on its way."""
 
     def __init__(self, number: int, modules: list[nn.Module], shares: list[Share]) -> None:
-        self.number, self.modules, self.shares = number, modules, shares
+        self.number = number
+        self.modules = modules
+        self.shares = shares
         self.kinds = [[type(parameter) for parameter in share.parameters] for share in shares]
         self.calls = 0
         self.saved = 0
@@ -74,8 +76,12 @@ class _Saved:
     __slots__ = ("gathering", "number", "offset", "share", "size", "stride", "unit")
 
     def __init__(self, gathering: Gathering, unit: Unit, share: int, view: Tensor) -> None:
-        self.gathering, self.unit, self.number = gathering, unit, share
-        self.offset, self.size, self.stride = view.storage_offset(), view.size(), view.stride()
+        self.gathering = gathering
+        self.unit = unit
+        self.number = share
+        self.offset = view.storage_offset()
+        self.size = view.size()
+        self.stride = view.stride()
         unit.saved += 1
 
     def __del__(self) -> None:
@@ -85,8 +91,9 @@ class _Saved:
 
 
 class Gathering:
-    """All units of a model on one rank, gathered and freed. When is somebody else's business:
-    `need` asks him.
+    """All units of a model on one rank, gathered and freed.
+
+    need: called with a unit that a module needs; set by who decides when units are gathered.
 
     here: whether all parameters are, so that nothing has to be asked
     (`dure.parallel.zero.in_place`).
@@ -96,12 +103,17 @@ class Gathering:
     here = False
 
     def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
-        self.units, self.wire, self.pool = units, wire, pool
+        self.units = units
+        self.wire = wire
+        self.pool = pool
         self.in_backward = False
         self._where: dict[int, tuple[Unit, int]] = {}
         self.need: Any = None
         for unit in units:
             self.send_away(unit)
+
+    def bring(self) -> None:
+        """All parameters may be used from now on, where they are `in_place`."""
 
     def issue(self, unit: Unit) -> None:
         """Begins to gather a unit."""
@@ -152,9 +164,9 @@ class Gathering:
 
         def fetch(parameter: nn.Parameter) -> None:
             self.need(unit)
-            unit.stays = unit.always_stays = (
-                True  # nobody knows for how long a module that is not its own needs it
-            )
+            # a module that is not of the unit needs it, and does not tell for how long
+            unit.stays = True
+            unit.always_stays = True
 
         with torch.inference_mode(False), torch.no_grad():
             for share in unit.shares:
@@ -206,6 +218,7 @@ class Gathering:
         unit, share = found
         assert unit.whole is not None
         if tensor.dtype != unit.whole[share].dtype or tensor.is_conj() or tensor.is_neg():
+            # sizes and strides do not describe such a view
             return tensor.clone()
         return _Saved(self, unit, share, tensor)
 

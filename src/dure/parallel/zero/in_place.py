@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from dure.parallel.zero.away import Away
 from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.shares import Pool
@@ -27,12 +29,10 @@ class InPlace(Gathering):
             for share in unit.shares:
                 share.install()
         super().__init__(units, wire, pool)
-        self._kinds = [
-            (parameter, kind)
-            for unit in units
-            for share, kinds in zip(unit.shares, unit.kinds, strict=True)
-            for parameter, kind in zip(share.parameters, kinds, strict=True)
-        ]
+        self._kinds: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
+        for unit in units:
+            for share, kinds in zip(unit.shares, unit.kinds, strict=True):
+                self._kinds += zip(share.parameters, kinds, strict=True)
 
     def bring(self) -> None:
         """All parameters may be used from now on."""

@@ -2,8 +2,9 @@
 made whole again.
 
 An optimizer is divided by giving its parameter groups the pieces instead of the parameters, so all
-its settings and whoever holds it (a scheduler of learning rates) stay as they are. That is right
-for optimizers that treat every element for itself; others are refused (`dure.parallel.divisible`).
+its settings, and the objects that hold it (a scheduler of learning rates), stay as they are. That
+is right for optimizers that treat every element for itself; others are refused
+(`dure.parallel.divisible`).
 
 The whole state has the form of `Optimizer.state_dict()` over the undivided parameters, and so loads
 into the same optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
@@ -30,11 +31,6 @@ class Division:
     def __init__(self, optimizer: Optimizer, shares: Sequence[Share]) -> None:
         self.optimizer = optimizer
         self.shares = list(shares)
-        self.where = {
-            id(parameter): (share, index)
-            for share in shares
-            for index, parameter in enumerate(share.parameters)
-        }
         held = {id(share.parameters[part.place]): part for share in shares for part in share.held}
         self.original: list[list[nn.Parameter]] = []
         for group in optimizer.param_groups:
@@ -83,7 +79,8 @@ class Division:
 
     def groups(self) -> list[dict[str, Any]]:
         """The settings, with the numbers of the parameters as in a state_dict of torch."""
-        groups, first = [], 0
+        groups = []
+        first = 0
         for settings, parameters in zip(self.optimizer.param_groups, self.original, strict=True):
             numbers = list(range(first, first + len(parameters)))
             groups.append(
@@ -129,7 +126,8 @@ class Division:
                 f"{len(self.optimizer.param_groups)}"
             )
         mine: dict[int, Any] = {}
-        settings, first = [], 0
+        settings = []
+        first = 0
         for group, given in zip(self.optimizer.param_groups, groups, strict=True):
             for number, part in enumerate(group["params"], start=first):
                 if states.get(id(part)):

@@ -1,5 +1,4 @@
-"""Forward and backward passes on one rank: what hooks tell becomes messages, in the order that all
-ranks follow.
+"""Forward and backward passes on one rank: hooks become messages, in the order of all ranks.
 
 Hooks on the model's modules say when units are needed, hooks on parameters when gradients are
 there, and a callback of autograd when a backward pass has ended. A rank without examples takes part
@@ -9,7 +8,7 @@ in a pass by sending what the order says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,11 +17,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dure.collectives.group import Group
+from dure.errors import RunFolderError
 from dure.parallel.direct import Direct
 from dure.parallel.zero.gathering import Gathering, Unit
-from dure.parallel.zero.in_place import InPlace
 from dure.parallel.zero.reducing import Reducing
 from dure.parallel.zero.sweep import Action, Sweep, backward_order, completed, forward_order, guess
+
+VERSION = 2
+"""Of the state of `Orders`."""
 
 
 class Orders:
@@ -32,7 +34,8 @@ class Orders:
     """
 
     def __init__(self, blocks: list[list[int]], around: set[int], prefetch: int) -> None:
-        self.blocks, self.prefetch = blocks, prefetch
+        self.blocks = blocks
+        self.prefetch = prefetch
         self.learned = False
         self.units = list(range(len(blocks)))
         self.events = guess(self.units, blocks, around)
@@ -53,33 +56,60 @@ class Orders:
         """Takes over what rank 0 has seen. Bookkeeping, once: not counted by the meter."""
         units = list(dict.fromkeys([*needed, *self.units]))
         actions = completed(events, self.everything, carrier)
-        mine = [
-            *units,
-            *(
-                action.number if action.kind == "gather" else -1 - action.number
-                for action in actions
-            ),
-        ]
-        first = [
-            int(number)
-            for number in group.all_gather_values([float(number) for number in mine], "order")[0]
-        ]
-        self.restore(first)
+        mine = [float(number) for number in (*units, *map(_coded, actions))]
+        numbers = [int(number) for number in group.all_gather_values(mine, "order")[0]]
+        self._take(numbers)
 
-    def numbers(self) -> list[int]:
+    def state(self) -> dict[str, Any]:
         """What was learned, for a checkpoint; `restore` takes it."""
-        coded = [
-            event.number if event.kind == "gather" else -1 - event.number for event in self.events
-        ]
-        return [*self.units, *coded] if self.learned else []
+        return {
+            "version": VERSION,
+            "learned": self.learned,
+            "units": self.units,
+            "events": [{"kind": event.kind, "number": event.number} for event in self.events],
+        }
 
-    def restore(self, numbers: Sequence[int]) -> None:
+    def restore(self, state: Mapping[str, Any] | Sequence[int]) -> bool:
+        """Goes on with what was learned before; whether anything was, for a model of as many units
+        and blocks.
+
+        Until version 2 a state was one list of numbers: units, then events as `_coded`; empty if
+        nothing was learned.
+        """
+        if not isinstance(state, Mapping):
+            fits = len(state) == len(self.units) + len(self.everything)
+            if fits:
+                self._take(state)
+            return fits
+        if state["version"] != VERSION:
+            raise RunFolderError(
+                f"the order of messages was written as version {state['version']}, and this dure "
+                f"reads version {VERSION}: update dure"
+            )
+        sizes = (len(state["units"]), len(state["events"]))
+        if not state["learned"] or sizes != (len(self.units), len(self.everything)):
+            return False
+        self.units = list(state["units"])
+        self.events = [Action(event["kind"], event["number"]) for event in state["events"]]
+        self.learned = True
+        return True
+
+    def _take(self, numbers: Sequence[int]) -> None:
+        """Takes over units and coded events."""
         count = len(self.units)
         self.units = list(numbers[:count])
-        self.events = [
-            Action("gather", n) if n >= 0 else Action("reduce", -1 - n) for n in numbers[count:]
-        ]
+        self.events = [_decoded(number) for number in numbers[count:]]
         self.learned = True
+
+
+def _coded(action: Action) -> int:
+    """An action as one number: a gathering as its unit, a reduction of block b as -1 - b."""
+    return action.number if action.kind == "gather" else -1 - action.number
+
+
+def _decoded(number: int) -> Action:
+    """The inverse of `_coded`."""
+    return Action("gather", number) if number >= 0 else Action("reduce", -1 - number)
 
 
 class Passes:
@@ -100,13 +130,12 @@ class Passes:
         direct: Direct,
         hurried: bool,
     ) -> None:
-        self.model, self.group = model, group
-        self.gathering, self.reducing, self.orders, self.hurried = (
-            gathering,
-            reducing,
-            orders,
-            hurried,
-        )
+        self.model = model
+        self.group = group
+        self.gathering = gathering
+        self.reducing = reducing
+        self.orders = orders
+        self.hurried = hurried
         self.sends = True
         self.rests = False
         self._blocks = (
@@ -135,10 +164,9 @@ class Passes:
         self.reducing.carrier = carrier
         self.orders.events = completed(self.orders.events, [], carrier)
 
-    def restore_order(self, numbers: Sequence[int]) -> None:
+    def restore_order(self, state: Mapping[str, Any] | Sequence[int]) -> None:
         """Goes on with what was learned before, in a model of the same units."""
-        if len(numbers) == len(self.orders.units) + len(self.orders.everything):
-            self.orders.restore(numbers)
+        if self.orders.restore(state):
             self._set_carrier()
 
     # Hooks.
@@ -157,6 +185,7 @@ class Passes:
             if self.rests:
                 return
             if gathering.here and self.scope is not None and self.orders.learned:
+                # in place all parameters are here, and nothing has to be noted any more
                 self._depth += module is self.scope
                 return
             if self.in_backward():  # recomputed activations
@@ -181,6 +210,8 @@ class Passes:
             self._depth -= 1
             if self._depth:
                 return None
+            # this hook is called after an error too; one that the caller was handling when the
+            # pass began does not count
             failed = sys.exc_info()[1] is not self._handled
             outputs = gathering.own_memory(outputs)
             self._leave(failed)
@@ -233,7 +264,9 @@ class Passes:
             return
         assert self.gathering is not None
         self.abandon()
-        self.scope, self._depth, self._handled = module, 1, sys.exc_info()[1]
+        self.scope = module
+        self._depth = 1
+        self._handled = sys.exc_info()[1]
         if module is self.model:
             self._needed = []
             self.gathering.count()
@@ -243,8 +276,15 @@ class Passes:
 
     def _forward_sweep(self) -> Sweep:
         order = self.orders.forward()
+        return self._sweep(order)
+
+    def _sweep(self, order: Sequence[Action]) -> Sweep:
         return Sweep(
-            order, self.orders.prefetch, self._gather, self.reducing.issue, self.reducing.ready
+            order,
+            self.orders.prefetch,
+            gather=self._gather,
+            reduce=self.reducing.issue,
+            ready=self.reducing.ready,
         )
 
     def _leave(self, failed: bool) -> None:
@@ -265,7 +305,7 @@ class Passes:
             self.gathering.issue(unit)
 
     def _make_room(self, action: Action) -> None:
-        """Nobody here needs what is gathered at the end of a pass, so that it can go at once."""
+        """This rank does not need what is gathered at the end of a pass: it can go at once."""
         if self.gathering is not None and action.kind == "gather":
             self.gathering.free_all()
 
@@ -285,7 +325,7 @@ class Passes:
         else:
             sweep = self.forward
             self._needed.append(unit.number)
-        if isinstance(self.gathering, InPlace):
+        if self.gathering.in_place:
             self.gathering.bring()
             return
         if unit.whole is not None and unit.handles is None:
@@ -295,9 +335,8 @@ class Passes:
             sweep.need(unit.number)
             unit.always_stays |= again and self.scope is not None
             unit.comes_again |= again and self.scope is None
-        if (
-            unit.whole is None
-        ):  # used again after it was freed, or outside of a pass of the whole model: on all ranks
+        if unit.whole is None:
+            # used again after it was freed, or outside of a pass of the whole model: on all ranks
             self.gathering.issue(unit)
         self.gathering.arrive(unit)
 
@@ -320,10 +359,7 @@ class Passes:
         self.reducing.begin()
         gathers = self.gathering is not None and not self.gathering.in_place
         order = self.orders.backward(gathers, self.sends)
-        prefetch = self.orders.prefetch
-        self.backward = Sweep(
-            order, prefetch, self._gather, self.reducing.issue, self.reducing.ready
-        )
+        self.backward = self._sweep(order)
         if self.gathering is not None:
             self.gathering.begin_backward()
             self.gathering.count()

@@ -9,7 +9,7 @@ The last message of a step carries the tail (`dure.collectives.tail`), in each o
 a reduce-scatter leaves every rank one row: the fields of the caller, and
 
     used   of each parameter          how many ranks have a gradient of it
-    late   of each block, in stage 3  how many ranks have a part of it that came too late for its message
+    late   of each block, in stage 3  how many ranks have a gradient that came after its message
 
 A block that is late on any rank is sent once more by all.
 """
@@ -150,7 +150,8 @@ class Reducing:
             self._settle(self._sent.popleft())
 
     def _send(self, number: int, carries: bool) -> None:
-        adds, self._adds[number] = self._adds[number], True
+        adds = self._adds[number]
+        self._adds[number] = True  # what is late is added to what has been sent
         alone = self.shares[number].block.alone and not carries
         self._sent.append(
             self._send_alone(number, adds) if alone else self._send_rows(number, carries, adds)
@@ -159,13 +160,15 @@ class Reducing:
     def _into(self, number: int, message: Tensor, adds: bool, carries: bool) -> Tensor:
         """Where the sum of a message goes: where it is to stay, or into this rank's row."""
         share = self.shares[number]
+        # what is added to a gradient, has a tail after it, or has fewer digits than the master is
+        # put in its place when it has come (`_put`)
         stays = not (adds or carries or share.block.dtype != share.block.master)
         if stays and self.stage > 1:
             if share.gradient is None:
                 share.gradient = torch.empty_like(share.master)
             return share.gradient
         row = message.view(share.block.ranks, -1)[share.rank]
-        if stays:
+        if stays:  # in stage 1 the message is kept for as long as its row is the gradient
             share.gradient = row
         return row
 
@@ -175,7 +178,8 @@ class Reducing:
 
         None where there is none.
         """
-        taken, used = take_gradients(self.shares[number].parameters), self._used[number]
+        taken = take_gradients(self.shares[number].parameters)
+        used = self._used[number]
         for index, gradient in enumerate(taken):
             if gradient is None:
                 continue
@@ -197,17 +201,14 @@ class Reducing:
     def _alone(self, number: int) -> tuple[Tensor, bool, list[Tensor]]:
         """The message of a parameter that is a block, whether its memory is the pool's, and this
         rank's own chunk where that is not in the message."""
-        block, (taken,), place = (
-            self.shares[number].block,
-            self._take(number),
-            self._places.pop(number, None),
-        )
+        block = self.shares[number].block
+        (taken,) = self._take(number)
+        place = self._places.pop(number, None)
         gradient = _plain(taken).contiguous().view(-1) if taken is not None else None
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True, []
-        if (
-            place is not None and gradient is None
-        ):  # autograd may have written there, and waits for another part
+        if place is not None and gradient is None:
+            # autograd may have written there, and waits for another part of the gradient
             self.pool.leave(place)
             place = None
         if self.wire.split_phase:
@@ -229,7 +230,8 @@ class Reducing:
         if gradient.dtype != message.dtype:
             message.copy_(gradient)
             return []
-        start, stop = share.rank * share.block.chunk, (share.rank + 1) * share.block.chunk
+        start = share.rank * share.block.chunk
+        stop = (share.rank + 1) * share.block.chunk
         if start:
             message[:start].copy_(gradient[:start])
         if stop < message.numel():
@@ -237,14 +239,21 @@ class Reducing:
         return [gradient[start:stop]]
 
     def _send_alone(self, number: int, adds: bool) -> _Sent:
-        share, (message, pooled, own) = self.shares[number], self._alone(number)
+        share = self.shares[number]
+        (message, pooled, own) = self._alone(number)
         into = self._into(number, message, adds, False)
         return _Sent(
-            share, message, into, pooled, adds, self.wire.reduce_scatter(message, into, own)
+            share=share,
+            message=message,
+            into=into,
+            pooled=pooled,
+            adds=adds,
+            handle=self.wire.reduce_scatter(message, into, own),
         )
 
     def _send_rows(self, number: int, carries: bool, adds: bool) -> _Sent:
-        share, gradients = self.shares[number], self._take(number)
+        share = self.shares[number]
+        gradients = self._take(number)
         tail = self.tail.length if carries else 0
         message = self._room(share.block.padded + share.block.ranks * tail, share.block.dtype)
         into = self._into(number, message, adds, carries)
@@ -252,7 +261,9 @@ class Reducing:
         own = rows.fill(gradients)
         if tail:
             rows.say(self._said())
-        return _Sent(share, message, into, True, adds, begin(own))
+        return _Sent(
+            share=share, message=message, into=into, pooled=True, adds=adds, handle=begin(own)
+        )
 
     def _prepared_rows(self, number: int, tail: int, message: Tensor, into: Tensor) -> _Prepared:
         key = number, tail, message.data_ptr(), into.data_ptr()
@@ -262,6 +273,7 @@ class Reducing:
                 share.block,
                 tail,
                 message,
+                # in split-phase the sum reads this rank's row where the gradients lie
                 share.rank if self.wire.split_phase and not tail else None,
             )
             self._prepared[key] = _Prepared(rows, self.wire.prepare_reduce_scatter(message, into))
@@ -269,13 +281,14 @@ class Reducing:
 
     def _room(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Memory of the pool, after what others have read by now went back to it."""
-        unread, self._unread = self._unread, []
+        unread = self._unread
+        self._unread = []
         for message, handle in unread:
             self._give(message, handle)
         return self.pool.take(elements, dtype)
 
     def _give(self, message: Tensor, handle: Handle[None]) -> None:
-        """Gives a message back to the pool, as soon as nobody reads it."""
+        """Gives a message back to the pool, as soon as no rank reads it."""
         if isinstance(handle, Later) and not handle.is_read():
             self._unread.append((message, handle))
         else:
@@ -286,7 +299,7 @@ class Reducing:
         used: list[float] = []
         late: list[float] = []
         for number, share in enumerate(self.shares):
-            left = 0  # gradients that are here still: their block's message did not take them along
+            left = 0  # gradients that are still here: their block's message did not take them
             for index, gradient in enumerate(gradients_of(share.parameters)):
                 left += gradient is not None
                 used.append(float(gradient is not None or index in self._used[number]))
@@ -310,7 +323,8 @@ class Reducing:
 
     def _put(self, sent: _Sent) -> None:
         """Puts a sum that has come into this rank's row of the message where it belongs."""
-        share, chunk = sent.share, sent.share.block.chunk
+        share = sent.share
+        chunk = sent.share.block.chunk
         reduced = sent.into[:chunk]
         if sent.into.numel() > chunk:
             self._numbers = sent.into[chunk:].clone()
@@ -372,7 +386,8 @@ class Reducing:
         for place in self._places.values():
             self.pool.give(place)
         self._places.clear()
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         for message, handle in kept:
             if any(
                 share.gradient is not None and lies_in(share.gradient, message)

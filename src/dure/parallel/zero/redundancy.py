@@ -1,14 +1,13 @@
-"""ZeRO in anybody's training loop: a model and its optimizer, divided over the ranks of a group."""
+"""ZeRO for any training loop: a model and its optimizer, divided over the ranks of a group."""
 
 from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero import checkpoint
 from dure.parallel.zero.arriving import Arriving, check_reads
 from dure.parallel.zero.away import watch_gradient
-from dure.parallel.zero.dividing import PRECISIONS, Cut, Precision, divide, shorten_numbers
+from dure.parallel.zero.checks import check_model, check_settings, prefetch_of
+from dure.parallel.zero.dividing import Cut, Precision, divide, shorten_numbers
 from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
 from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.in_place import InPlace
@@ -52,7 +52,7 @@ class ZeroRedundancy:
 
     Args:
         model: on one device, the same on all ranks in shapes; rank 0's weights and buffers become
-            everybody's. Which parameters are trained is decided before.
+            those of all. Which parameters are trained is decided before.
         optimizer: over parameters of the model, in any groups; or a function that makes one of
             `model.parameters()`. It must treat every element for itself, as SGD and Adam do. It
             goes on to be the one to call.
@@ -63,15 +63,15 @@ class ZeroRedundancy:
         precision: "bf16" computes and sends in bfloat16, and updates parameters in their own dtype.
         units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None
             chooses.
-        prefetch: how many units are gathered ahead, and messages sent, beside the computation; 0
-            does not. None takes one, but none where the ranks of one host keep all of its cores
-            busy: it would take their time.
-        overlap_gather: in stages 1 and 2 `step` does not wait for the updated parameters, which
-            arrive behind the next forward pass; whoever reads one before waits for it. Where every
-            rank has a host of its own and the backend is dure; elsewhere it changes nothing.
+        prefetch: how many units are gathered ahead, and messages sent, alongside the computation;
+            with 0 none is. None means one, but 0 where the ranks of one host keep all of its cores
+            busy: messages would take their time.
+        overlap_gather: in stages 1 and 2 `step` does not wait for the updated parameters. They
+            arrive during the next forward pass, and code that reads one before waits for it. It
+            needs a host for every rank and the backend dure; elsewhere it changes nothing.
             Compiled code, and views of parameters that were made before a step, do not wait: call
             `settle` before they read, and before the process group is destroyed. Ranks must send
-            the same in every step: what is sent is not compared any more.
+            the same in every step: what they send is no longer compared.
         algorithm: "native" is the backend's own; "ring" and "one_shot" go over sends.
         in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share
             a host and the backend is dure, so that no unit is copied; False gathers copies there
@@ -103,7 +103,9 @@ class ZeroRedundancy:
             check_reads(model)
         if reduce not in ("mean", "sum"):
             raise ValueError(f"gradients cannot be reduced to a {reduce!r}; choose mean or sum")
-        self.model, self.stage, self.group = model, stage, Group.of(process_group)
+        self.model = model
+        self.stage = stage
+        self.group = Group.of(process_group)
         self.optimizer = (
             optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         )
@@ -112,15 +114,24 @@ class ZeroRedundancy:
         check_weights_stay(model, self.group.size)
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
         self.wire = Wire(
-            self.group, algorithm, prefetch > 0, reduce == "mean", planned=overlap_gather
+            self.group,
+            algorithm,
+            beside=prefetch > 0,
+            mean=reduce == "mean",
+            planned=overlap_gather,
         )
         for tensor in (*model.parameters(), *model.buffers()):
             self.group.broadcast_values([tensor], counted=False)
-        in_place = in_place and algorithm == "native"
-        alone = (
-            WORTH_IT // 4 if self.wire.split_phase else ALONE
-        )  # shorter ones are copied into a message either way
-        cuts = divide(model, stage, self.group, precision, units, in_place, alone)
+        cuts = divide(
+            model,
+            stage,
+            self.group,
+            precision=precision,
+            units=units,
+            common=in_place and algorithm == "native",
+            # in split-phase shorter gradients are copied into a message either way
+            alone=WORTH_IT // 4 if self.wire.split_phase else ALONE,
+        )
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
         self.division = Division(self.optimizer, self.trained)
@@ -138,7 +149,7 @@ class ZeroRedundancy:
             shorten_numbers(model, lambda: self.passes.rests)
         self._quiet = copy.copy(self.group)
         self._quiet.meter = Meter(self.group.meter.name)
-        self._whole = Whole(model, self.shares, self.passes, self._quiet, algorithm)
+        self._whole = Whole(model, self.shares, self.passes, group=self._quiet, algorithm=algorithm)
         self._whole.meet()
         self._reduced = False
         self._stepped = 0
@@ -152,24 +163,38 @@ class ZeroRedundancy:
         direct = Direct(own, self.reducing.place_of)
         gathering = None
         if self.stage == 3:
-            modules = [[self.model.get_submodule(name) for name in cut.modules] for cut in cuts]
-            units = [
-                Unit(i, *each)
-                for i, each in enumerate(zip(modules, [cut.shares for cut in cuts], strict=True))
-            ]
             in_place = all(share.common for share in self.shares)
-            gathering = (InPlace if in_place else Gathering)(units, self.wire, self._pool)
+            kind = InPlace if in_place else Gathering
+            gathering = kind(self._units(cuts), self.wire, self._pool)
         else:
             for share in self.shares:
                 share.install()
-        number = {id(share): number for number, share in enumerate(self.trained)}
-        blocks = [
-            [number[id(share)] for share in cut.shares if share.block.trained] for cut in cuts
-        ]
-        orders = Orders(blocks, {unit for unit, cut in enumerate(cuts) if cut.around}, prefetch)
+        around = {unit for unit, cut in enumerate(cuts) if cut.around}
         return Passes(
-            self.model, self.group, gathering, self.reducing, orders, direct, hurried=self.stage > 1
+            self.model,
+            self.group,
+            gathering=gathering,
+            reducing=self.reducing,
+            orders=Orders(self._blocks_of(cuts), around, prefetch),
+            direct=direct,
+            hurried=self.stage > 1,
         )
+
+    def _units(self, cuts: list[Cut]) -> list[Unit]:
+        units = []
+        for number, cut in enumerate(cuts):
+            modules = [self.model.get_submodule(name) for name in cut.modules]
+            units.append(Unit(number, modules, cut.shares))
+        return units
+
+    def _blocks_of(self, cuts: list[Cut]) -> list[list[int]]:
+        """For each unit the numbers of its blocks that have gradients."""
+        number = {id(share): number for number, share in enumerate(self.trained)}
+        blocks = []
+        for cut in cuts:
+            trained = [share for share in cut.shares if share.block.trained]
+            blocks.append([number[id(share)] for share in trained])
+        return blocks
 
     # What it costs.
 
@@ -219,13 +244,17 @@ class ZeroRedundancy:
     def uncounted(self) -> Iterator[None]:
         """What is sent inside is not counted by the group's meter: that of an evaluation, for
         example."""
-        waits, transfers = list(self.wire.waits), list(self.wire.transfers)
+        waits = list(self.wire.waits)
+        transfers = list(self.wire.transfers)
         self.settle()
-        self.wire.group, before = self._quiet, self.wire.group
+        before = self.wire.group
+        self.wire.group = self._quiet
         try:
             yield
         finally:
-            self.wire.group, self.wire.waits, self.wire.transfers = before, waits, transfers
+            self.wire.group = before
+            self.wire.waits = waits
+            self.wire.transfers = transfers
 
     # The loop.
 
@@ -236,7 +265,8 @@ class ZeroRedundancy:
 
         In stage 1 nothing is sent before the step in any case.
         """
-        before, self.passes.sends = self.passes.sends, False
+        before = self.passes.sends
+        self.passes.sends = False
         try:
             yield
         finally:
@@ -250,15 +280,17 @@ class ZeroRedundancy:
         """Takes part in a step of the other ranks for which this one has no examples: it adds
         zeros.
 
-        In stage 3 layers that a model uses several times in a pass are gathered as often, which
-        nobody can know here: for such a model compute any example, and multiply its loss by 0.
-        backward: False for a forward pass alone, as in an evaluation.
+        In stage 3 a layer that the model uses several times in a pass is gathered as often, which
+        this rank cannot know: for such a model compute any example, and multiply its loss by 0.
+        backward: False for a forward pass alone, such as in an evaluation.
         """
         self.passes.take_part(backward)
 
     def reduce(self) -> None:
-        """Makes sure that the gradients of this step are summed, which in stage 1 is else left to
-        the step."""
+        """Makes sure that the gradients of this step are summed.
+
+        In stage 1 that is otherwise left to `optimizer.step`.
+        """
         if self.stage == 1 and not self._reduced:
             self.passes.reduce()
             self._reduced = True
@@ -334,7 +366,9 @@ class ZeroRedundancy:
         self._whole.meet()  # others may still compute with what is updated now
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped, self._reduced, self.reducing.some_used = self.reducing.passes, False, False
+        self._stepped = self.reducing.passes
+        self._reduced = False
+        self.reducing.some_used = False
         for share in self.trained:
             share.round()
         self._whole.meet()
@@ -415,7 +449,7 @@ class ZeroRedundancy:
     def save(self, folder: str | Path) -> None:
         """Writes model and optimizer into a folder that all ranks see, each its part
         (`zero.checkpoint`)."""
-        checkpoint.save(Path(folder), self.model, self.shares, self.division, self._quiet)
+        checkpoint.save(Path(folder), self.model, self.shares, self.division, group=self._quiet)
 
     def load(self, folder: str | Path) -> None:
         """Goes on from what `save` wrote, on however many ranks; every rank reads its part.
@@ -427,65 +461,6 @@ class ZeroRedundancy:
         self._whole.meet()
         checkpoint.load(Path(folder), self.model, self.shares, self.division)
         self._whole.meet()
-
-
-def prefetch_of(group: Group, device: torch.device) -> int:
-    """One unit ahead, or none where ranks sum in memory that they share and keep all cores busy; as
-    rank 0 sees it."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    here = device.type == "cpu" and len(group.hosts()) == 1 and group.backend(device) == "dure"
-    busy = here and cores <= group.size * torch.get_num_threads()
-    return 1 - int(group.all_gather_values([float(busy)], "choice of prefetching")[0][0])
-
-
-def check_settings(
-    stage: int, precision: str, prefetch: int | None, overlap_gather: bool = False
-) -> None:
-    """Raises ValueError for settings that there are not."""
-    if stage not in get_args(Stage):
-        raise ValueError(f"ZeRO has no stage {stage}; choose 1, 2 or 3")
-    if precision not in PRECISIONS:
-        raise ValueError(
-            f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}"
-        )
-    if prefetch is not None and prefetch < 0:
-        raise ValueError(
-            f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed"
-        )
-    if overlap_gather and (stage == 3 or prefetch == 0):
-        why = (
-            "stage 3 gathers when layers compute"
-            if stage == 3
-            else "prefetch=0 sends nothing beside the computation"
-        )
-        raise ValueError(
-            f"overlap_gather is of stages 1 and 2, beside the computation; {why}: leave it out"
-        )
-
-
-def check_model(model: nn.Module, optimizer: Optimizer) -> torch.device:
-    """The model's device. Raises ValueError if it cannot be divided, or is not what the optimizer
-    is for."""
-    parameters = {id(parameter): parameter for parameter in model.parameters()}
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ValueError("the model has no trainable parameter")
-    devices = {parameter.device for parameter in parameters.values()}
-    if len(devices) > 1 or "meta" in {device.type for device in devices}:
-        raise ValueError(
-            f"the model's parameters are on {', '.join(map(str, devices))}; move them to one "
-            f"device first"
-        )
-    if any(
-        id(parameter) not in parameters
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ):
-        raise ValueError(
-            "the optimizer has parameters that are not the model's, or were divided before"
-        )
-    return devices.pop()
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

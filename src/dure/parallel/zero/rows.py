@@ -1,8 +1,8 @@
 """The message of a block that is not one parameter alone: its gradients, copied into N rows, one a
 rank.
 
-The row of the rank itself nobody else reads: where a sum can be made of what lies anywhere, it is
-not copied.
+No other rank reads the row of the rank itself: where a sum can be made of what lies anywhere, it
+is not copied.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dure.parallel.zero.division import Block, Part
 class Rows:
     """Where the gradients of a block go, in a message that may be filled again and again.
 
-    tail: numbers behind each row. own: the rank whose row need not be copied; None if all have to
+    tail: numbers after each row. own: the rank whose row need not be copied; None if all have to
     be.
     """
 
     def __init__(self, block: Block, tail: int, message: Tensor, own: int | None) -> None:
-        rows, self._dtype = message.view(block.ranks, -1), message.dtype
+        rows = message.view(block.ranks, -1)
+        self._dtype = message.dtype
         filled = [
             _filled(block, row, parts) for row, parts in zip(rows, block.parts(tail), strict=True)
         ]
@@ -32,10 +33,11 @@ class Rows:
         self._tails = rows[:, block.chunk :]
 
     def fill(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Copies the gradients, which are strided; zeros where there is none, and behind them.
+        """Copies the gradients, which are strided; zeros where there is none, and after them.
         Returns what together is the row that was not copied, if there is one."""
         own = self._whole_row(gradients)
-        into, values = [], []
+        into = []
+        values = []
         for place, part in self._others if own else [*self._own, *self._others]:
             gradient = gradients[part.number] if part is not None else None
             if part is None or gradient is None:

@@ -41,7 +41,10 @@ class Share:
         common: bool = False,
     ) -> None:
         """memory: of one chunk, or of all chunks."""
-        self.block, self.parameters, self.rank, self.common = block, list(parameters), rank, common
+        self.block = block
+        self.parameters = list(parameters)
+        self.rank = rank
+        self.common = common
         self.whole = memory if block.ranks == 1 or memory.numel() > block.chunk else None
         self.own = (
             memory if self.whole is None else memory[rank * block.chunk : (rank + 1) * block.chunk]
@@ -115,14 +118,14 @@ class Share:
         return any(held.part.grad is not None for held in self.held)
 
     def forget_gradient(self) -> None:
-        """The memory goes back, if nobody else has it."""
+        """The memory goes back, if no other object has it."""
         self.gradient = self._cut = None
         self._pieces = []
 
     def give_gradients(self, used: Sequence[bool]) -> None:
         """Hands the sum to the optimizer's parts, where some rank has used the parameter."""
         assert self.gradient is not None
-        if self._cut is not self.gradient:
+        if self._cut is not self.gradient:  # views are cut once for memory that stays
             self._cut = self.gradient
             self._pieces = [self.part(self.gradient, held.place, held.piece) for held in self.held]
         for held, gradient in zip(self.held, self._pieces, strict=True):
@@ -139,7 +142,8 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, shared: bool = False) -> None:
-        self.device, self.shared = device, shared
+        self.device = device
+        self.shared = shared
         self.free: list[Tensor] = []  # by size
         self.used: dict[int, Tensor] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -177,7 +181,7 @@ class Pool:
         bisect.insort(self.free, self.used.pop(tensor.data_ptr()), key=Tensor.numel)
 
     def leave(self, tensor: Tensor) -> None:
-        """A tensor that `take` gave stays with who has it."""
+        """A tensor that `take` gave stays with the caller."""
         self._changes()
         del self.used[tensor.data_ptr()]
 

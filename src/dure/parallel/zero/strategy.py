@@ -1,5 +1,4 @@
-"""ZeRO for `dure.train`: data parallel in which every rank holds its part of what they would all
-hold alike.
+"""ZeRO for `dure.train`: data parallel whose ranks each hold a part of what all would hold alike.
 
 The joint batch is divided as in data parallel (`dure.parallel.data.strategy`), so N ranks walk the
 path of one worker. What all ranks have to agree on travels in the tail of a step's last message
@@ -7,8 +6,8 @@ path of one worker. What all ranks have to agree on travels in the tail of a ste
 
     wish      of rank 0       to stop, or to write a checkpoint
     loss      of each rank    its share of the mean loss
-    arrival   of each rank    when it came to the last message; until the last rank has come, a rank is idle
-    changed   of each buffer  whether rank 0's forward pass has changed it; such buffers follow in a broadcast
+    arrival   of each rank    when it came to the last message; until all have come, a rank is idle
+    changed   of each buffer  whether rank 0's forward pass has changed it; a broadcast follows
 
 Evaluations gather units as a forward pass does, and checkpoints gather the optimizer's state to
 whole tensors, block by block: neither is counted.
@@ -34,10 +33,11 @@ from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
+from dure.parallel.zero.checks import check_settings
 from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
-from dure.parallel.zero.redundancy import ZeroRedundancy, check_settings
+from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import loss_of
@@ -57,9 +57,9 @@ class ZeRO(Strategy):
         clip_norm: the largest norm that a step's gradient may have; by default any.
         precision: full, or bf16 to compute in bfloat16 and update in full.
         unit_size: elements that are gathered at once in stage 3; by default a million.
-        prefetch: units gathered ahead in stage 3, beside the computation; by default one, or none
-            on busy cores.
-        overlap_gather: in stages 1 and 2 updated parameters arrive behind the next forward pass,
+        prefetch: units gathered ahead in stage 3, alongside the computation; by default one, or
+            none on busy cores.
+        overlap_gather: in stages 1 and 2 updated parameters arrive during the next forward pass,
             where every rank has a host of its own and the backend is dure (`ZeroRedundancy`);
             elsewhere it changes nothing.
     """
@@ -211,15 +211,21 @@ class ZeROLearner(SingleLearner):
 
     def evaluate(self) -> dict[str, float]:
         def idle() -> None:
+            """Gathers what others gather, where this rank has no batch left."""
             if self.strategy.stage == 3 and self.test_examples is not None:
-                self.model(
-                    to_device(
-                        self.test_examples.batch(torch.zeros(1, dtype=torch.int64))[0], self.device
-                    )
-                )
+                first = torch.zeros(1, dtype=torch.int64)
+                inputs, _ = self.test_examples.batch(first)
+                self.model(to_device(inputs, self.device))
 
         with self.zero.uncounted():
-            return evaluate(self.task, self.model, self.test_examples, self.group, self.step, idle)
+            return evaluate(
+                self.task,
+                self.model,
+                self.test_examples,
+                group=self.group,
+                step=self.step,
+                idle=idle,
+            )
 
     def weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = to_cpu(self.zero.state_dict())
@@ -230,7 +236,7 @@ class ZeROLearner(SingleLearner):
             "step": self.step,
             "optimizer": to_cpu(self.zero.optimizer_state_dict()),
             "buffers": to_cpu(passing_buffers(self.model)),
-            "order": self.zero.passes.orders.numbers(),
+            "order": self.zero.passes.orders.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

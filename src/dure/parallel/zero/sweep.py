@@ -4,11 +4,12 @@ at its own pace.
 Ranks find each other's messages by nothing but their order, and they need not compute the same: one
 has no examples today, another does not use a branch of the model. So every rank issues the messages
 of a pass in the same fixed order, each exactly once, whatever it needs itself. A gathering may be
-issued early (prefetching); a reduction when the block's gradients are there. A rank that needs a
-unit behind a reduction for which it is not ready sends what it has: the gradients that come
-afterwards are *late*, and are sent in a second round, of which all ranks learn from the tail.
+issued early (prefetching); a reduction is issued when the block's gradients are there. A rank may
+need a unit whose gathering comes after a reduction for which it is not ready. Then it sends what it
+has: the gradients that come afterwards are *late*, and are sent in a second round, of which all
+ranks learn from the tail. A backward pass over three units with prefetch 1:
 
-    gather 3 | gather 2 | reduce 3 | gather 1 | reduce 2 | reduce 1         a backward pass over three units, prefetch 1
+    gather 3 | gather 2 | reduce 3 | gather 1 | reduce 2 | reduce 1
 
 The order is first guessed from the model, and then learned from rank 0's first pass.
 """
@@ -34,7 +35,7 @@ def forward_order(units: Sequence[int]) -> list[Action]:
 
 def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
     """A backward pass from its events in order: a unit is needed, a block is ready. Gatherings are
-    moved ahead, so that `prefetch` of them are behind the one that is needed."""
+    moved ahead, so that `prefetch` of them follow the one that is needed at once."""
     gathers = [action for action in events if action.kind == "gather"]
     order: list[Action] = []
     needed = placed = 0
@@ -50,7 +51,7 @@ def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
 
 
 def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int]) -> list[Action]:
-    """The events of a backward pass that nobody has seen: units in reverse, those around others
+    """The events of a backward pass that no rank has seen: units in reverse, those around others
     first and last.
 
     units: in forward order. blocks: the blocks of each unit that have gradients.
@@ -69,7 +70,7 @@ def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int
 def completed(
     events: Sequence[Action], everything: Sequence[Action], carrier: int | None
 ) -> list[Action]:
-    """The events of a pass, each once, and behind them what did not happen; the block that carries
+    """The events of a pass, each once, and then what did not happen; the block that carries
     the tail is last."""
     seen = list(dict.fromkeys([*events, *everything]))
     last = [
@@ -95,8 +96,11 @@ class Sweep:
         reduce: Callable[[int], None],
         ready: Callable[[int], bool],
     ) -> None:
-        self.order, self.prefetch = order, prefetch
-        self._gather, self._reduce, self._ready = gather, reduce, ready
+        self.order = order
+        self.prefetch = prefetch
+        self._gather = gather
+        self._reduce = reduce
+        self._ready = ready
         self.position = 0
         self.forced: set[int] = set()
         self._ahead: set[int] = set()
@@ -126,6 +130,7 @@ class Sweep:
             if action.kind == "gather" and len(self._ahead) >= self.prefetch:
                 return
             if action.kind == "reduce":
+                # the tail tells of late gradients, so it waits while any block was forced to leave
                 tail = self.position == len(self.order) - 1
                 if not self._ready(action.number) or (tail and self.forced):
                     return

@@ -2,10 +2,10 @@
 
 A unit is a module with all its parameters, or several small neighbours. Modules are opened from the
 root down until what is inside has at most `limit` elements, or until a module has most of its
-parameters of its own and no parts to speak of, as a linear layer. What a module that was opened
-holds itself (a class token, a position table) is a unit of its own, gathered for as long as that
-module runs. A parameter that several units use belongs to the nearest module that contains all of
-them.
+parameters of its own and no parts to speak of, such as a linear layer. What a module that was
+opened holds itself (a class token, a position table) is a unit of its own, gathered for as long as
+that module runs. A parameter that several units use belongs to the nearest module that contains all
+of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class _Planner:
 
     def open(self, name: str, module: nn.Module) -> list[Plan]:
         """The units of what is inside a module."""
-        inside, direct = self.inside(module), self.direct(module)
+        inside = self.inside(module)
+        direct = self.direct(module)
         if not inside:
             return []
         if self.kinds and not any(isinstance(part, self.kinds) for part in module.modules()):

@@ -29,7 +29,9 @@ class Whole:
         group: Group,
         algorithm: Algorithm,
     ) -> None:
-        self.model, self.shares, self.passes = model, list(shares), passes
+        self.model = model
+        self.shares = list(shares)
+        self.passes = passes
         self.wire = Wire(group, algorithm, beside=False)
 
     @torch.no_grad()
@@ -85,7 +87,7 @@ class Whole:
         self.meet()
 
     def meet(self) -> None:
-        """Where memory is common: nobody writes before all have read, and nobody reads before all
+        """Where memory is common: no rank writes before all have read, and no rank reads before all
         have written."""
         if any(share.common for share in self.shares):
             self.wire.meet()
@@ -117,7 +119,8 @@ class Whole:
         Raises ValueError, before anything is changed, if names or shapes are not the model's.
         """
         known: dict[str, Any] = self.model.state_dict(keep_vars=True)
-        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+        missing = sorted(known.keys() - state.keys())
+        unknown = sorted(state.keys() - known.keys())
         if missing or unknown:
             raise ValueError(
                 f"this state_dict is not the model's: missing {missing}, unknown {unknown}"

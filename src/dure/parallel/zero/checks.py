@@ -1,0 +1,71 @@
+"""Which settings, models and optimizers ZeRO takes."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dure.collectives.group import Group
+from dure.machine.cores import available_cores
+from dure.parallel.zero.dividing import PRECISIONS
+from dure.parallel.zero.division import Stage
+
+
+def prefetch_of(group: Group, device: torch.device) -> int:
+    """Units gathered ahead: one, or none where ranks share memory and keep all cores busy.
+
+    It is rank 0's choice; all ranks call it.
+    """
+    here = device.type == "cpu" and len(group.hosts()) == 1 and group.backend(device) == "dure"
+    busy = here and available_cores() <= group.size * torch.get_num_threads()
+    return 1 - int(group.all_gather_values([float(busy)], "choice of prefetching")[0][0])
+
+
+def check_settings(
+    stage: int, precision: str, prefetch: int | None, overlap_gather: bool = False
+) -> None:
+    """Raises ValueError for settings that there are not."""
+    if stage not in get_args(Stage):
+        raise ValueError(f"ZeRO has no stage {stage}; choose 1, 2 or 3")
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}"
+        )
+    if prefetch is not None and prefetch < 0:
+        raise ValueError(
+            f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed"
+        )
+    if overlap_gather and (stage == 3 or prefetch == 0):
+        why = (
+            "stage 3 gathers when layers compute"
+            if stage == 3
+            else "prefetch=0 sends nothing alongside the computation"
+        )
+        raise ValueError(
+            f"overlap_gather is of stages 1 and 2, alongside the computation; {why}: leave it out"
+        )
+
+
+def check_model(model: nn.Module, optimizer: Optimizer) -> torch.device:
+    """The model's device.
+
+    Raises ValueError if the model cannot be divided, or is not what the optimizer is for.
+    """
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError("the model has no trainable parameter")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1 or "meta" in {device.type for device in devices}:
+        raise ValueError(
+            f"the model's parameters are on {', '.join(map(str, devices))}; move them to one "
+            f"device first"
+        )
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in parameters for parameter in given):
+        raise ValueError(
+            "the optimizer has parameters that are not the model's, or were divided before"
+        )
+    return devices.pop()
