@@ -2,8 +2,8 @@
 argument.
 
 Every algorithm is a file, which declares what it is (`dure.collectives.algorithms.algorithm`); all
-of them are listed in `dure.collectives.algorithms.table`. The bytes that travel are the elements' in
-the tensor's own dtype.
+of them are listed in `dure.collectives.algorithms.table`. The bytes that travel are those of the
+elements in the tensor's own dtype.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def all_reduce(
     algorithm: `ring` (2(N-1) steps of 1/N of the tensor), `master` (through rank 0), `one_shot`
     (everybody to everybody), `tree` (up to rank 0 and down), `halving_doubling` (a ring's bytes in
     log2 N steps), `hierarchical` (within hosts, then across), `native` (the backend's), `auto` (by
-    size, ranks and hosts: `dure.collectives.algorithms.auto`), or one of your own. op: sum, avg, min, max or product,
-    or torch's ReduceOp; what it means for each dtype: `dure.collectives.operation`. async_op: work
-    beside the program, in the order of issue; until `wait()` the tensor is not to be touched.
+    size, ranks and hosts: `dure.collectives.algorithms.auto`), or an `AllReduce` of your own.
+    op: sum, avg, min, max or product, or torch's ReduceOp; what it means for each dtype:
+    `dure.collectives.operation`. async_op: work alongside the program, in the order of issue; until
+    `wait()` the tensor is not to be touched.
     hosts: a partition of the ranks, for `hierarchical` and `auto`; found out where not given.
     predict: for `auto`.
 

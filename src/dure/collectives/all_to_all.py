@@ -27,10 +27,12 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 def pairwise(source: Tensor, target: Tensor, group: Group) -> None:
     """Part j of the flat `source` to rank j; part j of `target` from rank j."""
-    leaving, arriving = source.tensor_split(group.size), target.tensor_split(group.size)
+    leaving = source.tensor_split(group.size)
+    arriving = target.tensor_split(group.size)
     arriving[group.rank].copy_(leaving[group.rank])
     for step in range(1, group.size):
-        to, origin = (group.rank + step) % group.size, (group.rank - step) % group.size
+        to = (group.rank + step) % group.size
+        origin = (group.rank - step) % group.size
         group.exchange(leaving[to], to, arriving[origin], origin)
 
 

@@ -1,7 +1,7 @@
 """Broadcast: every rank ends with the root's tensor.
 
-`tree`: down a binomial tree, ceil(log2 N) transfers of n elements behind each other; a rank sends n
-to each of its children. `linear`: the root sends n to each of the N-1 others, whose bytes all leave
+`tree`: down a binomial tree, ceil(log2 N) transfers of n elements, one after another; a rank sends
+n to each of its children. `linear`: the root sends n to each of the N-1 others, whose bytes all leave
 by its own link. `native`: the backend's own; counted as linear. All of them deliver N-1 times n
 elements.
 

@@ -3,14 +3,14 @@ follows.
 
 A link has alpha seconds for a transfer that is waited for, beta for a byte that is sent, gamma for
 a byte that is reduced, and an overhead for every message. Where each rank has a machine of its own,
-only what lies behind each other counts, the critical path (n bytes, N ranks, k = ceil(log2 N), P
+only what happens one after another counts, the critical path (n bytes, N ranks, k = ceil(log2 N), P
 the power of two below N):
 
     algorithm         waits    bytes                 reduced
     ring              2(N-1)   2(N-1)/N·n            (N-1)/N·n
     one_shot          2        2(N-1)/N·n            (N-1)/N·n
     hierarchical      2        2(N-1)/N·n            (N-1)/N·n          on one host it is one_shot
-    halving_doubling  2·log2 P 2(P-1)/P·n            (P-1)/P·n          where N > P: 2 waits, 2n and n more
+    halving_doubling  2·log2 P 2(P-1)/P·n            (P-1)/P·n          N > P: 2 waits, 2n, n more
     tree              2k       2k·n                  k·n
     master            2(N-1)   2(N-1)·n              (N-1)·n
 
@@ -18,7 +18,7 @@ the power of two below N):
 
 where messages are those that the busiest rank sends. On a `shared` host there is no such thing as a
 path: ranks take turns on few cores, and everything they send passes through one memory and one
-kernel. Waits, messages and bytes are then those of all ranks together, as if behind each other;
+kernel. Waits, messages and bytes are then those of all ranks together, as if one after another;
 alpha is the price of putting a rank to sleep and waking it. Only reducing is still counted on the
 path, for a master adds while all others sleep. Ranks that are given all their messages at once
 (one_shot) wait once for them: that is why alpha and overhead are two numbers.
@@ -153,7 +153,8 @@ def crossovers(
     """The sizes between `low` and `high` bytes from which on another algorithm is best, to one
     element."""
     found: list[Crossover] = []
-    size, now = low, best(low, ranks, link, algorithms)
+    size = low
+    now = best(low, ranks, link, algorithms)
     while size < high:
         above = min(high, size + max(4, size // 8 // 4 * 4))
         then = best(above, ranks, link, algorithms)
@@ -187,15 +188,19 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
     rows = [(counts(s.algorithm, s.nbytes, s.ranks, shared), s.seconds) for s in samples]
     if not rows:
         raise ValueError("there is nothing to fit: give measured samples")
-    matrix = np.array(
-        [[count / seconds for count in counted] for counted, seconds in rows], dtype=float
-    )
+    matrix = np.array([np.divide(counted, seconds) for counted, seconds in rows], dtype=float)
     waits, messages, sent, reduced = _nonnegative(matrix)
     if reduced > sent:
         together = np.column_stack([matrix[:, :2], matrix[:, 2] + matrix[:, 3]])
         waits, messages, sent = _nonnegative(together)
         reduced = sent
-    return Link(float(waits), float(sent), float(reduced), float(messages), shared)
+    return Link(
+        alpha=float(waits),
+        beta=float(sent),
+        gamma=float(reduced),
+        overhead=float(messages),
+        shared=shared,
+    )
 
 
 def _nonnegative(matrix: Any) -> Any:
@@ -204,7 +209,8 @@ def _nonnegative(matrix: Any) -> Any:
     rows, width = matrix.shape
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0  # counts and seconds differ by ten orders of magnitude
-    winner, least = np.zeros(width), float("inf")
+    winner = np.zeros(width)
+    least = float("inf")
     for kept in itertools.chain.from_iterable(
         itertools.combinations(range(width), k) for k in range(1, width + 1)
     ):
@@ -212,7 +218,8 @@ def _nonnegative(matrix: Any) -> Any:
         solved = np.linalg.lstsq(some, np.ones(rows), rcond=None)[0]
         error = float(np.square(some @ solved - 1).sum())
         if (solved >= 0).all() and error < least - 1e-12:
-            winner, least = np.zeros(width), error
+            winner = np.zeros(width)
+            least = error
             winner[list(kept)] = solved
     return winner / scale
 

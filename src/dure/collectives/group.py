@@ -215,7 +215,8 @@ class Group:
     def perform(
         self, operation: str, work: Callable[[], Value], tensor: Tensor, async_op: bool = False
     ) -> Value | Handle[Value]:
-        """Does `work`, after all that was issued before: now, or alongside the program if `async_op`.
+        """Does `work`, after all that was issued before: now, or alongside the
+        program if `async_op`.
 
         operation: its name, for errors. tensor: one of those that travel; on a GPU the work is
         queued on the stream that is current here.

@@ -1,12 +1,12 @@
-"""Operations that run beside the program: a handle for each, and the thread that carries them out
-in order.
+"""Operations that run alongside the program: a handle for each, and the thread that carries them
+out in order.
 
 The operations of one process group run one after another, in the order of issue, on one thread,
 because their messages are told apart by nothing but their order. The thread starts with the first
 operation and ends when it has had nothing to do for `IDLE` seconds, so none outlives its group for
 long.
 
-When an operation fails, those issued behind it are not tried: each would wait a whole deadline for
+When an operation fails, those issued after it are not tried: each would wait a whole deadline for
 the same lost peer. Their handles raise the same error.
 """
 
@@ -69,7 +69,8 @@ class Handle(Generic[Value]):
         self._done.wait()
         if self._value:
             return self._value[0]
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is None:
             raise RuntimeError("this operation failed, and has said so to who waited first")
         raise error

@@ -4,8 +4,8 @@ them.
 float16 and bfloat16 are added, multiplied and compared in float32. Where an algorithm sends partial
 results on (ring, tree, halving_doubling, hierarchical), each is rounded to the tensor's dtype
 before it travels, so that bytes are those of the tensor. With u = 2^-11 (float16) or 2^-8
-(bfloat16) a sum is off by about d·u·Σ|x_r| at most, where d is the number of additions behind each
-other: N-1 in a ring, about log2 N in a tree or by halving. Where one rank sees all parts (master,
+(bfloat16) a sum is off by about d·u·Σ|x_r| at most, where d is the number of additions one after
+another: N-1 in a ring, about log2 N in a tree or by halving. Where one rank sees all parts (master,
 one_shot) they are added in float32 and rounded once: u·|Σ x_r|, and the errors of float32 sums.
 
 The average is the sum divided by N. In float16 each part is divided before the sum, as NCCL does,
@@ -64,7 +64,9 @@ class Reduction:
         if signed is None:
             function(one, other, out=out)
             return
-        one, other, out = one.view(signed), other.view(signed), out.view(signed)
+        one = one.view(signed)
+        other = other.view(signed)
+        out = out.view(signed)
         if self.op in ("sum", "product"):
             function(one, other, out=out)
             return

@@ -1,6 +1,6 @@
 """Reduce: the root ends with the reduction over all ranks; the others keep what they have.
 
-`tree`: up a binomial tree, ceil(log2 N) transfers of n elements behind each other. `linear`:
+`tree`: up a binomial tree, ceil(log2 N) transfers of n elements one after another. `linear`:
 everybody sends to the root, which adds in order of rank (its own part first) and whose link carries
 (N-1)·n. `native`: the backend's own; counted as linear. Every rank but the root sends n elements in
 one message, whatever the algorithm.

@@ -79,7 +79,8 @@ def reduce_scatter(
     length = lengths_of(tensor.numel(), group.size)[group.rank]
 
     def work() -> Tensor:
-        flat, result = flat_of(tensor), tensor.new_empty(length)
+        flat = flat_of(tensor)
+        result = tensor.new_empty(length)
         if reduction.divides_first(flat.dtype) and flat.data_ptr() == tensor.data_ptr():
             flat = flat.clone()
         if group.size == 1:

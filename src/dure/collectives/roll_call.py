@@ -103,7 +103,9 @@ class RollCall:
     """
 
     def __init__(self, store: Store, rank: int, size: int, deadline: float) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store = store
+        self.rank = rank
+        self.size = size
         self.patience = min(2.0, deadline / 4)
         self.waited = f"{transfer_seconds(deadline):g} s"
         self._mine: Answer | None = None

@@ -7,7 +7,7 @@ The rules, in this order; the first that holds decides:
 2. a cost model was given: the algorithm that it predicts to be fastest
 3. some ranks share a host and there are several hosts, and the tensor has more than 2 KiB:
     hierarchical
-4. up to 8 ranks and up to 64 KiB: one_shot, because two transfers behind each other are the fewest
+4. up to 8 ranks and up to 64 KiB: one_shot, because two transfers one after another are fewest
 5. up to 2 KiB: tree
 6. up to 512 KiB, or N is a power of two: halving_doubling
 7. otherwise: ring
@@ -15,7 +15,7 @@ The rules, in this order; the first that holds decides:
 The switch at 2 KiB, below which a tree-like algorithm wins and above which Rabenseifner's does, is
 MPICH's (Thakur et al. 2005). A ring sends less than a folded halving, so it wins for long tensors
 where N is no power of two; 512 KiB is where MPICH goes over to the ring in its all-gather. The
-limits of one_shot are our own: it saves transfers behind each other, but every one of its 2(N-1)
+limits of one_shot are our own: it saves transfers one after another, but every one of its 2(N-1)
 messages has a price, and N ranks send at once.
 """
 

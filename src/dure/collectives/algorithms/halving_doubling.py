@@ -61,12 +61,15 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
     if folds_into(size, rank) is not None:
         return []
     number = rank // 2 if rank < 2 * extra else rank - extra
-    start, end, steps = 0, n, []
+    start = 0
+    end = n
+    steps = []
     distance = 1
     while distance < power:
         other = number ^ distance
         middle = start + (end - start) // 2
-        lower, upper = (start, middle), (middle, end)
+        lower = (start, middle)
+        upper = (middle, end)
         keep, give = (upper, lower) if number & distance else (lower, upper)
         steps.append(Step(2 * other + 1 if other < extra else other + extra, keep, give))
         start, end = keep
@@ -76,17 +79,19 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
-    n, representative = flat.numel(), folds_into(group.size, group.rank)
+    n = flat.numel()
+    representative = folds_into(group.size, group.rank)
     if representative is not None:
         group.send(flat, representative)
         group.receive(flat, representative)
         return
-    behind, steps = folded(group.size, group.rank), schedule(n, group.size, group.rank)
+    stands_for = folded(group.size, group.rank)
+    steps = schedule(n, group.size, group.rank)
     scratch = torch.empty(
-        n if behind is not None else (n + 1) // 2, dtype=flat.dtype, device=flat.device
+        n if stands_for is not None else (n + 1) // 2, dtype=flat.dtype, device=flat.device
     )
-    if behind is not None:
-        group.receive(scratch, behind)
+    if stands_for is not None:
+        group.receive(scratch, stands_for)
         reduction.combine(flat, scratch, flat)
     mine = flat
     for partner, keep, give in steps:
@@ -97,8 +102,8 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     reduction.finish(mine)
     for partner, keep, give in reversed(steps):
         group.exchange(flat[slice(*keep)], partner, flat[slice(*give)], partner)
-    if behind is not None:
-        group.send(flat, behind)
+    if stands_for is not None:
+        group.send(flat, stands_for)
 
 
 def sends(n: int, size: int, rank: int) -> list[int]:
@@ -122,7 +127,7 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 
 
 def rounds(size: int) -> int:
-    """Transfers behind each other: 2·log2 N, and two more where N is folded."""
+    """Transfers one after another: 2·log2 N, and two more where N is folded."""
     power = power_below(size)
     return 2 * (power.bit_length() - 1) + 2 * (size > power)
 

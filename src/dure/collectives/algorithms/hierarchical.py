@@ -100,7 +100,7 @@ def messages_sent(
 
 
 def rounds(size: int, hosts: Sequence[Sequence[int]] | None = None) -> int:
-    """Transfers behind each other: 2 within hosts that have neighbours, 2(H-1) across."""
+    """Transfers one after another: 2 within hosts that have neighbours, 2(H-1) across."""
     partition = _position(size, 0, hosts)[0]
     return 2 * (len(partition) < size) + 2 * (len(partition) - 1)
 

@@ -62,7 +62,7 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 
 
 def rounds(size: int) -> int:
-    """Transfers behind each other, all through the master's link: 2(N-1)."""
+    """Transfers one after another, all through the master's link: 2(N-1)."""
     return 2 * (size - 1)
 
 

@@ -150,7 +150,8 @@ def _count(group: Group, tensor: Tensor, targets: list[int]) -> None:
 def all_gather(chunks: list[Tensor], group: Group) -> None:
     """Fills all `chunks` in place, where this rank's chunk r is the complete one. Unequal ones
     travel padded."""
-    mine, longest = chunks[group.rank], max(map(Tensor.numel, chunks))
+    mine = chunks[group.rank]
+    longest = max(map(Tensor.numel, chunks))
     if all(chunk.numel() == longest for chunk in chunks):
         dist.all_gather(
             [_carried(chunk) for chunk in chunks], _carried(mine), group=group.process_group
@@ -173,7 +174,8 @@ def reduce_scatter(
 ) -> None:
     """Reduces the ranks' `chunks` so that this rank's chunk r is in `into`. Unequal ones travel
     padded."""
-    mine, longest = chunks[group.rank], max(map(Tensor.numel, chunks))
+    mine = chunks[group.rank]
+    longest = max(map(Tensor.numel, chunks))
     into = mine if into is None else into
     padded = mine.new_zeros(group.size, longest)
     for chunk, row in zip(chunks, padded, strict=True):
@@ -215,7 +217,7 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 
 
 def rounds(size: int) -> int:
-    """Transfers behind each other, as in a ring: 2(N-1)."""
+    """Transfers one after another, as in a ring: 2(N-1)."""
     return 2 * (size - 1)
 
 

@@ -7,7 +7,7 @@ all-gather rank r sends the finished chunk r to all others. The N-1 messages of 
 for each other.
 
 Cost: 2(N-1) messages a rank and about 2(N-1)/N·n elements as in a ring, `elements_sent` exactly,
-but behind each other there are 2 transfers only: the shortest way for tensors that are small, as
+but there are only 2 transfers one after another: the shortest way for tensors that are small, as
 long as every rank can talk to all others at once. Large switched networks see N-1 flows into one
 port. Scratch: N-1 chunks. Sums are formed in order of rank, so they have the bits that `master`
 gives.
@@ -82,7 +82,7 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 
 
 def rounds(size: int) -> int:
-    """Transfers behind each other: 2."""
+    """Transfers one after another: 2."""
     return 2 if size > 1 else 0
 
 

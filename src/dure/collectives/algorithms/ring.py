@@ -39,7 +39,8 @@ def reduce_scatter(
     The result is written to `into`, by default to that chunk itself; the other chunks are left as
     they are.
     """
-    size, whole = group.size, (group.rank + 1) % group.size
+    size = group.size
+    whole = (group.rank + 1) % group.size
     into = chunks[whole] if into is None else into
     if size == 1:
         reduction.fold(chunks, 0, into)
@@ -59,7 +60,8 @@ def reduce_scatter(
 
 def all_gather(chunks: list[Tensor], group: Group) -> None:
     """Fills all `chunks` in place, where this rank's chunk r+1 is the complete one."""
-    following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    following = (group.rank + 1) % group.size
+    previous = (group.rank - 1) % group.size
     for step in range(group.size - 1):
         leaving = chunks[(group.rank + 1 - step) % group.size]
         arriving = chunks[(group.rank - step) % group.size]
@@ -89,7 +91,7 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 
 
 def rounds(size: int) -> int:
-    """Transfers behind each other: 2(N-1)."""
+    """Transfers one after another: 2(N-1)."""
     return 2 * (size - 1)
 
 

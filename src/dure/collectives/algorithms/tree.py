@@ -5,7 +5,7 @@ Ranks are counted from the root. The parent of v is v without its lowest one bit
 a rank adds what its children send, nearest first, and sends the sum to its parent; in the broadcast
 it passes on what its parent sends, farthest first.
 
-Cost of the all-reduce: 2·ceil(log2 N) transfers behind each other of all n elements. A rank sends n
+Cost of the all-reduce: 2·ceil(log2 N) transfers one after another of all n elements. A rank sends n
 to its parent and n to each child, at most ceil(log2 N): good for tensors so small that bytes do not
 matter, wasteful for large ones. Any N. Scratch: one tensor, on ranks with children. One rank forms
 the sum, always in the same order, and all others copy it.
@@ -26,7 +26,8 @@ from dure.collectives.operation import SUM, Reduction
 def children(size: int, rank: int, root: int = 0) -> list[int]:
     """The ranks whose parent is `rank`, nearest first."""
     position = (rank - root) % size
-    found, distance = [], 1
+    found = []
+    distance = 1
     while position + distance < size and not position & distance:
         found.append((position + distance + root) % size)
         distance *= 2
@@ -79,7 +80,7 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 
 
 def rounds(size: int) -> int:
-    """Transfers behind each other: 2·ceil(log2 N)."""
+    """Transfers one after another: 2·ceil(log2 N)."""
     return 2 * (size - 1).bit_length()
 
 

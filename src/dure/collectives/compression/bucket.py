@@ -26,7 +26,8 @@ class Bucket:
         if not like:
             raise ValueError("a bucket needs at least one tensor")
         self.shapes = [tensor.shape for tensor in like]
-        self.dtype, self.device = like[0].dtype, like[0].device
+        self.dtype = like[0].dtype
+        self.device = like[0].device
         for tensor in like:
             check_writable(tensor)
             if not tensor.dtype.is_floating_point:
@@ -95,7 +96,8 @@ def one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
     """The vector whose consecutive pieces the tensors are, as the gradients of a flat buffer; None
     if they are not."""
     first = tensors[0].detach()
-    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    offset = first.storage_offset()
     for tensor in tensors:
         if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
             return None

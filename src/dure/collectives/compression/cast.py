@@ -1,7 +1,8 @@
 """Cast: numbers travel as halves.
 
     bfloat16    float32's range with 8 bits of precision: off by at most 2^-9 of the number
-    float16     11 bits of precision, off by at most 2^-12, between 6e-5 and 65504; smaller ones lose bits, or are 0
+    float16     11 bits of precision, off by at most 2^-12, between 6e-5 and 65504;
+                smaller ones lose bits, or are 0
 
 The sum is an all-reduce of halves, whose additions are made in float32
 (`dure.collectives.operation`): `one_shot` rounds the sum once, a ring rounds each partial sum. In
@@ -67,7 +68,8 @@ class CastCompressor:
     """An all-reduce of the bucket in halves."""
 
     def __init__(self, bucket: Bucket, half: torch.dtype) -> None:
-        self.bucket, self.half = bucket, half
+        self.bucket = bucket
+        self.half = half
         self.message: Tensor | None = None
 
     @torch.no_grad()

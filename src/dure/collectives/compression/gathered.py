@@ -65,7 +65,8 @@ class GatheredCompressor:
     """A codec at work on one bucket, with error feedback if it `remembers`."""
 
     def __init__(self, codec: Codec, remembers: bool, seed: int) -> None:
-        self.codec, self.seed = codec, seed
+        self.codec = codec
+        self.seed = seed
         self.calls = 0
         bucket = codec.bucket
         self.payload = torch.empty(codec.nbytes, dtype=torch.uint8, device=bucket.device)
@@ -78,7 +79,8 @@ class GatheredCompressor:
         group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
-        bucket, codec = self.codec.bucket, self.codec
+        bucket = self.codec.bucket
+        codec = self.codec
         bucket.check(tensors)
         group = Group.of(group)
         vector = bucket.vector(tensors)

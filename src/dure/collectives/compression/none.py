@@ -60,7 +60,8 @@ class PlainCodec:
     """The numbers themselves, in a dtype."""
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
-        self.bucket, self.dtype = bucket, dtype
+        self.bucket = bucket
+        self.dtype = dtype
         self.nbytes = bucket.n * dtype.itemsize
 
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:

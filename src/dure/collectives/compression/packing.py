@@ -30,7 +30,8 @@ def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[sl
     """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns; on a
     GPU, in one piece."""
     block = BLOCK if device.type == "cpu" else max(rows * length, 1)
-    height, width = max(1, block // max(length, 1)), min(length, block)
+    height = max(1, block // max(length, 1))
+    width = min(length, block)
     for top in range(0, rows, height):
         for left in range(0, length, max(width, 1)):
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, length))
@@ -42,10 +43,12 @@ def in_columns(
     """A vector of n numbers that stands for columns, and their signs, each column's in whole bytes;
     in pieces.
 
-    columns: (how many, length of each), as they lie behind each other in the vector. Yields which
+    columns: (how many, length of each), as they lie one after another in the vector. Yields which
     columns, their numbers (columns, length) and their signs (columns, ⌈length/8⌉), both as views.
     """
-    start, at, first = 0, 0, 0
+    start = 0
+    at = 0
+    first = 0
     for count, length in columns:
         width = (length + 7) // 8
         matrix = vector[start : start + count * length].view(count, length)
@@ -53,7 +56,9 @@ def in_columns(
         for rows, part in in_blocks(count, length, vector.device):
             which = slice(first + rows.start, first + rows.stop)
             yield which, matrix[rows, part], bits[rows, part.start // 8 : (part.stop + 7) // 8]
-        start, at, first = start + count * length, at + count * width, first + count
+        start = start + count * length
+        at = at + count * width
+        first = first + count
 
 
 def sign_bytes(columns: Sequence[tuple[int, int]]) -> int:
@@ -196,7 +201,8 @@ def _closer(words: Words, bits: int, lane: int) -> Words:
 
 def _apart(words: Words, bits: int, lane: int) -> Words:
     """The inverse of `_closer`."""
-    half, used = lane // 2, bits * lane // 16
+    half = lane // 2
+    used = bits * lane // 16
     upper = words & _mask(used, lane, used)
     upper <<= half - used
     upper |= words & _mask(used, lane, 0)

@@ -112,10 +112,12 @@ def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Ma
     """What is compressed in this call; None is a later one."""
     if call is not None and call < settings.start_after:
         return []
-    matrices, start = [], 0
+    matrices = []
+    start = 0
     for number, (shape, length) in enumerate(zip(bucket.shapes, bucket.lengths, strict=True)):
         if len(shape) > 1 and length:
-            n, m = shape[0], length // shape[0]
+            n = shape[0]
+            m = length // shape[0]
             r = min(settings.rank, n, m)
             if r * (n + m) * settings.min_compression < n * m:
                 matrices.append(Matrix(number, start, n, m, r))
@@ -160,7 +162,8 @@ class PowerSGDCompressor:
     """
 
     def __init__(self, bucket: Bucket, settings: PowerSGD, seed: int) -> None:
-        self.bucket, self.settings = bucket, settings
+        self.bucket = bucket
+        self.settings = settings
         self.matrices = matrices_of(bucket, settings, None)
         self.rest = rest_of(bucket, self.matrices)
         self.feedback = ErrorFeedback(bucket.n, bucket.work, bucket.device)
@@ -229,7 +232,8 @@ class PowerSGDCompressor:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        error, factors = state.get("error"), state.get("factors", [])
+        error = state.get("error")
+        factors = state.get("factors", [])
         known = [factor.shape for factor in self.factors]
         if (
             error is None

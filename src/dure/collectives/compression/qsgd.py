@@ -3,7 +3,8 @@ what was sent.
 
 For a bucket v of numbers, with a random choice of its own for each number:
 
-    Q(v)_i = ‖v‖ · sign(v_i) · l_i / s      l_i = ⌊x⌋ + 1 with probability x - ⌊x⌋, else ⌊x⌋;  x = s |v_i| / ‖v‖
+    Q(v)_i = ‖v‖ · sign(v_i) · l_i / s
+    l_i = ⌊x⌋ + 1 with probability x - ⌊x⌋, else ⌊x⌋;  x = s |v_i| / ‖v‖
 
 E[Q(v)] = v, E‖Q(v) - v‖² ≤ min(n/s², √n/s) ‖v‖² and at most s(s + √n) numbers of a bucket of n are
 expected to be other than 0. A bucket of zeros is sent as zeros, one with a number that is not
@@ -67,12 +68,10 @@ class QSGDCodec:
     """Payload: the norm of each bucket in the work dtype; then levels plus s, of b bits."""
 
     def __init__(self, bucket: Bucket, settings: QSGD) -> None:
-        self.bucket, self.levels, self.bits, self.length = (
-            bucket,
-            settings.levels,
-            settings.bits,
-            settings.bucket,
-        )
+        self.bucket = bucket
+        self.levels = settings.levels
+        self.bits = settings.bits
+        self.length = settings.bucket
         self.code = torch.uint8 if self.bits <= 8 else torch.int32
         self.split = -(-bucket.n // self.length) * bucket.work.itemsize
         on_cpu = bucket.device.type == "cpu"
@@ -92,7 +91,8 @@ class QSGDCodec:
         return (pad(piece, (0, rest)) if rest else piece).view(-1, self.length)
 
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
-        norms, levels = numbers(payload[: self.split], vector.dtype), payload[self.split :]
+        norms = numbers(payload[: self.split], vector.dtype)
+        levels = payload[self.split :]
         noise = Noise(derive(seed, "qsgd", *position), vector.dtype, vector.device)
         scratch = vector.new_empty(-(-min(self.step, len(vector)) // self.length), self.length)
         whole = len(vector) // self.length * self.length
@@ -153,9 +153,11 @@ class Noise:
     are drawn."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         mantissa, one = (23, 0x3F800000) if dtype == torch.float32 else (52, 0x3FF0000000000000)
-        self.mask, self.one = (1 << mantissa) - 1, one
+        self.mask = (1 << mantissa) - 1
+        self.one = one
         self.bits = torch.int32 if dtype == torch.float32 else torch.int64
         if device.type == "cpu":
             self.words = np.random.SFC64(seed)

@@ -1,7 +1,7 @@
 """Signs with error feedback: of each number only the sign travels, and of each tensor the mean
 magnitude.
 
-    p = g + e        sent = ‖p‖₁/d · sgn(p) for a tensor of d numbers, sgn(0) = 1        e = p - sent
+    p = g + e;  sent = ‖p‖₁/d · sgn(p) for a tensor of d numbers, sgn(0) = 1;  e = p - sent
 
 Contraction: ‖sent - p‖² = (1 - ‖p‖₁² / (d ‖p‖²)) ‖p‖² for each tensor. The sign alone, without the
 error kept, is known not to converge. A tensor with a number that is not finite is not finite on

@@ -100,7 +100,8 @@ class TopKCodec:
     def _candidates(self, magnitudes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Ascending places that hold the k largest and few others: those above a guess, or else
         all."""
-        n, k = len(magnitudes), self.k
+        n = len(magnitudes)
+        k = self.k
         if n >= 8 * SAMPLE and 4 * k <= n:
             sample = magnitudes[np.random.Generator(np.random.PCG64(n)).integers(0, n, SAMPLE)]
             expected = k / n * SAMPLE

@@ -14,6 +14,10 @@ nothing goes through sockets. `empty_shared` gives tensors that are reduced in p
     native      the C core (`core/`), portable the same in torch
     mailbox     sends and receives
     work        handles of calls, and the order they run in
+    moves       torch's collectives in terms of what ranks can do
+    begun       calls that are ended later
+    leaving     how a process leaves its groups
+    transport   what the groups of dure ask
     backend     what torch.distributed sees
 """
 

@@ -84,7 +84,8 @@ def own_block(own: Sequence[Tensor], output: Tensor, op: int) -> list[Tensor]:
 
     Raises ValueError unless they are contiguous and together as long, or there is none.
     """
-    parts, dtype = [reducible(part, op) for part in own], output.dtype
+    parts = [reducible(part, op) for part in own]
+    dtype = output.dtype
     elements = sum(part.numel() for part in parts)
     if parts and (
         elements != output.numel()

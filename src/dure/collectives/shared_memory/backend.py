@@ -7,8 +7,8 @@ them.
 """
 
 # mypy: disable-error-code="override, assignment"
-# torch's stubs list conveniences for single tensors beside what c10d itself calls, which is what is
-# here.
+# torch's stubs list conveniences for single tensors next to what c10d itself calls; the latter is
+# what is here.
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def create(backend_options: Any, options: Options | None = None) -> SharedMemory
     size = backend_options.group_size
     names = list(backend_options.global_ranks_in_group) or list(range(size))
     return SharedMemoryGroup(
-        backend_options.store,
-        backend_options.group_rank,
-        size,
-        backend_options.timeout,
-        names,
-        options if isinstance(options, Options) else Options(),
+        store=backend_options.store,
+        rank=backend_options.group_rank,
+        size=size,
+        timeout=backend_options.timeout,
+        names=names,
+        options=options if isinstance(options, Options) else Options(),
     )
 
 
@@ -100,9 +100,17 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._description = ""
         # Keys of an earlier group of the same ranks may still stand in the store.
         store = PrefixStore(f"group {store.add(f'groups of {rank}', 1)}", store)
-        self.hosts, self._host = meet(store, rank, names, timeout.total_seconds(), options.core)
+        self.hosts, self._host = meet(
+            store=store,
+            rank=rank,
+            names=names,
+            timeout=timeout.total_seconds(),
+            wanted=options.core,
+        )
         self._across = (
-            Across(store, rank, self.hosts, self._host, names) if len(self.hosts) > 1 else None
+            Across(store=store, rank=rank, hosts=self.hosts, host=self._host, names=names)
+            if len(self.hosts) > 1
+            else None
         )
         self._ranks: Collectives = self._across or self._host
         self._moves = Moves(self._ranks, rank, size)
@@ -143,7 +151,10 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def name(self) -> str:
         return "dure"
 
-    getRank, getSize, getBackendName, _get_backend_name = rank, size, name, name  # noqa: N815
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
+    getBackendName = name  # noqa: N815
+    _get_backend_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._group_name
@@ -157,7 +168,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
@@ -195,7 +207,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         return self._issue(run, opts, tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        op, root = operation_of(opts.reduceOp), opts.rootRank
+        op = operation_of(opts.reduceOp)
+        root = opts.rootRank
         tensor = reducible(single(tensors), op)
         return self._issue(lambda: self._moves.reduce(tensor, op, root), opts, [tensor])
 
@@ -224,7 +237,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
-        output, blocks = single(outputs), single(inputs)
+        output = single(outputs)
+        blocks = single(inputs)
         output, blocks = self._checked_blocks(output, blocks, op)
         return self._issue(lambda: self._moves.reduce_scatter(output, blocks, op), opts, [output])
 
@@ -285,7 +299,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        source, targets = single(inputs), single(outputs)
+        source = single(inputs)
+        targets = single(outputs)
         self._check_gathered(targets, source)
         return self._issue(lambda: self._moves.all_gather_copied(targets, source), opts, targets)
 
@@ -293,10 +308,9 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """output_lists[rank][k]: what `rank` gives as inputs[k]."""
-        gathers = [
-            ([outputs[index] for outputs in output_lists], source)
-            for index, source in enumerate(inputs)
-        ]
+        gathers: list[tuple[list[Tensor], Tensor]] = []
+        for index, source in enumerate(inputs):
+            gathers.append(([outputs[index] for outputs in output_lists], source))
         for targets, source in gathers:
             self._check_gathered(targets, source)
 
@@ -332,7 +346,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        source, root = single(inputs), opts.rootRank
+        source = single(inputs)
+        root = opts.rootRank
         targets = single(outputs) if outputs else []
         for tensor in (source, *targets):
             check_like(tensor, source)
@@ -343,7 +358,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         return self._issue(lambda: self._moves.gather(targets, source, root), opts, targets)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        output, root = single(outputs), opts.rootRank
+        output = single(outputs)
+        root = opts.rootRank
         sources = single(inputs) if inputs else []
         for tensor in (output, *sources):
             check_like(tensor, output)

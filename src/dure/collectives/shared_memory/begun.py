@@ -1,7 +1,7 @@
 """Calls that are begun, and ended later: what all ranks know that all begin, as by a plan.
 
-    one host, the C core    split-phase: up to four are under way, nobody waits in between, and ranks
-                            read each other's messages where they lie
+    one host, the C core    split-phase: up to four are under way, nobody waits in between, and
+                            ranks read each other's messages where they lie
     a host for each rank    apart: several are under way, one after another on the link
     otherwise               at once, and checked
 

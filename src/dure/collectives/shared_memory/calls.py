@@ -194,7 +194,8 @@ def unequal(
     name = KINDS[call.kind]
     for i, sender in enumerate(names):
         for j, receiver in enumerate(names):
-            offered, wanted = deal(i, j)[0], deal(j, i)[1]
+            offered = deal(i, j)[0]
+            wanted = deal(j, i)[1]
             if offered != wanted:
                 gives = f"{name} with {offered} bytes for rank {receiver}"
                 takes = f"{name} with room for {wanted} bytes of rank {sender}"

@@ -235,7 +235,7 @@ class Host(ABC):
         """Bytes that came out of the channel from `source`; never waits."""
 
     def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
-        """Reads a body out of the channel from `source` if all of it has come, behind just this
+        """Reads a body out of the channel from `source` if all of it has come, after just this
         header; whether it did. Else nothing is read."""
         return False
 
@@ -356,7 +356,8 @@ class Host(ABC):
 
     def failure(self) -> BaseException:
         """The error with which this rank gives up; all others get to know it."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if isinstance(error, PeerLostError):
             return self.abort(error)
         self.end(f"was interrupted ({type(error).__name__})")

@@ -151,7 +151,7 @@ class Mailbox:
 
     def _letter_to(self, tensor: Tensor, to: int, tag: int) -> Letter:
         name = f"send(to rank {self._host.members.names[to]}, tag {tag})"
-        letter = Letter(self, tensor, to, tag, name)
+        letter = Letter(mailbox=self, tensor=tensor, peer=to, tag=tag, name=name)
         letter.header = _HEADER.pack(letter.dense.nbytes, tag, self._number_of[tensor.dtype])
         return letter
 
@@ -190,7 +190,9 @@ class Mailbox:
 
     def _letter_from(self, tensor: Tensor, source: int, tag: int) -> Letter:
         whom = "any rank" if source == ANY else f"rank {self._host.members.names[source]}"
-        return Letter(self, tensor, source, tag, f"recv(from {whom}, tag {tag})")
+        return Letter(
+            mailbox=self, tensor=tensor, peer=source, tag=tag, name=f"recv(from {whom}, tag {tag})"
+        )
 
     def fetch(self, tensor: Tensor, source: int, tag: int) -> None:
         """Receives, and waits for it: the thread, which would be in the way, is not woken."""
@@ -354,7 +356,7 @@ class Mailbox:
     def _full(self, source: int) -> bool:
         """Whether a source has to wait until somebody asks for its messages.
 
-        It has not while a receive waits for another message of it, which may come behind these.
+        It has not while a receive waits for another message of it, which may come after these.
         """
         if any(letter.peer in (ANY, source) for letter in self._wanted):
             return False
@@ -365,7 +367,9 @@ class Mailbox:
 
     def _shut(self, source: int, stream: _Stream) -> None:
         """A body is complete."""
-        letter, aside, length = stream.letter, stream.aside, stream.length
+        letter = stream.letter
+        aside = stream.aside
+        length = stream.length
         stream.read = 0
         stream.length = -1
         stream.body = stream.letter = stream.aside = None
@@ -400,7 +404,8 @@ class Mailbox:
 
     def _misfit(self, letter: Letter, source: int, nbytes: int) -> MismatchError:
         sent = f"send of {nbytes} bytes with tag {letter.tag}"
-        asked = f"recv of {letter.dense.nbytes} bytes of {str(letter.tensor.dtype).removeprefix('torch.')}"
+        dtype = str(letter.tensor.dtype).removeprefix("torch.")
+        asked = f"recv of {letter.dense.nbytes} bytes of {dtype}"
         names = self._host.members.names
         return MismatchError("a message", (((names[source],), sent), ((self._name(),), asked)))
 

@@ -61,7 +61,10 @@ class Meeting:
     """One group's ranks at its store. names: what errors call them."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[int], timeout: float) -> None:
-        self.store, self.rank, self.names, self.timeout = store, rank, names, timeout
+        self.store = store
+        self.rank = rank
+        self.names = names
+        self.timeout = timeout
         self._until = time.monotonic() + timeout
 
     def read(self, key: str, whose: int) -> bytes:
@@ -104,7 +107,13 @@ def meet(
     shared = pool()
     host = f"{name_of_this_host()} {os.getuid()}"
     cards = meeting.cards(
-        Card(host, os.getpid(), shared.descriptor, shared.nbytes, choose_core(wanted))
+        Card(
+            host=host,
+            process=os.getpid(),
+            pool=shared.descriptor,
+            pool_bytes=shared.nbytes,
+            core=choose_core(wanted),
+        )
     )
     hosts = hosts_of(cards)
     here = next(host for host in hosts if rank in host)
@@ -124,7 +133,12 @@ def meet(
     crowded = len(here) > len(os.sched_getaffinity(0))
     peers = [_pool_of(cards[r], shared) for r in here]
     return hosts, NativeHost(
-        members, timeout, segment, shared, peers, (0.0 if crowded else _SPIN, _YIELD)
+        members=members,
+        timeout=timeout,
+        segment=segment,
+        pool=shared,
+        peers=peers,
+        patience=(0.0 if crowded else _SPIN, _YIELD),
     )
 
 

@@ -41,7 +41,8 @@ from dure.collectives.shared_memory.work import Line
 from dure.machine.c_library import c_library
 
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP, _BAD_SIZES = range(5)
-_STAGE, _POOL = 1, 2
+_STAGE = 1
+_POOL = 2
 
 UNDER_WAY = 4
 """Split-phase calls that a rank may have begun and not ended."""
@@ -73,7 +74,14 @@ class Posted(Structure):
     )
 
     def call(self) -> Call:
-        return Call(self.kind, self.dtype, self.op, self.root, self.count, self.extra)
+        return Call(
+            kind=self.kind,
+            dtype=self.dtype,
+            op=self.op,
+            root=self.root,
+            count=self.count,
+            extra=self.extra,
+        )
 
 
 class _Deal(Structure):
@@ -194,7 +202,8 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(core, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
     return core
 
 
@@ -249,7 +258,9 @@ class NativeHost(Host):
         core = library()
         assert core is not None
         self._c = core
-        self._segment, self._pool, self._peers = segment, pool, list(peers)
+        self._segment = segment
+        self._pool = pool
+        self._peers = list(peers)
         self._tick = _Tick(lambda waited: not self.tick(waited))
         self._interpreter = _Interpreter.this()
         spin, give = (int(1e9 * seconds) for seconds in patience)
@@ -278,14 +289,13 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
-        reduce, core = _short_way() or self._by_ctypes, self._core
+        reduce = _short_way() or self._by_ctypes
+        core = self._core
         function = ctypes.cast(self._all_reduce, c_void_p).value or 0
-        take_turn, give_turn, strided, failed = (
-            line.turn.acquire,
-            line.turn.release,
-            torch.strided,
-            self._failed,
-        )
+        take_turn = line.turn.acquire
+        give_turn = line.turn.release
+        strided = torch.strided
+        failed = self._failed
         code_of = {(dtype, op): NUMBER_OF[dtype] + 256 * op for dtype, op in SENSIBLE}.get
 
         def all_reduce(tensor: Tensor, op: int = SUM) -> None:
@@ -324,26 +334,24 @@ class NativeHost(Host):
     def prepare_reduce_scatter(
         self, message: Tensor, out: Tensor, op: int
     ) -> Callable[[Sequence[Tensor]], int]:
-        start, posted = (
-            self._c.core_begin_reduce_scatter,
-            self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op),
-        )
-        into, parts = out.data_ptr(), (_Part * 0)()
+        start = self._c.core_begin_reduce_scatter
+        posted = self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
+        into = out.data_ptr()
+        parts = (_Part * 0)()
 
         def begin(own: Sequence[Tensor]) -> int:
             nonlocal parts  # which C reads until the end
             parts = parts if len(parts) == len(own) else (_Part * len(own))()
             for part, tensor in zip(parts, own, strict=True):
-                part.address, part.bytes = tensor.data_ptr(), tensor.nbytes
+                part.address = tensor.data_ptr()
+                part.bytes = tensor.nbytes
             return self._number_of(start(self._core, posted, into, parts, len(parts)), posted)
 
         return begin
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
-        begin, posted = (
-            self._c.core_begin_all_reduce,
-            self._posted_in_pool(BEGUN_ALL_REDUCE, message, op),
-        )
+        begin = self._c.core_begin_all_reduce
+        posted = self._posted_in_pool(BEGUN_ALL_REDUCE, message, op)
         return lambda: self._number_of(begin(self._core, posted), posted)
 
     def _number_of(self, status: int, posted: Posted) -> int:
@@ -355,7 +363,8 @@ class NativeHost(Host):
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
         posted = posted_call(
-            Call(kind, NUMBER_OF[message.dtype], op, -1, message.numel()), message.nbytes
+            Call(kind=kind, dtype=NUMBER_OF[message.dtype], op=op, root=-1, count=message.numel()),
+            message.nbytes,
         )
         posted.pool = offset
         return posted
@@ -386,7 +395,8 @@ class NativeHost(Host):
             len(parts) == 1
             and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None
         ):
-            posted.place, posted.pool = _POOL, offset
+            posted.place = _POOL
+            posted.pool = offset
         dealt = (
             (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals))
             if deals

@@ -108,7 +108,8 @@ class Pool:
             if offset in self._pinned:
                 return
             at = bisect.bisect(self._free, (offset, 0))
-            start, end = offset, offset + length
+            start = offset
+            end = offset + length
             if at < len(self._free) and self._free[at][0] == end:
                 end += self._free.pop(at)[1]
             if at > 0 and sum(self._free[at - 1]) == start:
@@ -174,7 +175,9 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     MemoryError when the pool, which is as large as the machine's memory (256 GiB at most), is used
     up.
     """
-    shape = [int(length) for part in size for length in ([part] if isinstance(part, int) else part)]
+    shape: list[int] = []
+    for part in size:
+        shape.extend([part] if isinstance(part, int) else map(int, part))
     if any(length < 0 for length in shape):
         raise ValueError(f"a tensor cannot have the shape {shape}")
     return pool().empty(shape, dtype if dtype is not None else torch.get_default_dtype())

@@ -49,7 +49,11 @@ from dure.collectives.shared_memory.pool import Mapping, open_of
 _REASON_BYTES = 4096
 _STAGE_BYTES = 4 << 20
 _SEAT = 16  # numbers a rank tells of itself
-_BEGUN, _FINISHED, _LEFT, _BYTES, _CALL = 0, 1, 2, 3, 4
+_BEGUN = 0
+_FINISHED = 1
+_LEFT = 2
+_BYTES = 3
+_CALL = 4
 _SAID = struct.Struct("<qq")  # who, how many syncs
 _LONGEST_WRITE = 1 << 20
 
@@ -144,7 +148,8 @@ class PortableHost(Host):
         super().__init__(members, timeout)
         self._doors = doors
         self._descriptor = descriptor
-        size, rank = members.size, members.rank
+        size = members.size
+        rank = members.rank
         memory = segment.tensor()
         numbers = memory[_REASON_BYTES:][: 8 * size * (_SEAT + 3 * size)].view(torch.int64)
         self._reason = memory[:_REASON_BYTES]
@@ -244,10 +249,15 @@ class PortableHost(Host):
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         flat = tensor.view(-1)
         call = Call(
-            ALL_REDUCE if root < 0 else REDUCE, NUMBER_OF[tensor.dtype], op, root, flat.numel()
+            kind=ALL_REDUCE if root < 0 else REDUCE,
+            dtype=NUMBER_OF[tensor.dtype],
+            op=op,
+            root=root,
+            count=flat.numel(),
         )
         self._begin(call, flat.nbytes)
-        most, size = _STAGE_BYTES // flat.itemsize, self.members.size
+        most = _STAGE_BYTES // flat.itemsize
+        size = self.members.size
         for start in range(0, max(1, flat.numel()), most):
             window = flat[start : start + most]
             stages = [_as(self._stages[rank, 0], window) for rank in range(size)]
@@ -267,9 +277,11 @@ class PortableHost(Host):
         self._finish()
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
-        size, rank = self.members.size, self.members.rank
+        size = self.members.size
+        rank = self.members.rank
         self._begin(call, sum(block.nbytes for block in blocks))
-        flat, target = [block.view(-1) for block in blocks], out.view(-1)
+        flat = [block.view(-1) for block in blocks]
+        target = out.view(-1)
         most = _STAGE_BYTES // size // 8 * 8 // out.itemsize
         longest = max(1, *(block.numel() for block in flat))
         for start in range(0, longest, most):
@@ -307,7 +319,8 @@ class PortableHost(Host):
         if deals:
             words = [[deal.offset, deal.nbytes, deal.wanted] for deal in deals]
             self._deals[rank] = torch.tensor(words, dtype=torch.int64)
-        start, longest = 0, 1
+        start = 0
+        longest = 1
         while start < longest:
             window = mine[start : start + _STAGE_BYTES]
             self._stages[rank, 0, : window.numel()].copy_(window)
@@ -325,7 +338,8 @@ class PortableHost(Host):
     def _take(self, peer: int, start: int, offset: int, into: Tensor) -> None:
         """Copies what lies in the window from `start` on of the peer's bytes [offset, offset +
         len(into))."""
-        low, high = max(offset, start), min(offset + into.numel(), start + _STAGE_BYTES)
+        low = max(offset, start)
+        high = min(offset + into.numel(), start + _STAGE_BYTES)
         if low < high:
             into[low - offset : high - offset].copy_(
                 self._stages[peer, 0, low - start : high - start]
@@ -388,7 +402,12 @@ class PortableHost(Host):
         begun, finished, left, _, kind, dtype, op, root, count, extra = self._seats[
             rank, :10
         ].tolist()
-        return Progress(begun, finished, Call(kind, dtype, op, root, count, extra), bool(left))
+        return Progress(
+            begun,
+            finished,
+            Call(kind=kind, dtype=dtype, op=op, root=root, count=count, extra=extra),
+            bool(left),
+        )
 
     def current(self) -> tuple[int, Call]:
         return self._number, self.progress(self.members.rank).last

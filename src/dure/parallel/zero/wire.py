@@ -1,5 +1,5 @@
-"""What ZeRO sends: reduce-scatters and all-gathers of equal chunks, in place, at once or beside the
-program."""
+"""What ZeRO sends: reduce-scatters and all-gathers of equal chunks, in place, at once or alongside
+the program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _failed() -> None:
 
 
 class Wire:
-    """Messages of one group. beside: whether they travel beside the program, in the order of their
+    """Messages of one group. beside: whether they travel alongside the program, in the order of their
     issue.
 
     split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared
@@ -189,7 +189,7 @@ class Wire:
 
         def ending() -> None:
             ended = self._plainly(name, end)
-            if self.planned:  # several are under way, one behind the other
+            if self.planned:  # several are under way, one after another
                 self.transfers.append(Span(name, min(ended, max(started, self._last_end)), ended))
                 self._last_end = max(self._last_end, ended)
 
@@ -245,7 +245,9 @@ class Wire:
         arrival: when the last rank came to the last message: until then this one was idle.
         Transfers during which the program did not wait are hidden.
         """
-        waits, transfers, meter = self.waits, self.transfers[:], self.group.meter
+        waits = self.waits
+        transfers = self.transfers[:]
+        meter = self.group.meter
         self.waits = []
         del self.transfers[: len(transfers)]  # others may be ending now
         for number, wait in enumerate(waits):

@@ -54,7 +54,7 @@ uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t byt
     return moved;
 }
 
-/* Reads a body if all of it has come, behind just this header, and else nothing. Returns whether it did. */
+/* Reads a body if all of it has come, after just this header, and else nothing. Returns whether it did. */
 int core_channel_take(struct core *core, int from, const char *header, uint64_t header_bytes, char *into,
                       uint64_t bytes) {
     struct channel *channel = channel_of(core, from, core->rank);

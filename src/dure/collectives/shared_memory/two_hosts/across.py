@@ -6,8 +6,9 @@ share:
 
     all-reduce      sum within each host to its leader; leaders all-reduce; copy within each host
     reduce-scatter  sum within each host to its leader; leaders send each other the blocks of their
-    hosts; scatter
-    all-gather      gather within each host; each leader sends its host's part to the other leaders; copy within
+                    hosts; scatter
+    all-gather      gather within each host; each leader sends its host's part to the other leaders;
+                    copy within
     broadcast       within the root's host; leader to leaders; within the others
 
 With two hosts every byte that has to cross the link crosses it once per direction. What ranks send
@@ -72,7 +73,8 @@ def address_towards(store: Store) -> str | None:
     nothing."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    name, port = getattr(store, "host", None), getattr(store, "port", 1)
+    name = getattr(store, "host", None)
+    port = getattr(store, "port", 1)
     if not name:
         return None
     with suppress(OSError):
@@ -84,6 +86,15 @@ def address_towards(store: Store) -> str | None:
             address = str(probe.getsockname()[0])
             return None if address.startswith("127.") or address == "::1" else address
     return None
+
+
+def _elements(parts: Sequence[Tensor], ranks: Sequence[int]) -> int:
+    return sum(parts[rank].numel() for rank in ranks)
+
+
+def _together(parts: dict[int, Tensor], ranks: Sequence[int]) -> Tensor:
+    """The parts of these ranks, one after another."""
+    return torch.cat([parts[rank] for rank in ranks]) if len(ranks) > 1 else parts[ranks[0]]
 
 
 class UnderWay(NamedTuple):
@@ -108,12 +119,16 @@ class Across:
         host: Host,
         names: Sequence[int],
     ) -> None:
-        self._rank, self._size, self._names = rank, len(names), names
-        self._hosts, self._host = hosts, host
+        self._rank = rank
+        self._size = len(names)
+        self._names = names
+        self._hosts = hosts
+        self._host = host
         self._here = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._leads = hosts[self._here][0] == rank
         self._alone = len(hosts[self._here]) == 1  # on this host
-        self._store, self._verdict = store, Verdict(store)
+        self._store = store
+        self._verdict = Verdict(store)
         self._number = 0
         address = address_towards(store)
         make = _Gloo.create_device
@@ -129,7 +144,8 @@ class Across:
             store.set(f"address {self._here}", address or "unknown")
             self._leaders = self._group_of_leaders("leaders")
         self._planned = self._for_plans(address) if len(hosts) == self._size else None
-        host.tell, host.remote = self._verdict.tell, self._verdict.told
+        host.tell = self._verdict.tell
+        host.remote = self._verdict.told
         host.grace = (
             0.0 if self._leads else 2 * _PATIENCE
         )  # leaders wait for each other, and know better who is late
@@ -150,11 +166,11 @@ class Across:
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         self._agree(
             Call(
-                ALL_REDUCE if root < 0 else REDUCE,
-                NUMBER_OF[tensor.dtype],
-                op,
-                root,
-                tensor.numel(),
+                kind=ALL_REDUCE if root < 0 else REDUCE,
+                dtype=NUMBER_OF[tensor.dtype],
+                op=op,
+                root=root,
+                count=tensor.numel(),
             )
         )
         work, operation = workable(tensor, op)
@@ -185,7 +201,7 @@ class Across:
         """On a leader: what all hosts have for the ranks of this one, reduced in the order of
         hosts."""
         leaving = torch.cat([parts[rank] for ranks in self._hosts for rank in ranks])
-        lengths = [sum(parts[rank].numel() for rank in ranks) for ranks in self._hosts]
+        lengths = [_elements(parts, ranks) for ranks in self._hosts]
         arriving = mine.new_empty(mine.numel() * len(self._hosts))
         own = [mine.numel()] * len(self._hosts)
         self._between(
@@ -230,10 +246,7 @@ class Across:
         here = self._hosts[self._here]
         near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
         self._host.exchange(Call(ALL_GATHER), [mine], near)
-        wholes = [
-            torch.cat([flat[rank] for rank in ranks]) if len(ranks) > 1 else flat[ranks[0]]
-            for ranks in self._hosts
-        ]
+        wholes = [_together(flat, ranks) for ranks in self._hosts]
         if self._leads:
             self._swap(wholes)
         for index, (ranks, whole) in enumerate(zip(self._hosts, wholes, strict=True)):
@@ -286,7 +299,9 @@ class Across:
         """Within this host: the tensor of the rank at `place` to all."""
         if self._alone:
             return
-        call = Call(BROADCAST, NUMBER_OF[tensor.dtype], 0, place, tensor.numel())
+        call = Call(
+            kind=BROADCAST, dtype=NUMBER_OF[tensor.dtype], op=0, root=place, count=tensor.numel()
+        )
         if self._host.members.rank == place:
             self._host.exchange(call, [tensor], {})
         else:
@@ -303,17 +318,21 @@ class Across:
         return self._planned
 
     def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
-        call = Call(ALL_REDUCE, NUMBER_OF[tensor.dtype], op, -1, tensor.numel())
+        call = Call(
+            kind=ALL_REDUCE, dtype=NUMBER_OF[tensor.dtype], op=op, root=-1, count=tensor.numel()
+        )
         return self._begun(call, self._plans.all_reduce(call, tensor, op))
 
     def begin_reduce_scatter(self, source: Tensor, out: Tensor, op: int) -> UnderWay:
         """source: contiguous, a block a rank."""
-        call = Call(REDUCE_SCATTER, NUMBER_OF[out.dtype], op, -1, source.numel())
+        call = Call(
+            kind=REDUCE_SCATTER, dtype=NUMBER_OF[out.dtype], op=op, root=-1, count=source.numel()
+        )
         return self._begun(call, self._plans.reduce_scatter(call, source, out, op))
 
     def begin_all_gather(self, whole: Tensor, own: Tensor) -> UnderWay:
         """whole: contiguous, a block a rank; own: contiguous, maybe its place in `whole`."""
-        call = Call(ALL_GATHER, NUMBER_OF[own.dtype], 0, -1, own.numel())
+        call = Call(kind=ALL_GATHER, dtype=NUMBER_OF[own.dtype], op=0, root=-1, count=own.numel())
         return self._begun(call, self._plans.all_gather(call, whole, own))
 
     def _begun(self, call: Call, carried: Carried) -> UnderWay:
@@ -440,18 +459,25 @@ class Across:
         """To a rank of another host."""
         dense = tensor.contiguous()
         return Parcel(
-            self,
-            self._all.send([dense], to, tag),
-            dense,
-            to,
-            f"send(to rank {self._names[to]}, tag {tag})",
+            across=self,
+            work=self._all.send([dense], to, tag),
+            dense=dense,
+            peer=to,
+            name=f"send(to rank {self._names[to]}, tag {tag})",
         )
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """From a rank of another host."""
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         name = f"recv(from rank {self._names[source]}, tag {tag})"
-        return Parcel(self, self._all.recv([dense], source, tag), dense, source, name, tensor)
+        return Parcel(
+            across=self,
+            work=self._all.recv([dense], source, tag),
+            dense=dense,
+            peer=source,
+            name=name,
+            into=tensor,
+        )
 
     @property
     def timeout(self) -> float:

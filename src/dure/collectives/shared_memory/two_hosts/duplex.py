@@ -62,7 +62,8 @@ class Exchange:
 
     def __init__(self, end: int, posted: Posted, tensors: Sequence[Tensor | None]) -> None:
         out, own, into = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        self.tensors, self._end = tensors, end
+        self.tensors = tensors
+        self._end = end
         self.inner = _Exchange(call=posted, out=out, own=own, into=into)
 
     def _status(self, seconds: float) -> int:
