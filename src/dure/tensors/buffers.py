@@ -1,7 +1,7 @@
 """The buffers of a model that travel with its weights: those that it has from the start.
 
 A forward pass may put a new tensor in a buffer's place, so they are known by name. A buffer that is
-None at the start, and is made in a forward pass, as the mask or the angles of an attention are,
+None at the start and is made in a forward pass, such as the mask or the angles of an attention,
 belongs to its replica alone.
 """
 
@@ -54,8 +54,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def write(target: Tensor, value: Tensor) -> None:
-    """The value into the target, where it differs: an expanded tensor cannot be written, and never
-    changes."""
+    """The value into the target, where it differs."""
+    # An expanded tensor cannot be written; it never changes either.
     if target.device != value.device or not torch.equal(target, value):
         target.copy_(value)
 

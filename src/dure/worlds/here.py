@@ -43,8 +43,10 @@ def run_here(
     kind: Kind = "ranks",
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
 ) -> Value:
-    """Runs `program` in this process; `name` is its lane, as "rank 0". Ctrl-C asks it to end after
-    its step."""
+    """Runs `program` in this process. Ctrl-C asks it to end after its step.
+
+    name: of its lane in the trace, such as "rank 0".
+    """
     trace = Trace()
     asked: list[bool] = []
     group = Group(None, Meter(name, trace))
