@@ -14,8 +14,8 @@ from sample_runs import write_run
 
 from dure.errors import RunFolderError
 from dure.report import write_report
-from dure.report.page import command
 from dure.report.read import read_run
+from dure.report.repeat import command
 
 Report = Callable[..., str]
 
