@@ -33,8 +33,8 @@ LANES = 12
 SPANS = 3_000
 SPANS_OF_ALL_RUNS = 24_000
 CELLS = 60_000
-"""How much is drawn at most: points of a curve, lanes, spans of a timeline and of all together, cells
-of a partition. A browser draws so much without delay."""
+"""How much is drawn at most: points of a curve, lanes, spans of a timeline and of all timelines,
+cells of a partition. A browser draws so much without delay."""
 
 CLOCK = "virtual_seconds"
 """What a federation says of its clock: an axis, and no curve."""

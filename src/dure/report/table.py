@@ -22,7 +22,7 @@ from dure.report.words import (
 )
 
 TENTH = "_p10"
-"""How the keys of metrics of the worst tenth of clients end. The spread over clients shows those."""
+"""How metrics of the worst tenth of clients end; the spread over clients shows those."""
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ class Supervisor:
         dead = [member for member in self.members if member.death is not None]
         lost = [error for error in errors if isinstance(error, PeerLostError)]
         if dead:
-            # The survivors know what they were doing when it died; without any, the last event does.
+            # Survivors know what they were doing when it died; without any, the last event does.
             operation = lost[0].operation if lost else "the run"
             step = lost[0].step if lost else self.last_step
             reason = "; ".join(dict.fromkeys(str(member.death) for member in dead))
