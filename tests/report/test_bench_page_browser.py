@@ -60,7 +60,10 @@ def test_the_page_of_a_benchmark_draws_every_chart(tmp_path: Path) -> None:
             assert [
                 url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))
             ] == []
-            traces = "[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.trace').length)"
+            traces = (
+                "[...document.querySelectorAll('.chart')]"
+                ".map(c => c.querySelectorAll('.trace').length)"
+            )
             assert page.ask(traces) == [5, 5, 5, 5, 6, 6]
         page.ask("document.querySelector('.legend button').click()")
         assert (

@@ -365,7 +365,10 @@ def test_a_browser_draws_every_figure_and_a_phone_does_not_scroll_sideways(
             assert page.ask("document.body.dataset.errors") == "[]"
             assert page.problems == []
             assert page.ask("document.documentElement.scrollWidth") <= width
-            marks = "[...document.querySelectorAll('[data-figure]')].map(f => f.querySelectorAll('.trace').length)"
+            marks = (
+                "[...document.querySelectorAll('[data-figure]')]"
+                ".map(f => f.querySelectorAll('.trace').length)"
+            )
             names = page.ask(
                 "[...document.querySelectorAll('[data-figure]')].map(f => f.dataset.figure)"
             )

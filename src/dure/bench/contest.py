@@ -47,8 +47,10 @@ class Unavailable(Exception):  # noqa: N818 - it is not an error that a peer is 
 
 
 def expected(n: int, ranks: int) -> Tensor:
-    """One period of the right sum of tensors filled by `fill`; whole numbers, so that rounding has
-    no part in it."""
+    """One period of the right sum of tensors filled by `fill`.
+
+    Whole numbers, so that rounding has no part in it.
+    """
     return (ranks * torch.arange(float(PERIOD)) + ranks * (ranks - 1) // 2)[:n]
 
 
@@ -250,16 +252,14 @@ class Contest:
         }
 
     def _too_long(self, name: str, before: JSON, nbytes: int) -> bool:
-        """Whether an algorithm over gloo would take too long, by what it took at the size
-        before."""
+        """Whether an algorithm over gloo would take too long, judged by the size before."""
         if CONTENDERS[name].kind != "algorithm":
             return False
         growth = nbytes / max(before["bytes"], MIB)  # below, time is latency
         return "skipped" in before or before["seconds"] * max(growth, 1.0) > self.plan.longest
 
     def _prepared(self, name: str, n: int) -> Turn | None:
-        """A contender that has been checked, with the number of calls that fill a batch; None if it
-        is absent."""
+        """A contender that has been checked, with the calls that fill a batch; None if absent."""
         turn = self._checked_mpi(name, n) if name == OPEN_MPI else self._checked(name, n)
         if turn is None:
             return None
@@ -313,9 +313,8 @@ class Contest:
         """Every rank's text, cut to 400 bytes: ranks exchange numbers, all of them as many."""
         codes = list(text.encode()[:400].ljust(400, b"\0"))
         rows = self.group.all_gather_values([float(code) for code in codes])
-        return [
-            bytes(int(code) for code in row).rstrip(b"\0").decode(errors="replace") for row in rows
-        ]
+        texts = [bytes(map(int, row)).rstrip(b"\0") for row in rows]
+        return [text.decode(errors="replace") for text in texts]
 
     # One batch.
 

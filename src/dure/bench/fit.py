@@ -96,7 +96,7 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
         "first": cost.best(low, ranks, link, rivals),
         "crossovers": [
             {"bytes": cross.nbytes, "from": cross.before, "to": cross.after}
-            for cross in cost.crossovers(ranks, link, rivals, low, high)
+            for cross in cost.crossovers(ranks, link, rivals, low=low, high=high)
         ],
         "series": [{"algorithm": name, **values} for name, values in series.items()],
         "median_error": median(errors),
@@ -108,8 +108,7 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
 
 
 def _regret(measured: list[cost.Sample], ranks: int, link: cost.Link, rivals: list[str]) -> float:
-    """What following the model's advice costs: over all sizes the median of seconds / fewest
-    seconds - 1."""
+    """What following the model's advice costs: the median of seconds / fewest seconds - 1."""
     found = []
     for nbytes in sorted({sample.nbytes for sample in measured}):
         times = {

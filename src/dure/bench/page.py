@@ -60,8 +60,10 @@ def page(result: Result, plotly: str) -> str:
 
 
 def charts(result: Result) -> dict[str, Any]:
-    """What the page draws, as plain JSON: each contender's look, and its points for each number of
-    ranks."""
+    """What the page draws, as plain JSON.
+
+    Each contender's look, and its points for each number of ranks.
+    """
     looks = [_look(contender, index) for index, contender in enumerate(_present(result))]
     panels = []
     for ranks in _ranks(result):

@@ -105,8 +105,7 @@ def details(result: Result, ranks: int) -> Table:
 
 
 def fitted(calibration: dict[str, Any]) -> Table:
-    """The cost model: its numbers, how far its predictions are off, and which algorithm it
-    recommends."""
+    """The cost model: its numbers, its errors, and which algorithm it recommends."""
     table = _titled("cost model of the algorithms over gloo")
     for heading in (
         "ranks",

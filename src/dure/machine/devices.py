@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_map
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`. Raises ValueError if there is none here, or dure does not compute
-    on its kind."""
+    """The device called `name`.
+
+    Raises ValueError if there is none here, or dure does not compute on its kind.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -34,8 +36,7 @@ def device_of(name: str) -> torch.device:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Inputs or targets, tensors in any structure, on `device`; the same where they are there
-    already."""
+    """Inputs or targets, tensors in any structure, on `device`; as they are if they are there."""
     # A copy to the CPU has to have arrived before it is read; CUDA itself waits for one to it.
     later = device.type == "cuda"
     return tree_map(

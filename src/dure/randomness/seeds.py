@@ -33,8 +33,7 @@ def generator(seed: int, purpose: str, *position: int) -> torch.Generator:
 
 
 def shuffled(n: int, seed: int, epoch: int, client: int = 0) -> Tensor:
-    """The order in which `client` visits its n examples in its epoch number `epoch`: a permutation,
-    shape (n,).
+    """The order in which `client` visits its n examples in an epoch: a permutation, shape (n,).
 
     Every strategy shuffles by this one rule, so that a lone worker and a federation of one client
     visit the same examples in the same order.
@@ -67,8 +66,10 @@ def seed_generators(seed: int, purpose: str, *position: int, everything: bool = 
 
 
 def generators_state() -> dict[str, Any]:
-    """The state of the global generators of torch, numpy and random, for data pipelines that draw
-    from them."""
+    """The state of the global generators of torch, numpy and random.
+
+    For data pipelines that draw from them.
+    """
     numpy_state = numpy.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = numpy_state["state"]

@@ -41,8 +41,10 @@ CLOCK = "virtual_seconds"
 
 
 def style(index: int) -> JSON:
-    """How run `index` looks in every chart: colour, then dash when the colours repeat, and a
-    marker."""
+    """How run `index` looks in every chart.
+
+    A colour, then a dash when the colours repeat, and a marker.
+    """
     return {
         "color": f"var(--run-{index % COLOURS})",
         "dash": DASHES[index // COLOURS % len(DASHES)],
@@ -51,16 +53,23 @@ def style(index: int) -> JSON:
 
 
 def metrics(runs: Sequence[Run]) -> list[str]:
-    """All metrics of the runs; the one to judge by first: what is not a loss, else the test
-    loss."""
-    keys = [key for run in runs for key in run.result.best]
-    return sorted(dict.fromkeys(keys), key=lambda key: "loss" in key)
+    """All metrics of the runs.
+
+    The one to judge by comes first: what is not a loss, else the test loss.
+    """
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys.update(dict.fromkeys(run.result.best))
+    return sorted(keys, key=lambda key: "loss" in key)
 
 
 def curves(runs: Sequence[Run]) -> JSON | None:
-    """Every metric, the training loss and what strategies say of their rounds, against epochs,
+    """The curves of the runs; None if there is nothing to draw.
+
+    Every metric, the training loss and what strategies say of their rounds, against epochs,
     seconds, steps or rounds, bytes, and, where a federation has a clock of its own, virtual
-    seconds. What a strategy says is left out where it is 0 in all runs."""
+    seconds. What a strategy says is left out where it is 0 in all runs.
+    """
     series = []
     for index, run in enumerate(runs):
         if any(line.metrics for line in run.evaluations):
@@ -86,8 +95,10 @@ def curves(runs: Sequence[Run]) -> JSON | None:
 
 
 def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
-    """What the curves may show, in the order of the menu: metrics, the training loss, and what
-    strategies say, where it is not always 0."""
+    """What the curves may show, in the order of the menu.
+
+    Metrics, the training loss, and what strategies say where it is not always 0.
+    """
     known: dict[str, None] = {}
     told: dict[str, None] = {}
     for one in series:
@@ -101,7 +112,8 @@ def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
 
 
 def _axes(runs: Sequence[Run], series: Sequence[JSON]) -> list[JSON]:
-    counted = " or ".join(f"{unit}s" for unit in sorted({run.result.unit for run in runs}))
+    units = sorted({run.result.unit for run in runs})
+    counted = " or ".join(f"{unit}s" for unit in units)
     axes = [
         _axis("epoch", "epochs", "epochs"),
         _axis("seconds", "seconds", "seconds of training"),
@@ -121,8 +133,7 @@ def _axis(key: str, name: str, title: str) -> JSON:
 
 
 def timelines(runs: Sequence[Run]) -> list[JSON]:
-    """Per run with a trace: lanes, and spans by category. At most LANES lanes and a bounded number
-    of spans."""
+    """Per run with a trace: lanes, and spans by category, each bounded in number."""
     traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(traced), 1))
     return [_timeline(index, trace, most) for index, trace in traced]
@@ -130,16 +141,16 @@ def timelines(runs: Sequence[Run]) -> list[JSON]:
 
 def partitions(runs: Sequence[Run]) -> list[JSON]:
     """The distinct partitions, each with the runs that used it."""
-    users: list[tuple[Partition, list[Run]]] = []
+    users: list[tuple[Partition, list[str]]] = []
     for run in runs:
         if run.partition is None:
             continue
         same = next((names for partition, names in users if partition == run.partition), None)
         if same is None:
-            users.append((run.partition, [run]))
+            users.append((run.partition, [run.label]))
         else:
-            same.append(run)
-    return [_partition(partition, [run.label for run in names]) for partition, names in users]
+            same.append(run.label)
+    return [_partition(partition, names) for partition, names in users]
 
 
 def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
@@ -192,8 +203,7 @@ def _stretches(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
-    """Indices of at most `most` values: the first, the last, and every stretch's lowest and
-    highest."""
+    """Indices of at most `most` values: the ends, and every stretch's lowest and highest."""
     if len(values) <= most:
         return list(range(len(values)))
     kept = {0, len(values) - 1}

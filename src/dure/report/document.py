@@ -56,8 +56,10 @@ def section(name: str, heading: str, lead: str, body: str) -> str:
 
 
 def plotly_source(what: str) -> str:
-    """The source of plotly.js. Raises ImportError, which says that `what` needs it, where plotly is
-    not installed."""
+    """The source of plotly.js.
+
+    Raises ImportError, which says that `what` needs it, where plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -77,8 +79,7 @@ def source(beside: str, name: str) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open
-    another."""
+    """JSON that may stand inside a script element: it cannot close the element or open another."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

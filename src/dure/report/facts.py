@@ -83,12 +83,12 @@ def _assignment(raw: Sequence[Any]) -> Assignment:
     last = number(ended)
     if first is None or last is None:
         raise ValueError("an assignment has a beginning and an end")
-    return Assignment(int(client), int(round), first, last, str(outcome))
+    return Assignment(int(client), int(round), began=first, ended=last, outcome=str(outcome))
 
 
 def _sent(raw: Sequence[Any]) -> Sent:
     round, client, lies, norm, cosine = raw
-    return Sent(int(round), int(client), bool(lies), number(norm), number(cosine))
+    return Sent(int(round), int(client), bool(lies), norm=number(norm), cosine=number(cosine))
 
 
 def _by_name(raw: object) -> dict[str, int]:

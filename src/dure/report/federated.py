@@ -106,8 +106,10 @@ def _last(run: Run, key: str) -> float | None:
 
 
 def federations(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section on who took part when, a block for each run; empty if there is none. drawn: its
-    figures."""
+    """The section on who took part when, a block for each run; empty if there is none.
+
+    drawn: its figures.
+    """
     told = federations_of(runs)
     if not told:
         return ""
@@ -211,8 +213,10 @@ def _outcome_table(run: Run, federation: Federation) -> str:
 
 
 def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section on models measured client by client, of all runs together; empty if none was.
-    drawn: its figures."""
+    """The section on models measured client by client, of all runs; empty if none was.
+
+    drawn: its figures.
+    """
     told = federations_of(runs)
     metrics = [metric for metric in metrics_of(told) if f"clients-{metric}" in drawn]
     if not metrics:

@@ -66,7 +66,8 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         _partitions(partitions),
         _footer(runs.runs),
     ]
-    return document(title, sections, data, plotly, source(__file__, "page.js"))
+    script = source(__file__, "page.js")
+    return document(title, sections, data=data, plotly=plotly, script=script)
 
 
 # Header: what was asked.
@@ -210,8 +211,10 @@ def _moved(worker: Worker) -> str:
 
 
 def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
-    """All of a few workers; of many, the first (a federation's server) and five from the busiest to
-    the least busy."""
+    """All of a few workers, with their names.
+
+    Of many, the first (a federation's server), and five from the busiest to the least busy.
+    """
     if len(workers) <= _BARS + 2:
         return [(worker.name, worker) for worker in workers]
     rest = sorted(workers[1:], key=lambda worker: -(worker.compute + worker.communication))

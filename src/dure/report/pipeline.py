@@ -42,8 +42,10 @@ class Measured:
 
 
 def measured_step(run: Run) -> Measured | None:
-    """The step from the middle; None for a run that has no pipeline, told nothing of it, or kept no
-    full step."""
+    """The step from the middle.
+
+    None for a run that has no pipeline, told nothing of it, or kept no full step.
+    """
     ranks = [rank for rank in run.ranks if rank.at[0] == 0 and rank.at[2] == 0]
     text = run.ranks[0].schedule if run.ranks else None
     if len(ranks) < 2 or text is None or run.trace is None:
@@ -85,8 +87,10 @@ def _by_rank(spans: Sequence[Span], ranks: int) -> list[list[Action]]:
 
 
 def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[int, list[Span]]:
-    """What computed in each step of which every action of the schedule was kept, by start; times in
-    seconds."""
+    """What computed in each full step, by start; times in seconds.
+
+    A step is full if every action of the schedule was kept.
+    """
     from dure.parallel.pipeline.schedule import Action
     from dure.parallel.pipeline.simulate import Span
 

@@ -25,8 +25,7 @@ Column = tuple[str, Callable[[Rank], str]]
 
 
 def holdings(runs: Sequence[Run]) -> str:
-    """The section with a table for each run of several ranks that told what they hold; empty if
-    there are none."""
+    """The section with a table for each run whose ranks told what they hold; empty if none."""
     told = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not told:
         return ""
@@ -78,7 +77,8 @@ def _columns(run: Run) -> list[Column]:
     def index_on(axis: int) -> Callable[[Rank], str]:
         return lambda rank: str(rank.at[axis])
 
-    degrees = [len({rank.at[axis] for rank in run.ranks}) for axis in range(3)]
+    # Along each axis, how many places there are.
+    degrees = [len(set(places)) for places in zip(*(rank.at for rank in run.ranks), strict=True)]
     columns: list[Column] = []
     if sum(degree > 1 for degree in degrees) > 1:
         columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]

@@ -26,10 +26,9 @@ from dure.report.words import higher_is_better
 
 
 def read_runs(folders: Sequence[Path]) -> Runs:
-    """Read run folders, and folders of run folders: a comparison, or any folder with runs right
-    below it.
+    """Reads run folders, and folders of run folders: a comparison, or any with runs in it.
 
-    RunFolderError: a folder holds no run, or there are none at all.
+    Raises RunFolderError if a folder holds no run, or there are none at all.
     """
     failed: dict[str, str] = {}
     found: list[Path] = []
@@ -64,7 +63,7 @@ def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read one run folder, however little of it there is."""
+    """Reads one run folder, however little of it there is."""
     notes: list[str] = []
     config = _object(folder / "config.json", notes)
     summary = _object(folder / "summary.json", notes)
@@ -256,8 +255,10 @@ def _line_worker(name: str, line: Line) -> Worker:
 
 
 def _bytes_each(config: Mapping[str, Any], evaluated: Line) -> float | None:
-    """Bytes per rank of a killed run. Not for federations, whose sum counts the server's bytes
-    too."""
+    """Bytes per rank of a killed run.
+
+    Not for federations, whose sum counts the server's bytes too.
+    """
     ranks = number(mapping(config.get("world")).get("ranks"))
     if not ranks or evaluated.bytes_sent is None or config.get("partition"):
         return None

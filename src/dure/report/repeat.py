@@ -89,8 +89,7 @@ def _conditions(place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_threads(place: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of a world of threads; systems that live in no other take the first without
-    harm."""
+    """The flags of a world of threads; `world` does no harm where it goes without saying."""
     if place.get("name") != "threads":
         return {}
     devices = place.get("devices")

@@ -23,8 +23,10 @@ class Buffers:
         return len(self.names)
 
     def of(self, model: nn.Module) -> list[Tensor]:
-        """Those of `model`, which is that model or another like it. Raises ValueError if it lacks
-        one."""
+        """Those of `model`, which is that model or another like it.
+
+        Raises ValueError if it lacks one.
+        """
         found = dict(model.named_buffers(remove_duplicate=False)) if self.names else {}
         missing = next((name for name in self.names if name not in found), None)
         if missing is not None:

@@ -70,4 +70,5 @@ class Threads:
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         assert self.devices is not None
-        return run_here(program, report, "master", self.kind, tuple(map(device_of, self.devices)))
+        devices = tuple(map(device_of, self.devices))
+        return run_here(program, report, "master", kind=self.kind, devices=devices)

@@ -322,7 +322,8 @@ SCRIPT = """
             print("running", flush=True)
 
     stop = dure.Stop(epochs=1e6)
-    run = dure.train(task, dure.DataParallel(8), dure.Processes(2), stop, out=sys.argv[1], on_progress=told)
+    world = dure.Processes(2)
+    run = dure.train(task, dure.DataParallel(8), world, stop, out=sys.argv[1], on_progress=told)
     print("ended by", run.summary["ended"], "steps", run.summary["steps"] > 3, flush=True)
 """
 

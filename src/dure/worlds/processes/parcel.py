@@ -103,8 +103,7 @@ def pack(obj: Any) -> int:
 
 
 def unpack(descriptor: int, loads: Callable[..., Any] = pickle.loads) -> Any:
-    """The object in a file made by `pack`; its large buffers are private copies-on-write of the
-    file."""
+    """The object in a file made by `pack`; its large buffers are private copies on write."""
     size = os.fstat(descriptor).st_size
     mapped = memoryview(
         mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

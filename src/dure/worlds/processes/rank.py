@@ -68,9 +68,8 @@ class Control:
         return seat
 
     def send(self, kind: str, content: Any = None, descriptors: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # without a parent the fork server ends this rank
+        # Without a parent there is nobody to tell: the fork server ends this rank.
+        with contextlib.suppress(BrokenPipeError):
             socket.send_fds(self.socket, [pickle.dumps((kind, content))], list(descriptors))
 
     def interrupted(self) -> bool:
@@ -155,8 +154,10 @@ def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
 
 
 def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:
-    """An error that fits in one message: dure's own as they are, others by their text, cut if need
-    be."""
+    """An error that fits in one message.
+
+    Dure's own stay as they are, others go by their text, which is cut if need be.
+    """
     if isinstance(error, WorkerFailedError):
         # The beginning of a reason and the end of a traceback say the most.
         most = _LONGEST_MESSAGE // 4

@@ -87,7 +87,14 @@ class Processes:
     ) -> Value:
         threads = threads_per_rank(self.workers)
         seats = [
-            Seat(rank, self.workers, path, self.deadline, threads, self.backend)
+            Seat(
+                rank=rank,
+                size=self.workers,
+                store=path,
+                deadline=self.deadline,
+                threads=threads,
+                backend=self.backend,
+            )
             for rank in range(self.workers)
         ]
         store = PrefixStore("roll call", store_at(path, self.deadline))
@@ -213,8 +220,10 @@ class Supervisor:
         return False
 
     def _only_the_lost_are_left(self) -> bool:
-        """Whether waiting longer is useless: the others have named those that still run, or had
-        time enough."""
+        """Whether waiting longer is useless.
+
+        The others have named those that still run, or had time enough.
+        """
         if self.failed_at is None:
             return False
         named: set[int] = set()

@@ -196,8 +196,11 @@ def clock_offset(group: Group, pings: int = 5) -> float:
 
 
 def _machine(rank: int) -> float:
-    """A number that is the same on all ranks of a machine: the first 48 bits of the kernel's name
-    for this boot, which a float holds exactly. Without such a name every rank counts as one."""
+    """A number that is the same on all ranks of a machine.
+
+    The first 48 bits of the kernel's name for this boot, which a float holds exactly. Without such
+    a name every rank counts as a machine.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return float(int(boot.read_text().replace("-", "")[:12], 16)) if boot.exists() else float(rank)
 
