@@ -149,9 +149,8 @@ def test_hostile_text_stays_text(tmp_path: Path, report: Report) -> None:
     )
     (run / "summary.json").write_text(json.dumps(summary))
     page = report(run, title=hostile)
-    assert (
-        page.count("<script") == 3
-    )  # the data, common.js, page.js; the fourth, plotly, is cut out by the fixture
+    # The data, common.js and page.js; the fourth, plotly, is cut out by the fixture.
+    assert page.count("<script") == 3
     assert not re.search(r"<img|<!--|<script>alert", page)
     assert embedded(page)["runs"][0]["label"] == hostile
     assert hostile in text_of(page)

@@ -155,7 +155,7 @@ def partitions(runs: Sequence[Run]) -> list[JSON]:
 
 def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
     lines = [line for line in lines if line.metrics]
-    columns = {key: [line.metrics.get(key) for line in lines] for key in _said(lines)}
+    columns = {key: _column(lines, key) for key in _said(lines)}
     places: set[int] = set()
     for column in columns.values():
         places |= set(_extremes(column, POINTS // len(columns)))
@@ -167,7 +167,7 @@ def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
         "bytes": [line.bytes_sent for line in kept],
         CLOCK: [short(clock(line.step)) for line in kept],
     }
-    y = {key: [short(column[place]) for place in sorted(places)] for key, column in columns.items()}
+    y = {key: list(map(short, _column(kept, key))) for key in columns}
     return {"run": run, "x": x, "y": y}
 
 
@@ -181,20 +181,24 @@ def _said(lines: Sequence[Line]) -> list[str]:
 
 def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], clock: Clock) -> JSON:
     # One batch's loss jumps; a mean of a stretch of the run shows where the run goes.
-    stretches = [lines[start:end] for start, end in _stretches(len(lines), POINTS // 2)]
+    stretches = _stretches(len(lines), POINTS // 2)
+    last = [lines[end - 1] for _, end in stretches]
     sent = _interpolated([(line.step, line.bytes_sent) for line in evaluations])
     x = {
-        "epoch": [short(part[-1].epoch) for part in stretches],
-        "seconds": [short(part[-1].seconds) for part in stretches],
-        "step": [part[-1].step for part in stretches],
-        "bytes": [short(sent(part[-1].step)) for part in stretches],
-        CLOCK: [short(clock(part[-1].step)) for part in stretches],
+        "epoch": [short(line.epoch) for line in last],
+        "seconds": [short(line.seconds) for line in last],
+        "step": [line.step for line in last],
+        "bytes": [short(sent(line.step)) for line in last],
+        CLOCK: [short(clock(line.step)) for line in last],
     }
-    y = {"train_loss": [_mean([line.loss for line in part]) for part in stretches]}
-    for key in _said(lines):
-        if key != CLOCK:
-            y[key] = [_mean([line.metrics.get(key) for line in part]) for part in stretches]
+    columns = {"train_loss": [line.loss for line in lines]}
+    columns |= {key: _column(lines, key) for key in _said(lines) if key != CLOCK}
+    y = {key: _means(column, stretches) for key, column in columns.items()}
     return {"run": run, "x": x, "y": y}
+
+
+def _column(lines: Sequence[Line], key: str) -> list[float | None]:
+    return [line.metrics.get(key) for line in lines]
 
 
 def _stretches(length: int, most: int) -> list[tuple[int, int]]:
@@ -330,7 +334,7 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
     if partition.histograms:
         # One row for each class, over the clients.
         drawn = [partition.histograms[client] for client in shown]
-        cells = [[row[label] for row in drawn] for label in range(width)]
+        cells = list(map(list, zip(*drawn, strict=True)))
     return {
         "description": partition.description,
         "users": listed(users),
@@ -342,9 +346,15 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return short(sum(known) / len(known)) if known else None
+def _means(
+    column: Sequence[float | None], stretches: Sequence[tuple[int, int]]
+) -> list[float | None]:
+    """The mean of what is known in each stretch."""
+    means = []
+    for start, end in stretches:
+        known = [value for value in column[start:end] if value is not None]
+        means.append(short(sum(known) / len(known)) if known else None)
+    return means
 
 
 def short(value: float | None, digits: int = 6) -> float | None:

@@ -147,17 +147,15 @@ def _flights(assignments: Sequence[Assignment], most: int) -> JSON | None:
     there = {one.outcome for one in kept}
     outcomes = [outcome for outcome in COLOURS if outcome in there]
     outcomes += sorted(there - set(COLOURS))
+    series = []
+    for outcome in outcomes:
+        bars_of_it = [_bar(one, row) for one in kept if one.outcome == outcome]
+        name = html.escape(outcome, quote=False)
+        series.append({"name": name, "color": f"var(--{colour(outcome)})", "spans": bars_of_it})
     return {
         "kind": "lanes",
         "rows": [str(client) for client in shown],
-        "series": [
-            {
-                "name": html.escape(outcome, quote=False),
-                "color": f"var(--{colour(outcome)})",
-                "spans": [_bar(one, row) for one in kept if one.outcome == outcome],
-            }
-            for outcome in outcomes
-        ],
+        "series": series,
         "clients": len(asked),
         "left": len(bars) - len(kept),
     }

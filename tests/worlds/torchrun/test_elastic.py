@@ -216,9 +216,8 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(
 def test_a_machine_joins_and_the_one_with_rank_0_is_killed(
     task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    )  # without it torch 2.13 hangs when a machine joins
+    # Without it torch 2.13 hangs when a machine joins.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     store = TCPStore(
         "127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False
     )
