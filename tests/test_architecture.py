@@ -81,7 +81,11 @@ def walker() -> ModuleType:
 @pytest.mark.parametrize(
     ("heading", "system", "world"),
     [
-        ("The way of a batch", lambda: dure.DataParallel(all_reduce="ring"), lambda: dure.Processes(2)),
+        (
+            "The way of a batch",
+            lambda: dure.DataParallel(all_reduce="ring"),
+            lambda: dure.Processes(2),
+        ),
         ("The way of an update", lambda: dure.FedAvg(clients=10), lambda: dure.Simulated()),
     ],
 )

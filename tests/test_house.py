@@ -87,7 +87,9 @@ def _in_text(text: str) -> Iterator[str]:
 def arrows() -> dict[str, set[str]]:
     """Which files every file imports."""
     return {
-        name: set() if name in FACES else {other for other in imported(file) if other not in (name, "dure")}
+        name: set()
+        if name in FACES
+        else {other for other in imported(file) if other not in (name, "dure")}
         for name, file in MODULES.items()
     }
 
@@ -126,7 +128,9 @@ def rooms_in(folder: str) -> dict[str, set[str]]:
         if not name.startswith(f"{folder}."):
             continue
         room = ".".join(name.split(".")[:depth])
-        reached = {".".join(other.split(".")[:depth]) for other in others if other.startswith(f"{folder}.")}
+        reached = {
+            ".".join(other.split(".")[:depth]) for other in others if other.startswith(f"{folder}.")
+        }
         graph.setdefault(room, set()).update(reached - {room})
     return graph
 

@@ -96,9 +96,8 @@ def test_a_tiny_benchmark_writes_json_and_a_page(dure: Dure, tmp_path: Path) -> 
     for cell in cells.values():
         assert (cell["ranks"], cell["bytes"], len(cell["samples"])) == (2, 4096, 2)
         assert cell["low"] <= cell["seconds"] <= cell["high"]
-        assert cell["bus_bandwidth"] == pytest.approx(
-            cell["algorithm_bandwidth"]
-        )  # 2(N-1)/N is 1 for two ranks
+        # 2(N-1)/N is 1 for two ranks.
+        assert cell["bus_bandwidth"] == pytest.approx(cell["algorithm_bandwidth"])
     assert cells["ring"]["to_gloo"] == pytest.approx(
         cells["gloo"]["seconds"] / cells["ring"]["seconds"]
     )

@@ -18,10 +18,12 @@ def there():
     return "torch._dynamo" in sys.modules
 
 assert not there(), "torch loads it by itself: then there is nothing to leave out"
-for optimizer in (partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.AdamW, lr=0.1)):
-    dure.train(small_task(optimizer=optimizer), dure.SingleWorker(8), stop=dure.Stop(steps=4))
-    dure.train(small_task(optimizer=optimizer), dure.DataParallel(8), dure.Threads(2), stop=dure.Stop(steps=4))
-    dure.train(small_task(optimizer=optimizer), dure.FedAvg(clients=2), stop=dure.Stop(rounds=2))
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+for optimizer in (momentum, partial(torch.optim.AdamW, lr=0.1)):
+    task = small_task(optimizer=optimizer)
+    dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=4))
+    dure.train(task, dure.DataParallel(8), dure.Threads(2), stop=dure.Stop(steps=4))
+    dure.train(task, dure.FedAvg(clients=2), stop=dure.Stop(rounds=2))
 assert not there()
 for function in (Optimizer.add_param_group, Optimizer.zero_grad):
     assert not hasattr(function.__wrapped__, "__dynamo_disable"), "torch is as it was"
@@ -29,7 +31,8 @@ with left_out():
     with left_out():
         assert there()
     assert there(), "the outer one lasts"
-    assert not hasattr(sys.modules["torch._dynamo"], "__file__"), "asking for its file loads nothing"
+    there_now = sys.modules["torch._dynamo"]
+    assert not hasattr(there_now, "__file__"), "asking for its file loads nothing"
 assert not there()
 """
 
@@ -45,7 +48,8 @@ def compiled():
 task = small_task(model=compiled)
 run = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=4))
 assert sys.modules["torch._dynamo"].__file__
-assert same_bits(run, dure.train(small_task(model=compiled), dure.SingleWorker(8), stop=dure.Stop(steps=4)))
+again = dure.train(small_task(model=compiled), dure.SingleWorker(8), stop=dure.Stop(steps=4))
+assert same_bits(run, again)
 plain = dure.train(small_task(), dure.SingleWorker(8), stop=dure.Stop(steps=4))
 assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
 """

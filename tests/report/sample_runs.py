@@ -95,12 +95,15 @@ def write_run(
     summary = {
         "label": label, "strategy": asked["strategy"]["name"], "world": world, "unit": unit,
         "ended": "epochs", "steps": steps, "epochs": 20.0, "samples": 28_740, "seconds": seconds,
-        **last["metrics"], "best": best, "train_loss": last["loss"], "parameters": 55_210, "workers": workers,
+        **last["metrics"], "best": best, "train_loss": last["loss"], "parameters": 55_210,
+        "workers": workers,
         "bytes_sent": last["bytes_sent"], "bytes_received": last["bytes_sent"],
         "bytes_sent_per_worker": last["bytes_sent"] / workers,
-        "compute_seconds": last["compute_seconds"], "communication_seconds": last["communication_seconds"],
+        "compute_seconds": last["compute_seconds"],
+        "communication_seconds": last["communication_seconds"],
         "idle_seconds": last["idle_seconds"], "peak_memory": 291_504_128 + 1_000_000 * workers,
-        "per_worker": [_worker(name, seconds, place) for place, name in enumerate(names)], "to_target": reached,
+        "per_worker": [_worker(name, seconds, place) for place, name in enumerate(names)],
+        "to_target": reached,
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -138,8 +141,10 @@ def _history(
         part = step / steps
         loss = 2.3 * math.exp(-rate / 2 * part) + 0.1 + 0.08 * chance.random()
         line = {
-            "step": step, "epoch": 20 * part, "samples": round(28_740 * part), "loss": loss if step else None,
-            "seconds": seconds * part, "bytes_sent": round(bytes_per_step * step), "bytes_received": 0,
+            "step": step, "epoch": 20 * part, "samples": round(28_740 * part),
+            "loss": loss if step else None,
+            "seconds": seconds * part, "bytes_sent": round(bytes_per_step * step),
+            "bytes_received": 0,
             "compute_seconds": 0.7 * seconds * part, "communication_seconds": 0.2 * seconds * part,
             "idle_seconds": 0.1 * seconds * part,
         }  # fmt: skip
@@ -174,7 +179,8 @@ def _worker(name: str, seconds: float, place: int) -> dict[str, Any]:
     busy = seconds * (0.9 - 0.5 * ((place * 7) % 10) / 10)
     return {
         "name": name, "compute_seconds": 0.75 * busy, "communication_seconds": 0.25 * busy,
-        "idle_seconds": seconds - busy, "bytes_sent": 100, "bytes_received": 100, "peak_memory": 301_504_128,
+        "idle_seconds": seconds - busy, "bytes_sent": 100, "bytes_received": 100,
+        "peak_memory": 301_504_128,
     }  # fmt: skip
 
 
@@ -284,7 +290,9 @@ def write_comparison(folder: Path) -> Path:
     ]
     comparison = {
         "task": "digits", "seed": 0, "stop": {"epochs": 20}, "runs": names,
-        "failed": {"scaffold": "client 3 failed in round 1: ValueError: the model has <BatchNorm2d>"},
+        "failed": {
+            "scaffold": "client 3 failed in round 1: ValueError: the model has <BatchNorm2d>"
+        },
     }  # fmt: skip
     (folder / "comparison.json").write_text(json.dumps(comparison))
     return folder

@@ -22,7 +22,8 @@ from test_report_page import embedded, text_of
 import dure
 from dure.cli.main import main
 from dure.report import charts, write_report
-from dure.report.federated import ROWS, UPDATES, figures, in_a_line, quantile, spread
+from dure.report.federated import in_a_line, spread
+from dure.report.federated_figures import ROWS, UPDATES, figures, quantile
 from dure.report.read import read_run
 from dure.report.words import metric_value
 from dure.tasks.builtin import load_task

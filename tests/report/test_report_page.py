@@ -14,8 +14,8 @@ from sample_runs import write_run
 
 from dure.errors import RunFolderError
 from dure.report import write_report
-from dure.report.page import command
 from dure.report.read import read_run
+from dure.report.repeat import command
 
 Report = Callable[..., str]
 
@@ -149,9 +149,8 @@ def test_hostile_text_stays_text(tmp_path: Path, report: Report) -> None:
     )
     (run / "summary.json").write_text(json.dumps(summary))
     page = report(run, title=hostile)
-    assert (
-        page.count("<script") == 3
-    )  # the data, common.js, page.js; the fourth, plotly, is cut out by the fixture
+    # The data, common.js and page.js; the fourth, plotly, is cut out by the fixture.
+    assert page.count("<script") == 3
     assert not re.search(r"<img|<!--|<script>alert", page)
     assert embedded(page)["runs"][0]["label"] == hostile
     assert hostile in text_of(page)

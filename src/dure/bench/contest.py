@@ -3,8 +3,8 @@
 All ranks walk through the same plan. For each size every contender makes its buffers and its sum is
 checked; then come `repeats` rounds in which each contender has one batch, so that what disturbs the
 machine for a while disturbs all alike. A batch is as many calls as last `batch` seconds; it begins
-behind a barrier, after one call that is not timed where calls are short, and its time is that of
-the slowest rank. While Open MPI has its turn our ranks wait for rank 0 in a receive of gloo, which
+after a barrier, where calls are short after one more that is not timed, and its time is that of the
+slowest rank. While Open MPI has its turn our ranks wait for rank 0 in a receive of gloo, which
 sleeps; while ours have theirs, Open MPI's are blocked in a read.
 """
 
@@ -27,13 +27,17 @@ from torch import Tensor
 from dure.bench.open_mpi import OpenMpi, absent
 from dure.bench.plan import CONTENDERS, MIB, Plan
 from dure.collectives import Group, all_reduce
+from dure.collectives.shared_memory import Options, empty_shared
 from dure.contracts.strategy import Place
 
 PERIOD = 1024
 """Contents repeat after so many elements; open_mpi_rank.py has the same."""
 
 SHORT = 0.005
+"""Seconds: before a batch of shorter calls comes one that is not timed."""
+
 MOST_CALLS = 20_000
+OPEN_MPI = "open-mpi"
 
 JSON = dict[str, Any]
 
@@ -43,8 +47,10 @@ class Unavailable(Exception):  # noqa: N818 - it is not an error that a peer is 
 
 
 def expected(n: int, ranks: int) -> Tensor:
-    """One period of the right sum of tensors filled by `fill`; whole numbers, so that rounding has
-    no part in it."""
+    """One period of the right sum of tensors filled by `fill`.
+
+    Whole numbers, so that rounding has no part in it.
+    """
     return (ranks * torch.arange(float(PERIOD)) + ranks * (ranks - 1) // 2)[:n]
 
 
@@ -74,7 +80,11 @@ def cpu_seconds() -> float:
 
 @dataclass
 class Turn:
-    """One contender at one size: how to call it, and what was measured."""
+    """One contender at one size: how to time it, and what was measured.
+
+    time: of a number of calls, after one more if so asked: seconds of the slowest rank, and CPU
+        seconds of all.
+    """
 
     name: str
     time: Callable[[int, bool], tuple[float, float]]
@@ -88,17 +98,20 @@ class Contest:
     """The ranks' side of a benchmark with one number of ranks."""
 
     def __init__(self, plan: Plan, place: Place) -> None:
-        self.plan, self.place = plan, place
+        self.plan = plan
+        self.place = place
         torch.set_num_threads(1)
         self.gloo = dist.new_group(backend="gloo")
         self.group = Group(self.gloo)
-        self.rank, self.size = self.group.rank, self.group.size
+        self.rank = self.group.rank
+        self.size = self.group.size
         self.absent: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self.mpi: OpenMpi | None = None
         self.interrupted = False
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._tensors: dict[str, Tensor] = {}
+        self._ordinary: Tensor | None = None
+        self._pooled: Tensor | None = None
 
     def run(self) -> JSON:
         """What was measured: cells, contenders that are absent and why, versions of peers."""
@@ -122,68 +135,65 @@ class Contest:
     # Who takes part.
 
     def _start_open_mpi(self, stack: contextlib.ExitStack) -> None:
-        if "open-mpi" not in self.plan.contenders:
+        if OPEN_MPI not in self.plan.contenders:
             return
         why = absent()
         if self.rank == 0 and why is None:
             try:
                 self.mpi = stack.enter_context(OpenMpi(self.size))
-                self.versions["open-mpi"] = self.mpi.version
+                self.versions[OPEN_MPI] = self.mpi.version
             except RuntimeError as error:
                 why = str(error)
-        told = self.group.broadcast_bytes(
-            (why or "-").encode() if self.rank == 0 else None
-        ).decode()
-        if told != "-":
-            self.absent["open-mpi"] = told
+        told = self.group.broadcast_bytes((why or "").encode()).decode()
+        if told:
+            self.absent[OPEN_MPI] = told
 
     def _process_group(self, core: Literal["c", "torch"]) -> dist.ProcessGroup:
         """A group of the dure backend with this core; made once, by all ranks."""
         if core not in self._groups:
-            try:
-                from dure.collectives.shared_memory import Options
-            except ImportError as error:
-                raise Unavailable(f"this dure has no shared-memory backend: {error}") from error
             try:
                 self._groups[core] = dist.new_group(backend="dure", pg_options=Options(core=core))
             except (RuntimeError, ValueError, OSError) as error:
                 raise Unavailable(str(error)) from error
         return self._groups[core]
 
-    def _tensor(self, kind: str, n: int) -> Tensor:
-        """This rank's tensor of a kind, one for all contenders, since only one works at a time."""
-        if kind not in self._tensors:
-            if kind == "pool":
-                from dure.collectives import empty_shared  # type: ignore[attr-defined,unused-ignore]
+    # One tensor of each kind serves all contenders, since only one of them works at a time. Zeros
+    # are written, so that its pages are there when it is timed.
 
-                self._tensors[kind] = empty_shared(n, dtype=torch.float32)
-            else:
-                self._tensors[kind] = torch.empty(n, dtype=torch.float32)
-            self._tensors[kind].zero_()
-        return self._tensors[kind]
+    def _ordinary_tensor(self, n: int) -> Tensor:
+        if self._ordinary is None:
+            self._ordinary = torch.empty(n, dtype=torch.float32).zero_()
+        return self._ordinary
+
+    def _pooled_tensor(self, n: int) -> Tensor:
+        if self._pooled is None:
+            self._pooled = empty_shared(n, dtype=torch.float32).zero_()
+        return self._pooled
 
     def _call(self, name: str, n: int) -> tuple[Callable[[], Any], Tensor]:
         """One call of a contender, and the tensor that it reduces."""
-        kind = CONTENDERS[name].kind
-        if kind == "backend":
-            group = self._process_group("torch" if "torch" in name else "c")
-            tensor = self._tensor("ordinary" if "ordinary" in name else "pool", n)
-            if name == "dure-direct":
+        contender = CONTENDERS[name]
+        if contender.kind == "backend":
+            group = self._process_group(contender.core)
+            tensor = self._pooled_tensor(n) if contender.pooled else self._ordinary_tensor(n)
+            if contender.direct:
                 reduce: Callable[[Tensor], None] = group.all_reduce  # type: ignore[attr-defined]
                 return partial(reduce, tensor), tensor
             return partial(dist.all_reduce, tensor, group=group), tensor
-        tensor = self._tensor("ordinary", n)
-        if kind == "floor":
-            return (lambda: tensor.mul_(1.0)), tensor
-        if name == "gloo":
+        tensor = self._ordinary_tensor(n)
+        if contender.kind == "floor":
+            return partial(tensor.mul_, 1.0), tensor
+        if contender.kind == "peer":
             return partial(dist.all_reduce, tensor, group=self.gloo), tensor
-        algorithm: Any = name.replace("-", "_")
-        return (lambda: all_reduce(tensor, self.group, algorithm)), tensor
+        algorithm: Any = contender.algorithm
+        return partial(all_reduce, tensor, self.group, algorithm), tensor
 
     # One size.
 
     def _size(self, nbytes: int, position: int, last: dict[str, JSON]) -> list[JSON]:
-        self._tensors.clear()
+        """The cells of one size. last: those of the size before, by contender."""
+        self._ordinary = None
+        self._pooled = None
         turns: list[Turn] = []
         skipped: list[JSON] = []
         for name in self.plan.contenders:
@@ -192,15 +202,7 @@ class Contest:
                 continue
             before = last.get(name)
             if before is not None and self._too_long(name, before, nbytes):
-                skipped.append(
-                    {
-                        "contender": name,
-                        "ranks": self.size,
-                        "bytes": nbytes,
-                        "skipped": True,
-                        "guess": before.get("guess", before.get("seconds", 0.0)),
-                    }
-                )
+                skipped.append(self._skipped(name, before, nbytes))
                 continue
             turn = self._prepared(name, nbytes // 4)
             if turn is not None:
@@ -208,63 +210,62 @@ class Contest:
         for repeat in range(self.plan.repeats):
             share = (repeat + 1) / (self.plan.repeats + 1)
             self._progress(nbytes, position, share, f"round {repeat + 1} of {self.plan.repeats}")
-            for offset in range(len(turns)):  # another one begins each round
-                turn = turns[(offset + repeat) % len(turns)]
-                seconds, cpu = turn.time(turn.calls, turn.pilot < SHORT)
-                turn.samples.append(seconds / turn.calls)
-                turn.cpu.append(cpu / turn.calls)
-                turn.calls = self._calls(
-                    min(turn.samples)
-                )  # what disturbed the pilot does not make batches short
-            rows = self.group.all_gather_values(
-                [float(self.place.interrupted())]
-            )  # only rank 0 is told
-            self.interrupted = any(row[0] for row in rows)
-            if self.interrupted:
+            self._round(turns, repeat)
+            if self._asked_to_end():
                 break
-        cells = [
-            {"contender": turn.name, "ranks": self.size, "bytes": nbytes, "calls": turn.calls,
-             "seconds": median(turn.samples), "samples": turn.samples, "cpu_seconds": median(turn.cpu)}
-            for turn in turns
-        ]  # fmt: skip
-        return cells + skipped
+        return [self._cell(turn, nbytes) for turn in turns] + skipped
+
+    def _round(self, turns: list[Turn], repeat: int) -> None:
+        """A batch of every contender; another one begins each round."""
+        for offset in range(len(turns)):
+            turn = turns[(offset + repeat) % len(turns)]
+            seconds, cpu = turn.time(turn.calls, turn.pilot < SHORT)
+            turn.samples.append(seconds / turn.calls)
+            turn.cpu.append(cpu / turn.calls)
+            # What disturbed the pilot must not make all batches short.
+            turn.calls = self._calls(min(turn.samples))
+
+    def _asked_to_end(self) -> bool:
+        """Whether Ctrl-C was pressed: only rank 0 is told, and tells all."""
+        rows = self.group.all_gather_values([float(self.place.interrupted())])
+        self.interrupted = any(row[0] for row in rows)
+        return self.interrupted
+
+    def _cell(self, turn: Turn, nbytes: int) -> JSON:
+        return {
+            "contender": turn.name,
+            "ranks": self.size,
+            "bytes": nbytes,
+            "calls": turn.calls,
+            "seconds": median(turn.samples),
+            "samples": turn.samples,
+            "cpu_seconds": median(turn.cpu),
+        }
+
+    def _skipped(self, name: str, before: JSON, nbytes: int) -> JSON:
+        return {
+            "contender": name,
+            "ranks": self.size,
+            "bytes": nbytes,
+            "skipped": True,
+            "guess": before.get("guess", before.get("seconds", 0.0)),
+        }
 
     def _too_long(self, name: str, before: JSON, nbytes: int) -> bool:
-        """Whether an algorithm over gloo would take too long, by what it took at the size
-        before."""
+        """Whether an algorithm over gloo would take too long, judged by the size before."""
         if CONTENDERS[name].kind != "algorithm":
             return False
         growth = nbytes / max(before["bytes"], MIB)  # below, time is latency
         return "skipped" in before or before["seconds"] * max(growth, 1.0) > self.plan.longest
 
     def _prepared(self, name: str, n: int) -> Turn | None:
-        """A contender that has been checked, with the number of calls that fill a batch; None if it
-        is absent."""
-        if name == "open-mpi":
-            self._ask_mpi("prepare", elements=n)
-            right = all(answer["right"] for answer in self._ask_mpi("check"))
-            self._agree(name, "" if right else "wrong")
-            turn = Turn(name, self._time_mpi)
-        else:
-            complaint, call = "", None
-            try:
-                call, tensor = self._call(name, n)
-            except Unavailable as error:
-                complaint = str(error)
-            if complaint := self._agree(name, complaint, fatal=False):
-                self.absent[name] = complaint
-                return None
-            assert call is not None
-            if CONTENDERS[name].kind != "floor":
-                fill(tensor, self.rank)
-                call()
-                self._agree(name, "" if holds(tensor, expected(PERIOD, self.size)) else "wrong")
-                tensor.zero_()
-            turn = Turn(name, lambda calls, warm, call=call: self._time(call, calls, warm))  # type: ignore[misc]
+        """A contender that has been checked, with the calls that fill a batch; None if absent."""
+        turn = self._checked_mpi(name, n) if name == OPEN_MPI else self._checked(name, n)
+        if turn is None:
+            return None
         calls = 1
-        while (
-            True
-        ):  # more calls until they last long enough to tell; the first few are slow and short
+        while True:
+            # More calls until they last long enough to tell; the first few are slow and short.
             turn.pilot = turn.time(calls, False)[0] / calls
             if turn.pilot * calls >= self.plan.batch / 4 or calls == MOST_CALLS:
                 break
@@ -272,30 +273,48 @@ class Contest:
         turn.calls = self._calls(turn.pilot)
         return turn
 
+    def _checked_mpi(self, name: str, n: int) -> Turn:
+        self._ask_mpi("prepare", elements=n)
+        right = all(answer["right"] for answer in self._ask_mpi("check"))
+        self._must_be_right(name, right)
+        return Turn(name, self._time_mpi)
+
+    def _checked(self, name: str, n: int) -> Turn | None:
+        """One of ours; None where it cannot take part on some rank."""
+        mine = ""
+        try:
+            call, tensor = self._call(name, n)
+        except Unavailable as error:
+            mine = str(error)
+        complaint = next(filter(None, self._all(mine)), "")
+        if complaint:
+            self.absent[name] = complaint
+            return None
+        if CONTENDERS[name].kind != "floor":
+            fill(tensor, self.rank)
+            call()
+            self._must_be_right(name, holds(tensor, expected(PERIOD, self.size)))
+            tensor.zero_()
+        return Turn(name, partial(self._time, call))
+
+    def _must_be_right(self, name: str, right: bool) -> None:
+        """A wrong sum on any rank ends the benchmark on all of them."""
+        rows = self.group.all_gather_values([float(right)])
+        if not all(row[0] for row in rows):
+            raise RuntimeError(
+                f"{CONTENDERS[name].label} does not add up on {self.size} ranks: the sum is wrong"
+            )
+
     def _calls(self, seconds: float) -> int:
         """How many calls of so many seconds fill a batch."""
         return min(MOST_CALLS, max(1, math.ceil(self.plan.batch / seconds)))
 
-    def _agree(self, name: str, complaint: str, fatal: bool = True) -> str:
-        """The first complaint of any rank, on every rank; a wrong sum ends the benchmark
-        everywhere."""
-        for other in self._all(complaint):
-            if other and fatal:
-                raise RuntimeError(
-                    f"{CONTENDERS[name].label} does not add up on {self.size} ranks: the sum is "
-                    f"{other}"
-                )
-            if other:
-                return other
-        return ""
-
     def _all(self, text: str) -> list[str]:
-        """Every rank's text."""
+        """Every rank's text, cut to 400 bytes: ranks exchange numbers, all of them as many."""
         codes = list(text.encode()[:400].ljust(400, b"\0"))
         rows = self.group.all_gather_values([float(code) for code in codes])
-        return [
-            bytes(int(code) for code in row).rstrip(b"\0").decode(errors="replace") for row in rows
-        ]
+        texts = [bytes(map(int, row)).rstrip(b"\0") for row in rows]
+        return [text.decode(errors="replace") for text in texts]
 
     # One batch.
 
@@ -308,7 +327,8 @@ class Contest:
             # gloo lets the ranks go a millisecond apart; the contender's own call brings them
             # together
             call()
-        cpu, begin = cpu_seconds(), time.perf_counter()
+        cpu = cpu_seconds()
+        begin = time.perf_counter()
         for _ in range(calls):
             call()
         seconds = time.perf_counter() - begin

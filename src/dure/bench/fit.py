@@ -1,18 +1,20 @@
 """The cost model against the measurements: fitted to two algorithms, held against all.
 
 `calibrate` fits a link (`dure.collectives.cost`) for each number of ranks to what the calibrators
-took over gloo up to 64 MiB: one algorithm of few messages behind each other, and one of many
+took over gloo up to 64 MiB: one algorithm of few messages one after another, and one of many
 messages at once, which tells the four numbers apart. With it all algorithms are predicted. In JSON:
 
     calibrators   the algorithms that the fit has seen
     algorithms    all that were predicted
     links         one for each number of ranks: alpha, beta, gamma, overhead, shared,
         ranks, cores, backend
-        first, crossovers     the best algorithm at the smallest size, and from how many bytes on another one is
+        first, crossovers     the best algorithm at the smallest size, and from how many bytes on
+                              it is another one
         series                for each algorithm: bytes, measured and predicted seconds
         median_error, within  of all predictions: median relative error, share within 20 %
         unseen_error, unseen_within   the same without the calibrators
-        regret                how much slower the recommended algorithm was than the one measured to be best, median
+        regret                how much slower the recommended algorithm was than the one measured to
+                              be the best, median
 """
 
 from __future__ import annotations
@@ -33,8 +35,7 @@ FILE = "all-reduce.json"
 
 
 def calibrate(result: Result, folder: Path) -> cost.Calibration:
-    """Fits, predicts and puts both into `result`; keeps the links in `folder`, beside those of
-    other runs."""
+    """Fits, predicts and puts both into `result`; adds the links to those that `folder` keeps."""
     kept = cost.Calibration.load(folder / FILE)
     links = []
     for ranks in sorted({cell["ranks"] for cell in result.cells}):
@@ -42,22 +43,16 @@ def calibrate(result: Result, folder: Path) -> cost.Calibration:
         seen = [sample for sample in measured if sample.algorithm.replace("_", "-") in CALIBRATORS]
         if not seen:
             continue
+        cores = result.machine["cores"]
         link = cost.fit(seen, shared=True)
-        kept.links["gloo", ranks, result.machine["cores"]] = link
-        links.append(
-            {
-                "backend": "gloo",
-                "cores": result.machine["cores"],
-                **_compared(measured, ranks, link),
-            }
-        )
+        kept.links["gloo", ranks, cores] = link
+        links.append({"backend": "gloo", "cores": cores, **_compared(measured, ranks, link)})
     if links:
         kept.save(folder / FILE)
-    algorithms = [
-        name
-        for name in cost.ALGORITHMS
-        if any(s["algorithm"] == name for k in links for s in k["series"])
-    ]
+    predicted = set()
+    for compared in links:
+        predicted |= {series["algorithm"] for series in compared["series"]}
+    algorithms = [name for name in cost.ALGORITHMS if name in predicted]
     result.calibration = {
         "calibrators": list(CALIBRATORS),
         "algorithms": algorithms,
@@ -78,9 +73,10 @@ def samples(result: Result, ranks: int) -> list[cost.Sample]:
 
 
 def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[str, Any]:
-    """The link beside what it predicts."""
+    """The link, and its predictions next to what was measured."""
     series: dict[str, dict[str, list[float]]] = {}
-    errors, unseen = [], []
+    errors = []
+    unseen = []
     for sample in measured:
         predicted = cost.predict(sample.algorithm, sample.nbytes, ranks, link)
         one = series.setdefault(sample.algorithm, {"bytes": [], "measured": [], "predicted": []})
@@ -91,7 +87,8 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
         errors.append(error)
         if sample.algorithm.replace("_", "-") not in CALIBRATORS:
             unseen.append(error)
-    low, high = min(s.nbytes for s in measured), max(s.nbytes for s in measured)
+    low = min(sample.nbytes for sample in measured)
+    high = max(sample.nbytes for sample in measured)
     rivals = [name for name in cost.CANDIDATES if name in series]
     return {
         "ranks": ranks,
@@ -99,7 +96,7 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
         "first": cost.best(low, ranks, link, rivals),
         "crossovers": [
             {"bytes": cross.nbytes, "from": cross.before, "to": cross.after}
-            for cross in cost.crossovers(ranks, link, rivals, low, high)
+            for cross in cost.crossovers(ranks, link, rivals, low=low, high=high)
         ],
         "series": [{"algorithm": name, **values} for name, values in series.items()],
         "median_error": median(errors),
@@ -111,17 +108,15 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
 
 
 def _regret(measured: list[cost.Sample], ranks: int, link: cost.Link, rivals: list[str]) -> float:
-    """What following the model's advice costs: over all sizes the median of seconds / fewest
-    seconds - 1."""
+    """What following the model's advice costs: the median of seconds / fewest seconds - 1."""
     found = []
     for nbytes in sorted({sample.nbytes for sample in measured}):
         times = {
             s.algorithm: s.seconds for s in measured if s.nbytes == nbytes and s.algorithm in rivals
         }
         if times:  # at the largest sizes all of them may have been left out
-            found.append(
-                times[cost.best(nbytes, ranks, link, list(times))] / min(times.values()) - 1
-            )
+            advised = cost.best(nbytes, ranks, link, list(times))
+            found.append(times[advised] / min(times.values()) - 1)
     return median(found)
 
 

@@ -1,5 +1,4 @@
-"""Open MPI as a contender: a job of mpirun that lives beside our ranks and sleeps while others have
-their turn.
+"""Open MPI as a contender: a job of mpirun that sleeps while others have their turn.
 
 Its ranks (open_mpi_rank.py) are told what to do over a Unix socket each. While they wait for a line
 they are blocked in a read; waiting inside MPI would spin. mpirun is told that it may start more
@@ -39,8 +38,8 @@ def command(ranks: int, path: Path) -> list[str]:
     """The command line that starts the job."""
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     script = Path(__file__).with_name("open_mpi_rank.py")
-    return ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), sys.executable, str(script),
-            str(path)]  # fmt: skip
+    mpirun = ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    return [*mpirun, sys.executable, str(script), str(path)]
 
 
 class OpenMpi:
@@ -48,12 +47,13 @@ class OpenMpi:
     ends by itself."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.version = ranks, ""
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="dure-mpi-"
-        )  # a short path: a socket's has 107 characters
+        self.ranks = ranks
+        self.version = ""
+        # A short path: a socket's has at most 107 characters.
+        self._folder = tempfile.TemporaryDirectory(prefix="dure-mpi-")
         self._log = Path(self._folder.name) / "log"
         self._streams: list[Any] = []
+        self._process: subprocess.Popen[bytes] | None = None
         path = Path(self._folder.name) / "socket"
         try:
             with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
@@ -75,18 +75,18 @@ class OpenMpi:
                     env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                     start_new_session=True,
                 )
-                self._accept(listener)
+                self._accept(listener, self._process)
         except BaseException:
             self.close()
             raise
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, process: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + START_SECONDS
         while len(self._streams) < self.ranks:
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                if self._process.poll() is not None or time.monotonic() > until:
+                if process.poll() is not None or time.monotonic() > until:
                     raise RuntimeError(f"mpirun does not start: {self._complaint()}") from None
                 continue
             connection.settimeout(None)
@@ -115,13 +115,12 @@ class OpenMpi:
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.close()
-        process = getattr(self, "_process", None)
-        if process is not None:
+        if self._process is not None:
             try:
-                process.wait(10)
+                self._process.wait(10)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
         self._folder.cleanup()
 
     def __enter__(self) -> OpenMpi:

@@ -1,5 +1,6 @@
-"""A rank of Open MPI in the benchmark: mpirun starts this file as a script, so that it loads
-neither dure nor torch.
+"""A rank of Open MPI in the benchmark; mpirun starts this file as a script.
+
+So it loads neither dure nor torch.
 
 It connects to the Unix socket named on its command line, obeys one JSON line after another and
 answers each with one. Between two lines it is blocked in a read: it takes no core from the
@@ -13,6 +14,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,21 +41,24 @@ class Rank:
 
     def check(self) -> dict[str, Any]:
         """Whether the sum of what every rank holds is right."""
-        ranks, pattern = self.world.size, np.arange(PERIOD, dtype=np.float32)
+        ranks = self.world.size
         n = self.buffer.size
+        pattern = np.arange(PERIOD, dtype=np.float32)
         self.buffer[:] = np.resize(pattern + self.world.rank, n)
         self.reduce()
-        right = bool(
-            np.array_equal(self.buffer, np.resize(ranks * pattern + ranks * (ranks - 1) // 2, n))
-        )
+        # The sum over all ranks r of pattern + r; whole numbers, so that it is exact.
+        sums = ranks * pattern + ranks * (ranks - 1) // 2
+        right = bool(np.array_equal(self.buffer, np.resize(sums, n)))
         self.buffer[:] = 0.0
         return {"right": right}
 
     def time(self, calls: int, warm: bool) -> dict[str, Any]:
+        """Seconds on this rank, and its CPU seconds; warm: after one call that is not timed."""
         if warm:
             self.reduce()
         self.world.Barrier()
-        cpu, begin = cpu_seconds(), time.perf_counter()
+        cpu = cpu_seconds()
+        begin = time.perf_counter()
         for _ in range(calls):
             self.reduce()
         seconds = time.perf_counter() - begin
@@ -65,6 +70,11 @@ class Rank:
 
 def main() -> None:
     rank = Rank()
+    deeds: dict[str, Callable[..., dict[str, Any]]] = {
+        "prepare": rank.prepare,
+        "check": rank.check,
+        "time": rank.time,
+    }
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
         stream = connection.makefile("rw")
@@ -76,7 +86,7 @@ def main() -> None:
         say({"rank": rank.world.rank, "version": MPI.Get_library_version()})
         for line in stream:
             order = json.loads(line)
-            say(getattr(rank, order.pop("do"))(**order))
+            say(deeds[order.pop("do")](**order))
 
 
 if __name__ == "__main__":

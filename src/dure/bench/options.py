@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from dure.bench.fit import CALIBRATORS
 from dure.bench.plan import CONTENDERS, LADDER, Plan, parse_size
 
-QUICK_SIZES = LADDER[0:7:2]
+QUICK = Plan(sizes=LADDER[0:7:2], ranks=(2, 4), repeats=3, batch=0.005, longest=0.1)
 
 
 def plan(
@@ -22,11 +24,11 @@ def plan(
     names = list(contenders or CONTENDERS)
     if fit:
         names += [name for name in CALIBRATORS if name not in names]
-    return Plan(
-        tuple(parse_size(text) for text in sizes) or (QUICK_SIZES if quick else LADDER),
-        tuple(ranks) or ((2, 4) if quick else (2, 4, 8)),
-        tuple(names),
-        repeats if repeats is not None else 3 if quick else 5,
-        0.005 if quick else 0.02,
-        0.1 if quick else 0.6,
-    )
+    asked: dict[str, Any] = {
+        "sizes": tuple(parse_size(text) for text in sizes),
+        "ranks": tuple(ranks),
+        "repeats": repeats,
+    }
+    given = {name: value for name, value in asked.items() if value not in ((), None)}
+    usual = QUICK if quick else Plan()
+    return replace(usual, contenders=tuple(names), **given)

@@ -1,5 +1,4 @@
-"""The result as files: `all-reduce.json`, and `all-reduce.html`, one page that opens without a
-network.
+"""The result as files: `all-reduce.json`, and `all-reduce.html`, a page that needs no network.
 
 The page looks as the report of runs does and takes its style sheet. bench.js draws time and bus
 bandwidth over size, one pair of charts for each number of ranks, and predicted against measured
@@ -9,6 +8,7 @@ where a cost model was fitted. Tables are plain HTML.
 from __future__ import annotations
 
 import json
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from dure.report.words import escape, size
 _DASHES = {"peer": "dash", "backend": "solid", "algorithm": "solid", "floor": "dot"}
 _SYMBOLS = {"peer": "square", "backend": "circle", "algorithm": "diamond", "floor": "cross"}
 _COLOURS = 8
+_DRAWN = ("bytes", "seconds", "low", "high", "bus_bandwidth")
+"""What the charts take of a cell."""
 
 
 def write(result: Result, folder: str | Path) -> Path:
@@ -58,27 +60,30 @@ def page(result: Result, plotly: str) -> str:
 
 
 def charts(result: Result) -> dict[str, Any]:
-    """What the page draws, as plain JSON: each contender's look, and its points for each number of
-    ranks."""
+    """What the page draws, as plain JSON.
+
+    Each contender's look, and its points for each number of ranks.
+    """
     looks = [_look(contender, index) for index, contender in enumerate(_present(result))]
     panels = []
     for ranks in _ranks(result):
         series = []
         for index, contender in enumerate(_present(result)):
-            cells = [
-                cell
-                for nbytes in result.plan.sizes
-                if (cell := result.cell(contender.name, ranks, nbytes))
-            ]
-            if not cells:
-                continue
-            points = {
-                key: [cell[key] for cell in cells]
-                for key in ("bytes", "seconds", "low", "high", "bus_bandwidth")
-            }
-            series.append({"contender": index, **points})
+            points = _points(result, contender, ranks)
+            if points["bytes"]:
+                series.append({"contender": index, **points})
         panels.append({"ranks": ranks, "series": series})
     return {"contenders": looks, "panels": panels, "calibration": result.calibration}
+
+
+def _points(result: Result, contender: Contender, ranks: int) -> dict[str, list[float]]:
+    points: dict[str, list[float]] = {key: [] for key in _DRAWN}
+    for nbytes in result.plan.sizes:
+        cell = result.cell(contender.name, ranks, nbytes)
+        if cell is not None:
+            for key, values in points.items():
+                values.append(cell[key])
+    return points
 
 
 def _look(contender: Contender, index: int) -> dict[str, str]:
@@ -88,8 +93,14 @@ def _look(contender: Contender, index: int) -> dict[str, str]:
         if index >= _COLOURS and contender.kind == "algorithm"
         else _DASHES[contender.kind]
     )
-    return {"name": contender.name, "label": contender.label, "what": contender.what, "color": colour, "dash": dash,
-            "symbol": _SYMBOLS[contender.kind]}  # fmt: skip
+    return {
+        "name": contender.name,
+        "label": contender.label,
+        "what": contender.what,
+        "color": colour,
+        "dash": dash,
+        "symbol": _SYMBOLS[contender.kind],
+    }
 
 
 def _present(result: Result) -> list[Contender]:
@@ -121,13 +132,18 @@ def _header(result: Result) -> str:
     )
 
 
-def _curves(result: Result) -> str:
-    chips = "".join(
-        f'<button type="button" aria-pressed="true" data-run="{index}" title="{escape(contender.what)}">'
+def _chip(index: int, contender: Contender) -> str:
+    """The button that shows and hides a contender."""
+    attributes = f'aria-pressed="true" data-run="{index}" title="{escape(contender.what)}"'
+    return (
+        f'<button type="button" {attributes}>'
         f'<svg class="swatch" viewBox="0 0 28 12" data-run="{index}" aria-hidden="true"></svg>'
         f"<span>{escape(contender.label)}</span></button>"
-        for index, contender in enumerate(_present(result))
     )
+
+
+def _curves(result: Result) -> str:
+    chips = "".join(starmap(_chip, enumerate(_present(result))))
     panels = "".join(
         f"<figure><h3>{ranks} ranks: time of a call</h3>"
         f'<div class="chart" role="img" data-time="{place}"></div></figure>'
@@ -139,37 +155,44 @@ def _curves(result: Result) -> str:
         "speed",
         "Time and bandwidth",
         "Medians over the repetitions, of the slowest rank; bars span the quartiles. Times are "
-        "better "
-        "low, bandwidths high. Bus bandwidth is bytes over seconds times 2(N−1)/N, so that numbers "
-        "of ranks compare.",
+        "better low, bandwidths high. Bus bandwidth is bytes over seconds times 2(N−1)/N, so that "
+        "numbers of ranks compare.",
         f'<div class="legend">{chips}</div><div class="grid pairs">{panels}</div>',
     )
 
 
+_FITTED = (
+    "ranks",
+    "alpha",
+    "overhead",
+    "beta",
+    "gamma",
+    "median error",
+    "within 20 %",
+    "advice costs",
+    "best algorithm",
+)
+
+
 def _calibration(result: Result) -> str:
     fitted = result.calibration or {}
-    rows = "".join(
-        f"<tr><th scope=row>{link['ranks']}</th>"
-        + "".join(f"<td>{escape(text)}</td>" for text in link_texts(link))
-        + "</tr>"
-        for link in fitted["links"]
-    )
-    panels = "".join(
-        f'<figure><h3>{link["ranks"]} ranks</h3><div class="chart" role="img" data-fit="{place}"></div></figure>'
-        for place, link in enumerate(fitted["links"])
-    )
+    rows = ""
+    panels = ""
+    for place, link in enumerate(fitted["links"]):
+        cells = "".join(f"<td>{escape(text)}</td>" for text in link_texts(link))
+        rows += f"<tr><th scope=row>{link['ranks']}</th>{cells}</tr>"
+        chart = f'<div class="chart" role="img" data-fit="{place}"></div>'
+        panels += f"<figure><h3>{link['ranks']} ranks</h3>{chart}</figure>"
+    head = "".join(f"<th>{name}</th>" for name in _FITTED)
     seen = escape(" and ".join(fitted["calibrators"]).replace("-", " "))
     return section(
         "fitted",
         "Predicted and measured",
-        f"Lines are predictions of the cost model, fitted to {seen} only; "
-        "markers are measurements. Vertical lines mark the sizes where the predicted best "
-        "algorithm changes. "
+        f"Lines are predictions of the cost model, fitted to {seen} only; markers are "
+        "measurements. Vertical lines mark the sizes where the predicted best algorithm changes. "
         "What advice costs: how much slower the predicted best was than the measured best, in the "
         "median.",
-        '<div class="scroll"><table><thead><tr><th>ranks</th><th>alpha</th><th>overhead</th><th>beta</th>'
-        "<th>gamma</th><th>median error</th><th>within 20 %</th><th>advice costs</th>"
-        "<th>best algorithm</th></tr></thead>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
         f'<tbody>{rows}</tbody></table></div><div class="legend" id="fit-legend"></div>'
         f'<div class="grid pairs">{panels}</div>',
     )
@@ -177,34 +200,29 @@ def _calibration(result: Result) -> str:
 
 def _table(result: Result, ranks: int) -> str:
     head = "".join(f"<th>{size_text(nbytes)}</th>" for nbytes in result.plan.sizes)
-    rows = []
-    for contender in _present(result):
-        cells = []
-        for nbytes in result.plan.sizes:
-            cell = result.cell(contender.name, ranks, nbytes)
-            if cell is None:
-                cells.append("<td>–</td>")
-                continue
-            ratios = " · ".join(
-                ratio_text(cell[key]) for key in ("to_gloo", "to_open_mpi") if key in cell
-            )
-            below = f"<small>{ratios}</small>" if ratios and contender.kind != "floor" else ""
-            share = (
-                f"{cell['floor_share']:.0%} of the memory's speed, "
-                if "floor_share" in cell
-                else ""
-            )
-            title = f"{share}{cell['cpu_seconds']:.3g} CPU seconds, {cell['calls']} calls a batch"
-            cells.append(f'<td title="{escape(title)}">{seconds_text(cell["seconds"])}{below}</td>')
-        rows.append(f"<tr><th scope=row>{escape(contender.label)}</th>{''.join(cells)}</tr>")
-    peers = [label for name, label in (("gloo", "gloo"), ("open-mpi", "Open MPI"))
-             if name in {contender.name for contender in _present(result)}]  # fmt: skip
-    lead = "Median time of a call" + (
-        f"; below it, times faster than {' and than '.join(peers)}." if peers else "."
-    )
     head = f"<thead><tr><th></th>{head}</tr></thead>"
-    body = f'<div class="scroll"><table class="numbers">{head}<tbody>{"".join(rows)}</tbody></table></div>'
+    rows = ""
+    for contender in _present(result):
+        cells = "".join(_cell(result, contender, ranks, nbytes) for nbytes in result.plan.sizes)
+        rows += f"<tr><th scope=row>{escape(contender.label)}</th>{cells}</tr>"
+    peers = [contender.label for contender in _present(result) if contender.kind == "peer"]
+    lead = "Median time of a call"
+    lead += f"; below it, times faster than {' and than '.join(peers)}." if peers else "."
+    table = f'<table class="numbers">{head}<tbody>{rows}</tbody></table>'
+    body = f'<div class="scroll">{table}</div>'
     return section(f"table-{ranks}", f"{ranks} ranks", lead, body)
+
+
+def _cell(result: Result, contender: Contender, ranks: int, nbytes: int) -> str:
+    cell = result.cell(contender.name, ranks, nbytes)
+    if cell is None:
+        return "<td>–</td>"
+    ratios = " · ".join(ratio_text(cell[key]) for key in ("to_gloo", "to_open_mpi") if key in cell)
+    below = f"<small>{ratios}</small>" if ratios and contender.kind != "floor" else ""
+    title = f"{cell['cpu_seconds']:.3g} CPU seconds, {cell['calls']} calls a batch"
+    if "floor_share" in cell:
+        title = f"{cell['floor_share']:.0%} of the memory's speed, {title}"
+    return f'<td title="{escape(title)}">{seconds_text(cell["seconds"])}{below}</td>'
 
 
 def _footer(result: Result) -> str:

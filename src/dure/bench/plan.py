@@ -11,7 +11,8 @@ from dure.settings import suggestion
 
 Kind = Literal["peer", "algorithm", "backend", "floor"]
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
+MIB = 1 << 20
 LADDER = tuple(4 * KIB * 4**step for step in range(9))
 """4 KiB to 256 MiB, each four times the one before."""
 
@@ -20,28 +21,51 @@ ALLOWED = range(4, 4 << 30)
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part. name: on the command line and in JSON; label: in tables; what: in words."""
+    """Who takes part.
+
+    name: on the command line and in JSON. label: in tables. what: in words.
+    core: of the dure backend, what adds up: C, or the same in torch.
+    pooled: whether it reduces a tensor of `empty_shared`, and not an ordinary one.
+    direct: whether the group's own method is called, and not torch.distributed's function.
+    """
 
     name: str
     label: str
     kind: Kind
     what: str
+    core: Literal["c", "torch"] = "c"
+    pooled: bool = False
+    direct: bool = False
+
+    @property
+    def algorithm(self) -> str:
+        """What `dure.collectives` calls an algorithm."""
+        return self.name.replace("-", "_")
+
+    def as_json(self) -> dict[str, str]:
+        return {"name": self.name, "label": self.label, "kind": self.kind, "what": self.what}
 
 
-_FIXED = (
+PEERS = (
     Contender("gloo", "gloo", "peer", "torch.distributed.all_reduce of a gloo group"),
     Contender("open-mpi", "Open MPI", "peer", "MPI_Allreduce in place on numpy arrays, by mpi4py"),
+)
+
+BACKENDS = (
     Contender(
         "dure",
         "dure",
         "backend",
         "torch.distributed.all_reduce of a dure group, tensors of empty_shared",
+        pooled=True,
     ),
     Contender(
         "dure-direct",
         "dure, direct",
         "backend",
         "the group's own all_reduce(tensor), tensors of empty_shared",
+        pooled=True,
+        direct=True,
     ),
     Contender(
         "dure-ordinary",
@@ -54,24 +78,28 @@ _FIXED = (
         "dure in torch",
         "backend",
         "a dure group without the C core, tensors of empty_shared",
+        core="torch",
+        pooled=True,
     ),
     Contender(
         "dure-torch-ordinary",
         "dure in torch, ordinary",
         "backend",
         "the same with ordinary tensors",
-    ),
-    Contender(
-        "memory",
-        "memory",
-        "floor",
-        "every rank scales its tensor in place: each byte read and written once",
+        core="torch",
     ),
 )
 
+FLOOR = Contender(
+    "memory",
+    "memory",
+    "floor",
+    "every rank scales its tensor in place: each byte read and written once",
+)
 
-def _catalogue() -> dict[str, Contender]:
-    algorithms = [
+
+def _algorithms() -> list[Contender]:
+    return [
         Contender(
             name.replace("_", "-"),
             name.replace("_", " "),
@@ -79,12 +107,11 @@ def _catalogue() -> dict[str, Contender]:
             f"{name} over the sends of gloo",
         )
         for name in ALGORITHMS
-        if name not in ("native", "auto")
+        if name not in ("native", "auto")  # those choose among the others, or are the backend's
     ]
-    return {contender.name: contender for contender in (*_FIXED[:-1], *algorithms, _FIXED[-1])}
 
 
-CONTENDERS = _catalogue()
+CONTENDERS = {one.name: one for one in (*PEERS, *BACKENDS, *_algorithms(), FLOOR)}
 """Every contender, by name, in the order of tables."""
 
 

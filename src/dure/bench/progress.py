@@ -15,7 +15,8 @@ class Progress:
     """Shows events of the contest. quiet: shows nothing."""
 
     def __init__(self, plan: Plan, quiet: bool = False) -> None:
-        self.plan, self.quiet = plan, quiet
+        self.plan = plan
+        self.quiet = quiet
         console = Console(stderr=True)
         self.bar = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -45,7 +46,8 @@ class Progress:
         try:
             self._show(event)
         except OSError:  # the terminal or the reader is gone; the benchmark goes on
-            self.live, self.quiet = False, True
+            self.live = False
+            self.quiet = True
 
     def _show(self, event: dict[str, Any]) -> None:
         place = f"{event['ranks']} ranks, {size_text(event['bytes'])}"

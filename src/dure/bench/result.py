@@ -6,14 +6,15 @@ As JSON (schema 1):
     machine       processor, cores, memory (bytes), system
     versions      of dure, torch, numpy, python, and of the peers that took part
     settings      sizes, ranks, repeats, batch, longest: the fields of `Plan`
-    contenders    name, label, kind (peer, algorithm, backend, floor), what; `absent` says why one did not take part
+    contenders    name, label, kind (peer, algorithm, backend, floor), what;
+                  `absent` says why one did not take part
     interrupted   whether Ctrl-C ended it early
     cells         one for each contender, number of ranks and size:
         contender, ranks, bytes    bytes of the tensor that each rank holds
-        calls, samples             calls in a batch; seconds a call of each batch, by its slowest rank
+        calls, samples             calls in a batch; of each batch, seconds a call (slowest rank)
         seconds, low, high         median and quartiles of the samples
         algorithm_bandwidth        bytes / seconds
-        bus_bandwidth              the same times 2(N-1)/N, as nccl-tests: comparable over numbers of ranks
+        bus_bandwidth              the same times 2(N-1)/N, as in nccl-tests: ranks compare
         cpu_seconds                CPU time of all ranks together, a call
         floor_share                the memory's time for the same bytes / seconds
         to_gloo, to_open_mpi       times faster than the peer
@@ -76,7 +77,7 @@ class Result:
             absent = (
                 {"absent": self.absent[contender.name]} if contender.name in self.absent else {}
             )
-            contenders.append({**dataclasses.asdict(contender), **absent})
+            contenders.append({**contender.as_json(), **absent})
         settings = {
             key: value
             for key, value in dataclasses.asdict(self.plan).items()
@@ -97,9 +98,12 @@ class Result:
 
 
 def _derived(cell: JSON, found: dict[tuple[str, int], JSON]) -> JSON:
-    """What follows from a cell and those of the peers beside it."""
-    samples, ranks, nbytes = cell["samples"], cell["ranks"], cell["bytes"]
+    """What follows from a cell and those of the peers at the same size."""
+    ranks = cell["ranks"]
+    nbytes = cell["bytes"]
+    samples = cell["samples"]
     seconds = median(samples)
+    # A single sample has no quartiles: it is all three.
     low, _, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     result = {
         "low": low,

@@ -23,22 +23,27 @@ machine."""
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on: processor, cores, memory, kernel."""
-    model = ""
+    """What the numbers depend on: processor, cores, memory (bytes), kernel."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
-        pages = 0
+        memory = 0
     return {
-        "processor": model or platform.processor() or platform.machine(),
+        "processor": _processor() or platform.processor() or platform.machine(),
         "cores": available_cores(),
-        "memory": pages,
+        "memory": memory,
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def _processor() -> str:
+    """What Linux calls it; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    named = (line for line in lines if line.startswith("model name"))
+    return next(named, "").partition(":")[2].strip()
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The result on a terminal: times and ratios over size for every number of ranks, and what the
+"""The result on a terminal, for every number of ranks: times and ratios over size, and what the
 largest size costs."""
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def ratio_text(ratio: float | None) -> str:
     """Times faster than a peer: 0.93x, 12.4x, 118x; one that is not there is a dash."""
     if ratio is None:
         return "–"
-    return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.3g}x" if ratio >= 1 else f"{ratio:.2g}x"
+    if ratio >= 99.5:
+        return f"{ratio:.0f}x"
+    return f"{ratio:.3g}x" if ratio >= 1 else f"{ratio:.2g}x"
 
 
 def rows(result: Result) -> list[str]:
@@ -36,12 +38,23 @@ def rows(result: Result) -> list[str]:
     ]
 
 
+def _titled(title: str) -> Table:
+    return Table(
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title=title,
+        title_justify="left",
+        title_style="bold",
+    )
+
+
 def times(result: Result, ranks: int) -> Table:
     """Median time a call; below it times faster than gloo and than Open MPI."""
     peers = [name for name in ("gloo", "open-mpi") if name in rows(result)]
-    legend = ", ".join(["time a call", *(f"× {name}" for name in peers)])
-    table = Table(box=None, pad_edge=False, header_style="dim", title=f"{ranks} ranks", title_justify="left",
-                  title_style="bold", caption=legend, caption_justify="left")  # fmt: skip
+    table = _titled(f"{ranks} ranks")
+    table.caption = ", ".join(["time a call", *(f"× {name}" for name in peers)])
+    table.caption_justify = "left"
     table.add_column("all-reduce", no_wrap=True)
     for nbytes in result.plan.sizes:
         table.add_column(size_text(nbytes), justify="right", no_wrap=True)
@@ -53,9 +66,7 @@ def times(result: Result, ranks: int) -> Table:
             if cell is None:
                 texts.append("–")
                 continue
-            ratios = [
-                ratio_text(cell.get(key)) for key in ("to_gloo", "to_open_mpi") if key in cell
-            ]
+            ratios = [ratio_text(cell[key]) for key in ("to_gloo", "to_open_mpi") if key in cell]
             below = f"\n[dim]{' '.join(ratios)}[/dim]" if ratios and name != "memory" else ""
             texts.append(seconds_text(cell["seconds"]) + below)
         table.add_row(escape(labels[name]), *texts)
@@ -65,8 +76,7 @@ def times(result: Result, ranks: int) -> Table:
 def details(result: Result, ranks: int) -> Table:
     """What one call costs at the largest size that was measured."""
     nbytes = max(cell["bytes"] for cell in result.cells if cell["ranks"] == ranks)
-    table = Table(box=None, pad_edge=False, header_style="dim", title=f"{ranks} ranks, {size_text(nbytes)}",
-                  title_justify="left", title_style="bold")  # fmt: skip
+    table = _titled(f"{ranks} ranks, {size_text(nbytes)}")
     table.add_column("all-reduce", no_wrap=True)
     for heading in (
         "median",
@@ -95,10 +105,8 @@ def details(result: Result, ranks: int) -> Table:
 
 
 def fitted(calibration: dict[str, Any]) -> Table:
-    """The cost model: its numbers, how far its predictions are off, and which algorithm it
-    recommends."""
-    table = Table(box=None, pad_edge=False, header_style="dim", title="cost model of the algorithms over gloo",
-                  title_justify="left", title_style="bold")  # fmt: skip
+    """The cost model: its numbers, its errors, and which algorithm it recommends."""
+    table = _titled("cost model of the algorithms over gloo")
     for heading in (
         "ranks",
         "alpha",

@@ -64,8 +64,10 @@ class _StandIn(ModuleType):
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """While it lasts, torch does without its compiler until somebody compiles. Where it is loaded,
-    nothing changes."""
+    """While it lasts, torch does without its compiler until somebody compiles.
+
+    Where the compiler is loaded, nothing changes.
+    """
     global _users
     with _lock:
         _users += 1

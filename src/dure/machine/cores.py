@@ -1,4 +1,4 @@
-"""How many threads a rank may use."""
+"""The cores of this computer, and how many of them a rank may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 
 def available_cores() -> int:
     """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_per_rank(ranks: int) -> int:

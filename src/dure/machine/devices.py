@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_map
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`. Raises ValueError if there is none here, or dure does not compute
-    on its kind."""
+    """The device called `name`.
+
+    Raises ValueError if there is none here, or dure does not compute on its kind.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -34,17 +36,17 @@ def device_of(name: str) -> torch.device:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Inputs or targets, tensors in any structure, on `device`; the same where they are there
-    already."""
-    beside = device.type == "cuda"  # a copy to the CPU has to have arrived before it is read
+    """Inputs or targets, tensors in any structure, on `device`; as they are if they are there."""
+    # A copy to the CPU has to have arrived before it is read; CUDA itself waits for one to it.
+    later = device.type == "cuda"
     return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=beside) if isinstance(leaf, Tensor) else leaf,
+        lambda leaf: leaf.to(device, non_blocking=later) if isinstance(leaf, Tensor) else leaf,
         tree,
     )
 
 
 def to_cpu(tree: Any) -> Any:
-    """The inverse of `to_device`, as for what is written to a disk."""
+    """The inverse of `to_device`, for what is written to a disk."""
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -54,8 +56,6 @@ def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:
     workers: how many; None is one a CUDA device, or one a core and at least two.
     """
     there = torch.cuda.device_count()
-    if not there:
-        return ("cpu",) * (workers if workers is not None else max(2, cores))
-    return tuple(
-        f"cuda:{worker % there}" for worker in range(workers if workers is not None else there)
-    )
+    if workers is None:
+        workers = there or max(2, cores)
+    return tuple(f"cuda:{worker % there}" if there else "cpu" for worker in range(workers))

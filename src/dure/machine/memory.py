@@ -25,7 +25,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 """Names of `mallopt`'s parameters."""
 
 _KEPT = (2**31 - 1, 32 << 20)

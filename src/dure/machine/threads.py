@@ -29,11 +29,11 @@ def set_own_threads(count: int) -> None:
     """How many threads the operators of the calling thread use.
 
     OpenMP and MKL keep that number for every thread. torch also remembers it for threads that have
-    not computed yet, which take it over at their first operation; so this one has its first
-    operation before, and whoever starts threads says its own number once more after they have
-    called this.
+    not computed yet, which take it over at their first operation. So the calling thread must have
+    had its first operation before, and a thread that starts others says its own number once more
+    after they have called this.
     """
-    torch.get_num_threads()
+    torch.get_num_threads()  # counts as a first operation
     torch.set_num_threads(count)
 
 

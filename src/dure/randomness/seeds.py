@@ -1,6 +1,6 @@
 """All randomness is a function of (seed, purpose, round or step, client or rank).
 
-Nothing draws from a generator that somebody else has advanced: whoever needs random numbers asks
+Nothing draws from a generator that somebody else has advanced: code that needs random numbers asks
 for a seed of its own. That is why a resumed run goes on with the same bits, and why the order in
 which clients are visited changes nothing.
 """
@@ -33,15 +33,13 @@ def generator(seed: int, purpose: str, *position: int) -> torch.Generator:
 
 
 def shuffled(n: int, seed: int, epoch: int, client: int = 0) -> Tensor:
-    """The order in which `client` visits its n examples in its epoch number `epoch`: a permutation,
-    shape (n,).
+    """The order in which `client` visits its n examples in an epoch: a permutation, shape (n,).
 
     Every strategy shuffles by this one rule, so that a lone worker and a federation of one client
     visit the same examples in the same order.
     """
-    own = (
-        _OWN.generator
-    )  # seeded anew each time: to make one takes as long as to draw the order of few examples
+    # Seeded anew each time: to make one takes as long as to draw the order of a few examples.
+    own = _OWN.generator
     return torch.randperm(n, generator=own.manual_seed(derive(seed, "shuffle", epoch, client)))
 
 
@@ -68,8 +66,10 @@ def seed_generators(seed: int, purpose: str, *position: int, everything: bool = 
 
 
 def generators_state() -> dict[str, Any]:
-    """The state of the global generators of torch, numpy and random, for data pipelines that draw
-    from them."""
+    """The state of the global generators of torch, numpy and random.
+
+    For data pipelines that draw from them.
+    """
     numpy_state = numpy.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = numpy_state["state"]

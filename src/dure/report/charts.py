@@ -33,14 +33,18 @@ LANES = 12
 SPANS = 3_000
 SPANS_OF_ALL_RUNS = 24_000
 CELLS = 60_000
+"""How much is drawn at most: points of a curve, lanes, spans of a timeline and of all timelines,
+cells of a partition. A browser draws so much without delay."""
 
 CLOCK = "virtual_seconds"
 """What a federation says of its clock: an axis, and no curve."""
 
 
 def style(index: int) -> JSON:
-    """How run `index` looks in every chart: colour, then dash when the colours repeat, and a
-    marker."""
+    """How run `index` looks in every chart.
+
+    A colour, then a dash when the colours repeat, and a marker.
+    """
     return {
         "color": f"var(--run-{index % COLOURS})",
         "dash": DASHES[index // COLOURS % len(DASHES)],
@@ -49,57 +53,87 @@ def style(index: int) -> JSON:
 
 
 def metrics(runs: Sequence[Run]) -> list[str]:
-    """All metrics of the runs; the one to judge by first: what is not a loss, else the test
-    loss."""
-    keys = [key for run in runs for key in run.result.best]
-    return sorted(dict.fromkeys(keys), key=lambda key: "loss" in key)
+    """All metrics of the runs.
+
+    The one to judge by comes first: what is not a loss, else the test loss.
+    """
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys.update(dict.fromkeys(run.result.best))
+    return sorted(keys, key=lambda key: "loss" in key)
 
 
 def curves(runs: Sequence[Run]) -> JSON | None:
-    """Every metric, the training loss and what strategies say of their rounds, against epochs,
+    """The curves of the runs; None if there is nothing to draw.
+
+    Every metric, the training loss and what strategies say of their rounds, against epochs,
     seconds, steps or rounds, bytes, and, where a federation has a clock of its own, virtual
-    seconds. What a strategy says is left out where it is 0 in all runs."""
+    seconds. What a strategy says is left out where it is 0 in all runs.
+    """
     series = []
     for index, run in enumerate(runs):
         if any(line.metrics for line in run.evaluations):
             series.append(_evaluations(index, run.evaluations, _clock(run)))
         if run.steps:
             series.append(_training(index, run.steps, run.evaluations, _clock(run)))
-    drawn = [
-        key
-        for one in series
-        for key, values in one["y"].items()
-        if any(v is not None for v in values)
-    ]
-    told = [key for one in series for key, values in one["y"].items() if any(values)]
-    keys = [key for key in dict.fromkeys([*metrics(runs), "train_loss", *told]) if key in drawn]
+    keys = _keys(runs, series)
     if not keys:
         return None
-    units = sorted({run.result.unit for run in runs})
-    axes = [
-        {"key": "epoch", "name": "epochs", "title": "epochs"},
-        {"key": "seconds", "name": "seconds", "title": "seconds of training"},
-        {"key": "step", "name": " or ".join(f"{unit}s" for unit in units)},
-        {"key": "bytes", "name": "bytes", "title": "bytes sent, all workers together"},
-    ]
-    if any(value is not None for one in series for value in one["x"][CLOCK]):
-        axes.append(
-            {"key": CLOCK, "name": "virtual seconds", "title": "seconds on the federation’s clock"}
-        )
     return {
-        "axes": [{"title": axis["name"], **axis, "log": _wide(series, axis["key"])} for axis in axes],
+        "axes": [axis | {"log": _wide(series, axis["key"])} for axis in _axes(runs, series)],
         "metrics": [
-            {"key": key, "name": "training loss" if key == "train_loss" else metric_name(key),
-             "share": is_share(key), "rises": higher_is_better(key)}
+            {
+                "key": key,
+                "name": "training loss" if key == "train_loss" else metric_name(key),
+                "share": is_share(key),
+                "rises": higher_is_better(key),
+            }
             for key in keys
         ],
         "series": series,
-    }  # fmt: skip
+    }
+
+
+def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
+    """What the curves may show, in the order of the menu.
+
+    Metrics, the training loss, and what strategies say where it is not always 0.
+    """
+    known: dict[str, None] = {}
+    told: dict[str, None] = {}
+    for one in series:
+        for key, values in one["y"].items():
+            if any(value is not None for value in values):
+                known[key] = None
+            if any(values):
+                told[key] = None
+    menu = dict.fromkeys([*metrics(runs), "train_loss", *told])
+    return [key for key in menu if key in known]
+
+
+def _axes(runs: Sequence[Run], series: Sequence[JSON]) -> list[JSON]:
+    units = sorted({run.result.unit for run in runs})
+    counted = " or ".join(f"{unit}s" for unit in units)
+    axes = [
+        _axis("epoch", "epochs", "epochs"),
+        _axis("seconds", "seconds", "seconds of training"),
+        _axis("step", counted, counted),
+        _axis("bytes", "bytes", "bytes sent, all workers together"),
+    ]
+    times: list[float | None] = []
+    for one in series:
+        times += one["x"][CLOCK]
+    if any(now is not None for now in times):
+        axes.append(_axis(CLOCK, "virtual seconds", "seconds on the federation’s clock"))
+    return axes
+
+
+def _axis(key: str, name: str, title: str) -> JSON:
+    return {"title": title, "key": key, "name": name}
 
 
 def timelines(runs: Sequence[Run]) -> list[JSON]:
-    """Per run with a trace: lanes, and spans by category. At most LANES lanes and a bounded number
-    of spans."""
+    """Per run with a trace: lanes, and spans by category, each bounded in number."""
     traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(traced), 1))
     return [_timeline(index, trace, most) for index, trace in traced]
@@ -107,26 +141,25 @@ def timelines(runs: Sequence[Run]) -> list[JSON]:
 
 def partitions(runs: Sequence[Run]) -> list[JSON]:
     """The distinct partitions, each with the runs that used it."""
-    users: list[tuple[Partition, list[Run]]] = []
+    users: list[tuple[Partition, list[str]]] = []
     for run in runs:
         if run.partition is None:
             continue
         same = next((names for partition, names in users if partition == run.partition), None)
         if same is None:
-            users.append((run.partition, [run]))
+            users.append((run.partition, [run.label]))
         else:
-            same.append(run)
-    return [_partition(partition, [run.label for run in names]) for partition, names in users]
+            same.append(run.label)
+    return [_partition(partition, names) for partition, names in users]
 
 
 def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
-    keys = list(dict.fromkeys(key for line in lines for key in line.metrics))
     lines = [line for line in lines if line.metrics]
-    share = POINTS // len(keys)
-    places = {
-        i for key in keys for i in _extremes([line.metrics.get(key) for line in lines], share)
-    }
-    kept = [lines[i] for i in sorted(places)]
+    columns = {key: _column(lines, key) for key in _said(lines)}
+    places: set[int] = set()
+    for column in columns.values():
+        places |= set(_extremes(column, POINTS // len(columns)))
+    kept = [lines[place] for place in sorted(places)]
     x = {
         "epoch": [short(line.epoch) for line in kept],
         "seconds": [short(line.seconds) for line in kept],
@@ -134,33 +167,38 @@ def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
         "bytes": [line.bytes_sent for line in kept],
         CLOCK: [short(clock(line.step)) for line in kept],
     }
-    return {
-        "run": run,
-        "x": x,
-        "y": {key: [short(line.metrics.get(key)) for line in kept] for key in keys},
-    }
+    y = {key: list(map(short, _column(kept, key))) for key in columns}
+    return {"run": run, "x": x, "y": y}
+
+
+def _said(lines: Sequence[Line]) -> list[str]:
+    """The keys of the lines' metrics, in the order in which they come up."""
+    keys: dict[str, None] = {}
+    for line in lines:
+        keys.update(dict.fromkeys(line.metrics))
+    return list(keys)
 
 
 def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], clock: Clock) -> JSON:
     # One batch's loss jumps; a mean of a stretch of the run shows where the run goes.
-    stretches = [lines[start:end] for start, end in _stretches(len(lines), POINTS // 2)]
+    stretches = _stretches(len(lines), POINTS // 2)
+    last = [lines[end - 1] for _, end in stretches]
     sent = _interpolated([(line.step, line.bytes_sent) for line in evaluations])
     x = {
-        "epoch": [short(part[-1].epoch) for part in stretches],
-        "seconds": [short(part[-1].seconds) for part in stretches],
-        "step": [part[-1].step for part in stretches],
-        "bytes": [short(sent(part[-1].step)) for part in stretches],
-        CLOCK: [short(clock(part[-1].step)) for part in stretches],
+        "epoch": [short(line.epoch) for line in last],
+        "seconds": [short(line.seconds) for line in last],
+        "step": [line.step for line in last],
+        "bytes": [short(sent(line.step)) for line in last],
+        CLOCK: [short(clock(line.step)) for line in last],
     }
-    said = dict.fromkeys(key for line in lines for key in line.metrics if key != CLOCK)
-    numbers = {
-        key: [_mean([line.metrics.get(key) for line in part]) for part in stretches] for key in said
-    }
-    return {
-        "run": run,
-        "x": x,
-        "y": {"train_loss": [_mean([line.loss for line in part]) for part in stretches], **numbers},
-    }
+    columns = {"train_loss": [line.loss for line in lines]}
+    columns |= {key: _column(lines, key) for key in _said(lines) if key != CLOCK}
+    y = {key: _means(column, stretches) for key, column in columns.items()}
+    return {"run": run, "x": x, "y": y}
+
+
+def _column(lines: Sequence[Line], key: str) -> list[float | None]:
+    return [line.metrics.get(key) for line in lines]
 
 
 def _stretches(length: int, most: int) -> list[tuple[int, int]]:
@@ -169,15 +207,13 @@ def _stretches(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
-    """Indices of at most `most` values: the first, the last, and every stretch's lowest and
-    highest."""
+    """Indices of at most `most` values: the ends, and every stretch's lowest and highest."""
     if len(values) <= most:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
     for start, end in _stretches(len(values), most // 2 - 1):
-        known = [
-            (value, index) for index in range(start, end) if (value := values[index]) is not None
-        ]
+        numbered = zip(values[start:end], range(start, end), strict=True)
+        known = [(value, index) for value, index in numbered if value is not None]
         kept |= {min(known)[1], max(known)[1]} if known else {start}
     return sorted(kept)
 
@@ -185,14 +221,13 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
 def _clock(run: Run) -> Clock:
     """The federation's clock at a step, which begins at 0; None in a run that has none."""
     told = [(line.step, line.metrics.get(CLOCK)) for line in run.steps]
-    return (
-        _interpolated([(0.0, 0.0), *told])
-        if any(now is not None for _, now in told)
-        else lambda step: None
-    )
+    if all(now is None for _, now in told):
+        return lambda step: None
+    return _interpolated([(0.0, 0.0), *told])
 
 
 def _interpolated(known: Sequence[tuple[float, float | None]]) -> Clock:
+    """The value at a step, linear between the known ones; None outside of them."""
     points = [(step, value) for step, value in known if value is not None]
     steps = [step for step, _ in points]
 
@@ -211,7 +246,7 @@ def _interpolated(known: Sequence[tuple[float, float | None]]) -> Clock:
 
 def _wide(series: Sequence[JSON], axis: str) -> bool:
     """Whether an axis starts out logarithmic: the runs end at very different values."""
-    ends = [max((x for x in one["x"][axis] if x is not None), default=0) for one in series]
+    ends = [max(filter(None, one["x"][axis]), default=0) for one in series]
     ends = [end for end in ends if end > 0]
     return axis != "epoch" and bool(ends) and max(ends) > 10 * min(ends)
 
@@ -225,27 +260,26 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
     shown = sorted(sorted(starts, key=lambda lane: (starts[lane], lane))[:LANES])
     of_lanes = [span for span in trace.spans if span.lane in set(shown)]
     spans = of_lanes[:most]
-    begin, end = spans[0].start, max(span.start + span.duration for span in spans)
+    begin = spans[0].start
+    end = max(span.start + span.duration for span in spans)
     window = _window(spans)
     per_unit, unit = (1000.0, "s") if window > 10_000 else (1.0, "ms")
     rows = {lane: row for row, lane in enumerate(shown)}
+    bars: dict[str, list[list[Any]]] = {name: [] for name in (*CATEGORIES, "other")}
+    for span in spans:
+        start = short(span.start / per_unit, 8)
+        length = short(span.duration / per_unit)
+        name = html.escape(span.name, quote=False)
+        bars[_category(span)].append([rows[span.lane], start, length, name])
     return {
         "run": run,
         "lanes": [html.escape(trace.lanes[lane], quote=False) for lane in shown],
         "unit": unit,
         "range": [begin / per_unit, (begin + window) / per_unit],
         "end": end / per_unit,
-        "spans": {
-            category: [
-                [rows[span.lane], short(span.start / per_unit, 8), short(span.duration / per_unit),
-                 html.escape(span.name, quote=False)]
-                for span in spans if _category(span) == category
-            ]
-            for category in (*CATEGORIES, "other")
-            if any(_category(span) == category for span in spans)
-        },
-        "note": _timeline_note(trace, len(shown), len(spans), len(of_lanes), end),
-    }  # fmt: skip
+        "spans": {name: drawn for name, drawn in bars.items() if drawn},
+        "note": _timeline_note(trace, len(shown), len(spans), kept=len(of_lanes), end=end),
+    }
 
 
 def _timeline_note(trace: Trace, lanes: int, drawn: int, kept: int, end: float) -> str:
@@ -296,7 +330,11 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
     ]
     if every > 1:
         facts.append(f"every {every}th client is drawn")
-    rows = partition.histograms
+    cells = None
+    if partition.histograms:
+        # One row for each class, over the clients.
+        drawn = [partition.histograms[client] for client in shown]
+        cells = list(map(list, zip(*drawn, strict=True)))
     return {
         "description": partition.description,
         "users": listed(users),
@@ -304,15 +342,19 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
         "clients": list(shown),
         "counts": [partition.counts[client] for client in shown],
         "classes": [html.escape(name, quote=False) for name in partition.classes],
-        "cells": [[rows[client][label] for client in shown] for label in range(width)]
-        if rows
-        else None,
+        "cells": cells,
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return short(sum(known) / len(known)) if known else None
+def _means(
+    column: Sequence[float | None], stretches: Sequence[tuple[int, int]]
+) -> list[float | None]:
+    """The mean of what is known in each stretch."""
+    means = []
+    for start, end in stretches:
+        known = [value for value in column[start:end] if value is not None]
+        means.append(short(sum(known) / len(known)) if known else None)
+    return means
 
 
 def short(value: float | None, digits: int = 6) -> float | None:

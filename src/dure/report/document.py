@@ -1,5 +1,4 @@
-"""One HTML document that opens without a network: what the report of runs and the page of a
-benchmark share.
+"""One HTML document that opens without a network, for the report of runs and for benchmarks.
 
 What can be read without drawing is plain HTML (it prints, and a screen reader reads it). The
 charts' data goes in as one JSON element, which a script hands to plotly; common.js is what the
@@ -17,17 +16,19 @@ from pathlib import Path
 from dure.report.words import escape
 
 _NO_NETWORK = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
-    "blob:; "
-    "base-uri 'none'; form-action 'none'"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
 
 
 def document(
     title: str, sections: Sequence[str], data: object, plotly: str, script: str, style: str = ""
 ) -> str:
-    """The whole document. Empty sections are left out; data: what `script` draws; plotly: the
-    source of plotly.js; script and style: source of its own beside common.js and style.css."""
+    """The whole document; empty sections are left out.
+
+    data: what `script` draws. plotly: the source of plotly.js. script, style: the document's own,
+        which come after common.js and style.css.
+    """
     return "\n".join(
         [
             "<!doctype html>",
@@ -50,12 +51,15 @@ def document(
 
 def section(name: str, heading: str, lead: str, body: str) -> str:
     """A section with a heading, and a line that says what is in it."""
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>{body}</section>'
+    head = f'<h2 id="{name}">{heading}</h2><p class="lead">{lead}</p>'
+    return f'<section aria-labelledby="{name}">{head}{body}</section>'
 
 
 def plotly_source(what: str) -> str:
-    """The source of plotly.js. Raises ImportError, which says that `what` needs it, where plotly is
-    not installed."""
+    """The source of plotly.js.
+
+    Raises ImportError, which says that `what` needs it, where plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -75,11 +79,11 @@ def source(beside: str, name: str) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open
-    another."""
+    """JSON that may stand inside a script element: it cannot close the element or open another."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _script(text: str) -> str:
+    """A script in which no text, such as one of plotly's, ends the element that it stands in."""
     return re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE)

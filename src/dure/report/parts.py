@@ -1,23 +1,19 @@
-"""Pieces of HTML that several sections of the report use: a run's mark, where it ran, and where its
-time went."""
+"""Pieces of HTML that several sections of the report use: a run's mark, world, and time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dure.report.read import number
 from dure.report.runs import Run, Worker
+from dure.report.values import mapping, number
 from dure.report.words import UNKNOWN, count, duration
 
 
 def world(run: Run) -> str:
     """Where a run ran, in words."""
-    asked = run.config.get("world")
-    written = asked if isinstance(asked, dict) else {}
-    name, ranks = (
-        str(written.get("name", UNKNOWN)),
-        number(written.get("ranks", written.get("threads"))),
-    )
+    asked = mapping(run.config.get("world"))
+    name = str(asked.get("name", UNKNOWN))
+    ranks = number(asked.get("ranks", asked.get("threads")))
     return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
 
 
@@ -46,5 +42,5 @@ def legend(categories: Sequence[str]) -> str:
 
 
 def swatch(index: int) -> str:
-    """The line and marker of a run; page.js draws it, so that it looks as in the charts."""
+    """The line and marker of a run; page.js draws it, in the same way as in the charts."""
     return f'<svg class="swatch" data-run="{index}" viewBox="0 0 28 12" aria-hidden="true"></svg>'

@@ -1,5 +1,4 @@
-"""What each rank of a mesh holds: a table for every run whose ranks told it, in summary.json under
-"facts".
+"""What each rank of a mesh holds: a table for every run whose ranks told it.
 
 Parameters, gradients and the optimizer's state are bytes of memory at the end of the run, gradients
 those of the last step; what tensors share counts once. The peak is the process's, with torch, data
@@ -18,54 +17,57 @@ from dure.report.runs import Rank, Run
 from dure.report.words import UNKNOWN, duration, escape, size
 
 _MOST = 32
+"""Ranks in a table."""
+
 _AXES = ("data", "pipeline", "tensor")
 
 Column = tuple[str, Callable[[Rank], str]]
 
 
 def holdings(runs: Sequence[Run]) -> str:
-    """The section with a table for each run of several ranks that told what they hold; empty if
-    there are none."""
+    """The section with a table for each run whose ranks told what they hold; empty if none."""
     told = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not told:
         return ""
     lead = (
         "Bytes of memory that parameters, gradients and the optimizer’s state take on each rank at "
-        "the end of the run, "
-        "and the peak of its process, in which torch, the data and the activations are as well. "
-        "Buffers are those of "
-        "the model and, where ZeRO divides gradients or parameters, of its messages."
+        "the end of the run, and the peak of its process, in which torch, the data and the "
+        "activations are as well. Buffers are those of the model and, where ZeRO divides gradients "
+        "or parameters, of its messages."
     )
-    if any(rank.inside is not None for _, run in told for rank in run.ranks):
+    if any(_divides_layers(run) for _, run in told):
         lead += (
             " In layers: seconds of a step in the collectives of divided layers, with the wait for "
-            "neighbours, and "
-            "their share of the mean step. On the timeline they lie inside forward and backward; "
-            "as time they are "
-            "communication, and no compute."
+            "neighbours, and their share of the mean step. On the timeline they lie inside forward "
+            "and backward; as time they are communication, and no compute."
         )
-    return section(
-        "holdings", "What each rank holds", lead, "".join(_block(index, run) for index, run in told)
-    )
+    blocks = "".join(_block(index, run) for index, run in told)
+    return section("holdings", "What each rank holds", lead, blocks)
+
+
+def _divides_layers(run: Run) -> bool:
+    return any(rank.inside is not None for rank in run.ranks)
 
 
 def _block(index: int, run: Run) -> str:
     columns = _columns(run)
-    head = "".join(
-        f'<th scope="col">{name}</th>' for name in ("rank", *(name for name, _ in columns))
-    )
-    rows = "".join(
-        f'<tr><th scope="row">{escape(rank.name)}</th>{"".join(f"<td>{text(rank)}</td>" for _, text in columns)}</tr>'
-        for rank in run.ranks[:_MOST]
-    )
+    names = ("rank", *(name for name, _ in columns))
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    rows = "".join(_row(rank, columns) for rank in run.ranks[:_MOST])
     left = len(run.ranks) - _MOST
     note = f'<p class="aside">{left} more ranks are left out.</p>' if left > 0 else ""
     label = escape(run.label)
+    around = f'class="scroll small" role="region" aria-label="What the ranks of {label} hold"'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return (
         f'<div class="pipeline"><h3>{swatch(index)}<span>{label}</span></h3>'
-        f'<div class="scroll small" role="region" aria-label="What the ranks of {label} hold" tabindex="0">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}</div>"
+        f'<div {around} tabindex="0">{table}</div>{note}</div>'
     )
+
+
+def _row(rank: Rank, columns: Sequence[Column]) -> str:
+    cells = "".join(f"<td>{text(rank)}</td>" for _, text in columns)
+    return f'<tr><th scope="row">{escape(rank.name)}</th>{cells}</tr>'
 
 
 def _columns(run: Run) -> list[Column]:
@@ -75,7 +77,8 @@ def _columns(run: Run) -> list[Column]:
     def index_on(axis: int) -> Callable[[Rank], str]:
         return lambda rank: str(rank.at[axis])
 
-    degrees = [len({rank.at[axis] for rank in run.ranks}) for axis in range(3)]
+    # Along each axis, how many places there are.
+    degrees = [len(set(places)) for places in zip(*(rank.at for rank in run.ranks), strict=True)]
     columns: list[Column] = []
     if sum(degree > 1 for degree in degrees) > 1:
         columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]
@@ -87,7 +90,7 @@ def _columns(run: Run) -> list[Column]:
     if any(rank.held.get("buffers") for rank in run.ranks):
         columns.append(("buffers", held("buffers")))
     columns.append(("peak of the process", lambda rank: size(rank.peak_memory)))
-    if any(rank.inside is not None for rank in run.ranks):
+    if _divides_layers(run):
         columns.append(("in layers, a step", lambda rank: _inside(rank, run)))
     return columns
 
@@ -95,6 +98,7 @@ def _columns(run: Run) -> list[Column]:
 def _inside(rank: Rank, run: Run) -> str:
     if rank.inside is None:
         return UNKNOWN
-    seconds, steps = run.result.seconds, run.result.steps
+    seconds = run.result.seconds
+    steps = run.result.steps
     share = f" ({100 * rank.inside * steps / seconds:.0f} %)" if seconds and steps else ""
     return duration(rank.inside) + share

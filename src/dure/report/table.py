@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dure.report import charts
 from dure.report.document import section
 from dure.report.parts import bar, legend, percents, swatch, world
-from dure.report.runs import Result, Run, Runs, Worker
+from dure.report.runs import Result, Run, Runs, Target, Worker
 from dure.report.words import (
     UNKNOWN,
     count,
@@ -22,8 +22,7 @@ from dure.report.words import (
 )
 
 TENTH = "_p10"
-"""How metrics of the worst tenth of clients end: they stand where the spread over clients is
-drawn."""
+"""How metrics of the worst tenth of clients end; the spread over clients shows those."""
 
 
 @dataclass(frozen=True)
@@ -42,37 +41,47 @@ def table(runs: Runs) -> str:
     """The section with a row for each run, and one for each run that failed."""
     columns = _columns(runs.runs)
     best = [_best(column, runs.runs) for column in columns]
-    head = "".join(
-        f'<th scope="col"><button type="button">{escape(column.title)}</button></th>'
-        for column in columns
-    )
-    rows = []
+    head = "".join(map(_heading, ("run, world", *(column.title for column in columns))))
+    rows = ""
+    notes = ""
     for index, run in enumerate(runs.runs):
-        cells = [_cell(column, run, winner) for column, winner in zip(columns, best, strict=True)]
         who = f"<span>{escape(run.label)}<small>{escape(world(run))}</small></span>"
-        rows.append(
-            f'<tr><th scope="row"><div>{swatch(index)}{who}</div></th>{"".join(cells)}</tr>'
-        )
-    failed = "".join(
-        f'<tr><th scope="row"><span>{escape(name)}</span></th>'
-        f'<td colspan="{len(columns)}">failed: {escape(reason)}</td></tr>'
-        for name, reason in runs.failed.items()
-    )
-    notes = "".join(
-        f"<li>{escape(run.label)}: {escape(note)}.</li>" for run in runs.runs for note in run.notes
-    )
+        rows += f'<tr><th scope="row"><div>{swatch(index)}{who}</div></th>'
+        for column, winner in zip(columns, best, strict=True):
+            rows += _cell(column, run, winner)
+        rows += "</tr>"
+        for note in run.notes:
+            notes += f"<li>{escape(run.label)}: {escape(note)}.</li>"
+    body = f"<tbody>{rows}</tbody>{_failed(runs.failed, len(columns))}"
     whole = (
-        '<div class="scroll" role="region" aria-labelledby="runs" tabindex="0"><table id="table"><thead><tr>'
-        f'<th scope="col"><button type="button">run, world</button></th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody>"
-        + (f'<tbody class="failed">{failed}</tbody>' if failed else "")
-        + "</table></div>"
-        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+        '<div class="scroll" role="region" aria-labelledby="runs" tabindex="0">'
+        f'<table id="table"><thead><tr>{head}</tr></thead>{body}</table></div>'
     )
+    if notes:
+        whole += f'<ul class="notes">{notes}</ul>'
     lead = f"{legend(charts.CATEGORIES[:3])}A heading sorts."
     if any(value is not None for value in best):
-        lead += ' The best of a column is <span class="best">marked</span>; of costs, among the runs that ended.'
+        lead += (
+            ' The best of a column is <span class="best">marked</span>; of costs, among the runs '
+            "that ended."
+        )
     return section("runs", "Runs", lead, whole)
+
+
+def _heading(title: str) -> str:
+    return f'<th scope="col"><button type="button">{escape(title)}</button></th>'
+
+
+def _failed(failed: Mapping[str, str], columns: int) -> str:
+    """A row for each run that failed."""
+    if not failed:
+        return ""
+    rows = "".join(
+        f'<tr><th scope="row"><span>{escape(name)}</span></th>'
+        f'<td colspan="{columns}">failed: {escape(reason)}</td></tr>'
+        for name, reason in failed.items()
+    )
+    return f'<tbody class="failed">{rows}</tbody>'
 
 
 def _columns(runs: Sequence[Run]) -> list[Column]:
@@ -143,27 +152,31 @@ def _one_unit(runs: Sequence[Run]) -> str | None:
 
 
 def _target_columns(runs: Sequence[Run]) -> list[Column]:
-    asked = dict.fromkeys(
-        (target.metric, target.value) for run in runs for target in run.result.targets
-    )
+    """A column for each target that a run was given."""
+    asked: dict[tuple[str, float], None] = {}
+    for run in runs:
+        asked.update(dict.fromkeys((target.metric, target.value) for target in run.result.targets))
+    better = -1 if _one_unit(runs) else 0
+    return [_target_column(metric, goal, better) for metric, goal in asked]
 
-    def column(metric: str, goal: float) -> Column:
-        def reached(run: Run) -> float | None:
-            return next(
-                (t.reached for t in run.result.targets if (t.metric, t.value) == (metric, goal)),
-                None,
-            )
 
-        def cell(run: Run) -> str:
-            if not any((t.metric, t.value) == (metric, goal) for t in run.result.targets):
-                return UNKNOWN
-            steps = reached(run)
-            return "not reached" if steps is None else plural(steps, escape(run.result.unit))
+def _target_column(metric: str, goal: float, better: int) -> Column:
+    def target_of(run: Run) -> Target | None:
+        same = (one for one in run.result.targets if (one.metric, one.value) == (metric, goal))
+        return next(same, None)
 
-        title = f"to {metric_value(metric, goal).replace('.00', '')} {metric_name(metric)}"
-        return Column(title, cell, reached, -1 if _one_unit(runs) else 0, finished_only=False)
+    def reached(run: Run) -> float | None:
+        target = target_of(run)
+        return None if target is None else target.reached
 
-    return [column(metric, goal) for metric, goal in asked]
+    def cell(run: Run) -> str:
+        if target_of(run) is None:
+            return UNKNOWN
+        steps = reached(run)
+        return "not reached" if steps is None else plural(steps, escape(run.result.unit))
+
+    title = f"to {metric_value(metric, goal).replace('.00', '')} {metric_name(metric)}"
+    return Column(title, cell, reached, better, finished_only=False)
 
 
 def _best(column: Column, runs: Sequence[Run]) -> str | None:
@@ -171,18 +184,20 @@ def _best(column: Column, runs: Sequence[Run]) -> str | None:
 
     What reads the same is equally good: runs that compute the same differ in the last bits.
     """
-    known = [
-        (value, column.html(run))
-        for run in runs
-        if isinstance(value := column.value(run), float) and _competes(column, run)
-    ]
+    known: list[tuple[float, str]] = []
+    for run in runs:
+        value = column.value(run)
+        if isinstance(value, float) and _competes(column, run):
+            known.append((value, column.html(run)))
     if not column.better or len({text for _, text in known}) < 2:
         return None
-    return (max(known) if column.better > 0 else min(known))[1]
+    _, text = max(known) if column.better > 0 else min(known)
+    return text
 
 
 def _cell(column: Column, run: Run, best: str | None) -> str:
-    value, body = column.value(run), column.html(run)
+    value = column.value(run)
+    body = column.html(run)
     sort = "" if value is None else f' data-value="{escape(value)}"'
     kind = ' class="text"' if isinstance(value, str) else ""
     if best == body and _competes(column, run):

@@ -16,9 +16,9 @@ from dure.machine.devices import to_device
 
 @torch.no_grad()
 def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
-    """Floating-point operations of forward and backward over `batch` examples; infinite if they
-    cannot be counted.
+    """Floating-point operations of forward and backward over `batch` examples.
 
+    Infinite if they cannot be counted: the model's first step then says what is wrong with it.
     Counted are the matrix products and convolutions of one example, in evaluation mode; the
     backward pass has twice as many as the forward pass.
     """
@@ -27,27 +27,22 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
     model.eval()
     try:
         return 3 * batch * _forward_flops(model, inputs)
-    except (
-        Exception
-    ):  # a model that cannot do this is told so by its first step, with a better message
+    except Exception:
         return float("inf")
     finally:
         model.train(was_training)
 
 
 def _forward_flops(model: nn.Module, inputs: Any) -> float:
-    """torch's counter does not look into recurrent layers: theirs are two for each weight and
-    position."""
+    """Of a forward pass over the inputs."""
+    # torch's counter does not look into recurrent layers: two for each weight and position.
     recurrent = 0.0
 
     def count(layer: nn.Module, given: Any, returned: Any) -> None:
         nonlocal recurrent
         data = given[0]
-        positions = (
-            data.data.shape[0]
-            if isinstance(data, PackedSequence)
-            else data.numel() / data.shape[-1]
-        )
+        packed = isinstance(data, PackedSequence)
+        positions = data.data.shape[0] if packed else data.numel() / data.shape[-1]
         recurrent += 2 * positions * sum(parameter.numel() for parameter in layer.parameters())
 
     hooks = [

@@ -1,7 +1,7 @@
 """The buffers of a model that travel with its weights: those that it has from the start.
 
 A forward pass may put a new tensor in a buffer's place, so they are known by name. A buffer that is
-None at the start, and is made in a forward pass, as the mask or the angles of an attention are,
+None at the start and is made in a forward pass, such as the mask or the angles of an attention,
 belongs to its replica alone.
 """
 
@@ -23,8 +23,10 @@ class Buffers:
         return len(self.names)
 
     def of(self, model: nn.Module) -> list[Tensor]:
-        """Those of `model`, which is that model or another like it. Raises ValueError if it lacks
-        one."""
+        """Those of `model`, which is that model or another like it.
+
+        Raises ValueError if it lacks one.
+        """
         found = dict(model.named_buffers(remove_duplicate=False)) if self.names else {}
         missing = next((name for name in self.names if name not in found), None)
         if missing is not None:
@@ -54,8 +56,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def write(target: Tensor, value: Tensor) -> None:
-    """The value into the target, where it differs: an expanded tensor cannot be written, and never
-    changes."""
+    """The value into the target, where it differs."""
+    # An expanded tensor cannot be written; it never changes either.
     if target.device != value.device or not torch.equal(target, value):
         target.copy_(value)
 

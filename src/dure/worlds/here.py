@@ -46,7 +46,8 @@ def run_here(
 ) -> Value:
     """Runs `program` in this process. Ctrl-C asks it to end after its step.
 
-    name: its lane, such as "rank 0". is_worker: whether what is counted in that lane trains.
+    name: of its lane in the trace, such as "rank 0". is_worker: whether what is counted in that
+    lane trains.
     """
     trace = Trace()
     asked: list[bool] = []

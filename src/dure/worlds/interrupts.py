@@ -17,8 +17,7 @@ _SAME_KEYSTROKE = 1.0
 def on_interrupt(
     ask: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)
 ) -> Iterator[None]:
-    """Calls `ask` at the first of `signals` while the block runs; a later one raises
-    KeyboardInterrupt.
+    """Calls `ask` at the first of `signals`; a later one raises KeyboardInterrupt.
 
     Outside the main thread, where Python delivers no signals, nothing changes.
     """

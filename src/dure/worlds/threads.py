@@ -1,5 +1,4 @@
-"""One process with several workers, which are threads: they share its memory, and nothing has to be
-sent.
+"""One process with several workers, which are threads: they share memory, and nothing is sent.
 
 The program runs once, in the calling process; what it divides over its workers, and when they meet,
 is the system's to say. Each worker has a device: a core of the CPU, or a GPU.
@@ -24,11 +23,11 @@ Value = TypeVar("Value")
 class Threads(World):
     """Worker threads of this process.
 
-    threads: how many; None is one a device that is named, one a CUDA device where there are, else
-        one a core and at least two.
-    devices: where each of them computes, as ("cuda:0", "cuda:1"); the first also holds the master.
-        Fewer names than threads are taken in turn. None takes the CUDA devices in turn where there
-        are, and the CPU otherwise.
+    threads: how many. None is one for each device that is named; where none is named, one for each
+        CUDA device; without CUDA, one for each core and at least two.
+    devices: where each of them computes, such as ("cuda:0", "cuda:1"); the first also holds the
+        master. Fewer names than threads are taken in turn. None takes the CUDA devices in turn
+        where there are any, and the CPU otherwise.
     """
 
     threads: int | None = None
@@ -52,9 +51,8 @@ class Threads(World):
                 f"{len(given)} devices are too many for {count} threads: each thread has one"
             )
         object.__setattr__(self, "threads", count)
-        object.__setattr__(
-            self, "devices", tuple(given[worker % len(given)] for worker in range(count))
-        )
+        in_turn = tuple(given[worker % len(given)] for worker in range(count))
+        object.__setattr__(self, "devices", in_turn)
 
     @property
     def workers(self) -> int:
@@ -76,4 +74,4 @@ class Threads(World):
     ) -> Value:
         assert self.devices is not None
         devices = tuple(map(device_of, self.devices))
-        return run_here(program, report, "master", self.kind, devices, is_worker=False)
+        return run_here(program, report, "master", kind=self.kind, devices=devices, is_worker=False)

@@ -66,10 +66,12 @@ def test_one_tensor_named_twice_arrives_as_one() -> None:
 
 def test_what_a_notebook_calls_classes_and_ops_travels() -> None:
     space: dict[str, Any] = {"__name__": "__main__", "torch": torch}
-    code = "def scores(values): return [torch.relu, values.classes, values.ops] if values is None else torch.ones(1)"
-    exec(
-        code, space
-    )  # as in a notebook, where cloudpickle sends the code and the modules that it names
+    code = (
+        "def scores(values):\n"
+        "    return [torch.relu, values.classes, values.ops] if values is None else torch.ones(1)"
+    )
+    # As in a notebook, where cloudpickle sends the code and the modules that it names.
+    exec(code, space)
     descriptor = parcel.pack(space["scores"])
     try:
         assert parcel.unpack(descriptor)(1).item() == 1

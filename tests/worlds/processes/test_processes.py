@@ -78,9 +78,10 @@ def test_nobody_can_reach_the_ranks_over_the_network() -> None:
 
 
 def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) -> None:
-    run(
-        2, lambda place: print(f"hello from {place.group.rank}\n", end="", flush=True)
-    )  # one write each
+    def greet(place: Place) -> None:
+        print(f"hello from {place.group.rank}\n", end="", flush=True)  # one write each
+
+    run(2, greet)
     assert sorted(capfd.readouterr().out.split("\n"))[1:] == ["hello from 0", "hello from 1"]
 
 
@@ -174,10 +175,9 @@ def test_a_rank_killed_in_training_ends_every_strategy(algorithm: str) -> None:
             return super().forward(inputs)
 
     task = small_task(model=lambda: Mortal(6, 3).double())
+    strategy = dure.DataParallel(8, algorithm)  # type: ignore[arg-type]
     with pytest.raises(PeerLostError, match=r"rank 1 was killed by SIGKILL, during .* of step 1"):
-        dure.train(
-            task, dure.DataParallel(8, algorithm), dure.Processes(3, 20), dure.Stop(steps=10)
-        )  # type: ignore[arg-type]
+        dure.train(task, strategy, dure.Processes(3, 20), dure.Stop(steps=10))
 
 
 def test_a_loss_that_is_not_finite_names_its_rank_and_step_on_all() -> None:
@@ -226,6 +226,12 @@ def test_ranks_find_imported_what_their_parent_has_imported() -> None:
 
     server.preload("pytest", "this")  # the parent has not imported `this`
     assert run(2, at_its_start) == ["dure.averaging.local_sgd", "pytest"]
+
+
+def test_a_fork_server_imports_at_its_start_what_it_begins_with() -> None:
+    server.stop()
+    server.begins_with("tabnanny", "nowhere_to_be_found")
+    assert run(2, lambda place: "tabnanny" in sys.modules)
 
 
 def test_the_fork_server_lives_on_when_it_cannot_import_a_module(
@@ -322,7 +328,8 @@ SCRIPT = """
             print("running", flush=True)
 
     stop = dure.Stop(epochs=1e6)
-    run = dure.train(task, dure.DataParallel(8), dure.Processes(2), stop, out=sys.argv[1], on_progress=told)
+    world = dure.Processes(2)
+    run = dure.train(task, dure.DataParallel(8), world, stop, out=sys.argv[1], on_progress=told)
     print("ended by", run.summary["ended"], "steps", run.summary["steps"] > 3, flush=True)
 """
 

@@ -38,10 +38,12 @@ import dure
 
 EXAMPLES, BATCH = 40, 8
 HERE = Path(__file__).parent
-RANK, SIZE, LIFE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+RANK = int(os.environ.get("RANK", "0"))
+SIZE = int(os.environ.get("WORLD_SIZE", "0"))
+LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 class Net(nn.Module):
-    """A network, and a weight an example that grows by one whenever a step's batch holds the example."""
+    """A network, and a weight for each example, which grows by one whenever a batch holds it."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +54,8 @@ class Net(nn.Module):
 
     def forward(self, inputs):
         if not self.training:
-            raise RuntimeError("nobody evaluates this, nor counts its operations, which takes a second's import")
+            # To count its operations takes an import of a second.
+            raise RuntimeError("nobody evaluates this, nor counts its operations")
         if "RANK" in os.environ:
             self.steps += 1
             happens(self.steps)
@@ -76,7 +79,10 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(logits, targets) - uses.mean()
 
 class Momentum:
-    """SGD with momentum on the network, and without on the uses. torch's own take a second to import."""
+    """SGD with momentum on the network, and without on the uses.
+
+    torch's own take a second to import.
+    """
 
     def __init__(self, parameters):
         self.uses, *self.body = parameters
@@ -100,8 +106,10 @@ class Momentum:
         self.buffers = list(state["buffers"])
 
 def task() -> dure.Task:
-    inputs = torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    data = torch.cat([torch.arange(EXAMPLES).double()[:, None], inputs], dim=1), inputs[:, :3].argmax(dim=1)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(EXAMPLES, 4, generator=generator, dtype=torch.float64)
+    numbered = torch.cat([torch.arange(EXAMPLES).double()[:, None], inputs], dim=1)
+    data = numbered, inputs[:, :3].argmax(dim=1)
     return dure.Task(model=Net, loss=loss, train=data, optimizer=Momentum)
 '''
 
@@ -209,13 +217,15 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(
 def test_a_machine_joins_and_the_one_with_rank_0_is_killed(
     task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    )  # without it torch 2.13 hangs when a machine joins
+    # Without it torch 2.13 hangs when a machine joins.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     store = TCPStore(
         "127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False
     )
-    conf = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,join_timeout=60"
+    conf = (
+        "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,"
+        "last_call_timeout=1,join_timeout=60"
+    )
     flags = [
         "--nnodes",
         "1:2",

@@ -29,8 +29,7 @@ _DESCRIPTORS = 4
 
 
 def serve(descriptor: int, first: Sequence[str]) -> None:
-    """Imports the modules `first` and answers messages until the parent's end of the socket is
-    closed."""
+    """Imports the modules `first`, and answers messages until the parent closes its end."""
     open_streams()  # what the parent has opened in their place ends with its exec
     # Ctrl-C is the parent's to handle; this process has to live on, to clear up after it.
     for end in _ENDS:
@@ -112,8 +111,10 @@ class _Serving:
 
 
 def _become_rank(rank_main: Callable[[int, int], None], descriptors: list[int]) -> NoReturn:
-    """In the child: runs the rank and leaves without the interpreter's teardown, where gloo may
-    abort."""
+    """In the child: runs the rank, and leaves.
+
+    Without the interpreter's teardown, where gloo may abort.
+    """
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

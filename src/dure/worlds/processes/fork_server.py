@@ -79,8 +79,7 @@ class ForkServer:
         self._preloaded.update(modules)
 
     def keeps_here(self, *modules: str) -> None:
-        """No rank needs these modules of dure, nor what lies in them, although this process has
-        imported them."""
+        """Ranks need nothing of these modules of dure, nor of what lies in them."""
         self._kept.update(modules)
 
     def _for_ranks(self, name: str) -> bool:
@@ -154,8 +153,10 @@ class ForkServer:
         self._loaded.update(new)
 
     def fork(self, control: int, parcel: int) -> int:
-        """A new rank, which talks through the socket `control` and works on what `parcel` holds;
-        its pid."""
+        """A new rank; its pid.
+
+        control: the socket through which it talks. parcel: the file that holds its program.
+        """
         self._load()
         open_streams()
         pid = self._ask(b"fork", [control, parcel, 1, 2])

@@ -2,8 +2,8 @@
 
 Functions and classes of a script, a notebook or a task's file travel by value (cloudpickle),
 lambdas and local classes too, so such a task reaches its ranks; those of modules that can be
-imported are imported again there. Tensors and arrays of 16 KB and more lie beside the pickle in an
-anonymous file which every receiver maps copy-on-write: N ranks hold the training data once. This
+imported are imported again there. Tensors and arrays of 16 KB and more follow the pickle in an
+anonymous file, which every receiver maps copy-on-write: N ranks hold the training data once. This
 never crosses a network: what does is never unpickled.
 """
 
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 _LARGE = 16_384
+"""Bytes from which on a buffer is worth pages of its own."""
+
 _PAGE = 4_096
 
 
@@ -51,9 +53,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             and type(obj) is not ModuleType
             and sys.modules.get(obj.__name__) is obj
         ):
-            return importlib.import_module, (
-                obj.__name__,
-            )  # as torch.classes, which cloudpickle cannot carry
+            # Such as torch.classes, which cloudpickle cannot carry.
+            return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 
@@ -68,6 +69,11 @@ def _write_all(descriptor: int, content: Any) -> None:
     view = memoryview(content).cast("B")
     while view.nbytes:
         view = view[os.write(descriptor, view) :]
+
+
+def _whole_pages(count: int) -> int:
+    """The multiple of a page that comes next."""
+    return -(-count // _PAGE) * _PAGE
 
 
 def pack(obj: Any) -> int:
@@ -90,15 +96,14 @@ def pack(obj: Any) -> int:
     descriptor = _anonymous_file()
     _write_all(descriptor, struct.pack(f"<q{len(lengths)}q", len(lengths), *lengths))
     for content in (body, *(buffer.raw() for buffer in buffers)):
-        os.lseek(descriptor, -(-os.lseek(descriptor, 0, os.SEEK_CUR) // _PAGE) * _PAGE, os.SEEK_SET)
+        # Each begins on a page, so that a tensor is aligned wherever it is mapped.
+        os.lseek(descriptor, _whole_pages(os.lseek(descriptor, 0, os.SEEK_CUR)), os.SEEK_SET)
         _write_all(descriptor, content)
-    os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))
     return descriptor
 
 
 def unpack(descriptor: int, loads: Callable[..., Any] = pickle.loads) -> Any:
-    """The object in a file made by `pack`; its large buffers are private copies-on-write of the
-    file."""
+    """The object in a file made by `pack`; its large buffers are private copies on write."""
     size = os.fstat(descriptor).st_size
     mapped = memoryview(
         mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -108,7 +113,7 @@ def unpack(descriptor: int, loads: Callable[..., Any] = pickle.loads) -> Any:
     parts = []
     position = 8 * (count + 1)
     for length in lengths:
-        position = -(-position // _PAGE) * _PAGE
+        position = _whole_pages(position)
         parts.append(mapped[position : position + length])
         position += length
     return loads(parts[0], buffers=parts[1:])

@@ -1,8 +1,9 @@
 """What a forked rank does: joins the job, runs its program, and tells its parent how it went.
 
 Over the control socket it sends a pickled (kind, content): `event`, `result` (with the descriptor
-of a parcel), `error`, `done`; it is told its `Seat` first, and later perhaps `interrupt`. It leaves
-when the parent says so or is gone, so that no rank closes connections that others still read from.
+of a parcel), `error`, `done`. It is told its `Seat` first, later perhaps `interrupt`, and at last
+`end`. It leaves when the parent says so or is gone, so that no rank closes connections that others
+still read from.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import pickle
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,9 +68,8 @@ class Control:
         return seat
 
     def send(self, kind: str, content: Any = None, descriptors: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the parent is gone; the fork server ends this rank
+        # Without a parent there is nobody to tell: the fork server ends this rank.
+        with contextlib.suppress(BrokenPipeError):
             socket.send_fds(self.socket, [pickle.dumps((kind, content))], list(descriptors))
 
     def interrupted(self) -> bool:
@@ -79,9 +80,8 @@ class Control:
         return self._interrupted
 
     def wait_for_the_end(self) -> None:
-        while (
-            self.socket.recv(64) == b"interrupt"
-        ):  # then "end", or nothing from a parent that is gone
+        """Until "end" comes, or nothing more from a parent that is gone."""
+        while self.socket.recv(64) == b"interrupt":
             pass
 
 
@@ -103,9 +103,8 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
             control.send("result", None, (parcel.pack(result),))
         control.send("done")
     except BaseException as error:
-        failure = as_dure_error(
-            error, seat.rank, place.group.step if place is not None else "the start"
-        )
+        step = place.group.step if place is not None else "the start"
+        failure = as_dure_error(error, seat.rank, step)
         if roll_call is not None:
             roll_call.answer(Answer(failed=str(failure)))
         control.send("error", failure)
@@ -134,7 +133,7 @@ def inherit(folder: str, path: list[str], environment: dict[str, str], dtype: to
 
 def join(seat: Seat) -> RollCall:
     """Joins torch.distributed; the store is the parent's and outlives every rank."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one machine meet on no other interface
     seconds = transfer_seconds(seat.deadline)
     limit = timedelta(seconds=seconds)
     store = store_at(seat.store, seconds)
@@ -155,18 +154,19 @@ def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
 
 
 def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:
-    """An error that can travel in one message: dure's own as they are, anything else by its text,
-    cut if need be."""
+    """An error that fits in one message.
+
+    Dure's own stay as they are, others go by their text, which is cut if need be.
+    """
     if isinstance(error, WorkerFailedError):
-        half = _LONGEST_MESSAGE // 4
+        # The beginning of a reason and the end of a traceback say the most.
+        most = _LONGEST_MESSAGE // 4
         return WorkerFailedError(
-            error.who, error.step, error.reason[:half], error.traceback[-half:]
+            error.who, error.step, error.reason[:most], error.traceback[-most:]
         )
     if isinstance(error, DureError):
-        error.__cause__ = None
+        error.__cause__ = None  # of any class, perhaps one that the parent does not know
         return error
-    import traceback
-
     text = "".join(traceback.format_exception(error))
     failure = WorkerFailedError(f"rank {rank}", step, f"{type(error).__name__}: {error}", text)
     return as_dure_error(failure, rank, step)

@@ -4,8 +4,8 @@ torch's own choice, a TCPStore, asks the name server what 127.0.0.1 is called, a
 connection, for its log: where no name server answers, or a packet is lost, every rank starts 5 s
 later. And it listens on all interfaces.
 
-Cost: some 10 to 30 us a key; who waits for one looks every 10 ms, and notices the end of its time
-    up to a second late.
+Cost: some 10 to 30 us a key; a rank that waits for one looks every 10 ms, and notices the end of
+    its time up to a second late.
 Source: torch.distributed.FileStore; the names that are asked for are those of pytorch/pytorch issue
 159007.
 """

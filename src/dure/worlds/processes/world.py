@@ -1,7 +1,7 @@
-"""Processes of this machine, one a rank, joined by torch.distributed (gloo over loopback, or shared
-memory).
+"""Processes of this machine, one a rank, joined by torch.distributed.
 
-A fork server that has torch loaded starts them (`dure.worlds.processes.fork_server`). The parent
+They send through gloo over loopback, or through shared memory. A fork server that has torch loaded
+starts them (`dure.worlds.processes.fork_server`). The parent
 supervises: it passes on Ctrl-C, tells the ranks when one of them has died, and ends those that do
 not end by themselves. With one rank nothing is started: it runs in the calling process.
 """
@@ -94,7 +94,14 @@ class Processes(World):
     ) -> Value:
         threads = threads_per_rank(self.workers)
         seats = [
-            Seat(rank, self.workers, path, self.deadline, threads, self.backend)
+            Seat(
+                rank=rank,
+                size=self.workers,
+                store=path,
+                deadline=self.deadline,
+                threads=threads,
+                backend=self.backend,
+            )
             for rank in range(self.workers)
         ]
         store = PrefixStore("roll call", store_at(path, self.deadline))
@@ -170,7 +177,7 @@ def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list
             member.control.close()
         for member in members:
             if member.death is None:
-                if not member.done:
+                if not member.done:  # it may hang, and would never read that it is to end
                     with contextlib.suppress(OSError):
                         os.kill(member.pid, signal.SIGKILL)
                 server.wait(member.pid)
@@ -186,48 +193,50 @@ class Supervisor:
         report: Callable[[dict[str, Any]], None],
         deadline: float,
     ) -> None:
-        self.members, self.roll_call, self.report, self.deadline = (
-            members,
-            roll_call,
-            report,
-            deadline,
-        )
+        self.members = members
+        self.roll_call = roll_call
+        self.report = report
+        self.deadline = deadline
         self.failed_at: float | None = None
         self.last_step = "the start"
 
     def watch(self) -> None:
         """Returns when every rank is done, has failed, or was ended."""
-        with selectors.DefaultSelector() as selector:
-            watched: list[int] = []
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
             for member in self.members:
                 selector.register(member.control, selectors.EVENT_READ, (member, "message"))
-                if hasattr(os, "pidfd_open"):
-                    watched.append(os.pidfd_open(member.pid))
-                    selector.register(watched[-1], selectors.EVENT_READ, (member, "death"))
-            try:
-                while not all(member.ended for member in self.members):
-                    for key, _ in selector.select(timeout=0.2):
-                        member, what = key.data
-                        if what == "message" and not self._take(member):
-                            selector.unregister(key.fileobj)
-                            self._died(member)
-                        elif what == "death":
-                            selector.unregister(key.fileobj)
-                            while self._take(member):
-                                pass
-                            self._died(member)
-                    if self._only_the_lost_are_left():
-                        return
-            finally:
-                for descriptor in watched:
-                    os.close(descriptor)
+                if hasattr(os, "pidfd_open"):  # where there is none, the end of the socket says it
+                    death = os.pidfd_open(member.pid)
+                    opened.callback(os.close, death)
+                    selector.register(death, selectors.EVENT_READ, (member, "death"))
+            while not all(member.ended for member in self.members):
+                for key, _ in selector.select(timeout=0.2):
+                    if not self._heard(*key.data):
+                        selector.unregister(key.fileobj)
+                if self._only_the_lost_are_left():
+                    return
+
+    def _heard(self, member: Member, what: str) -> bool:
+        """Takes what a rank said; False once it can say no more."""
+        if what == "message" and self._take(member):
+            return True
+        # A rank that has died may have left messages, which say more than its death does.
+        while what == "death" and self._take(member):
+            pass
+        self._died(member)
+        return False
 
     def _only_the_lost_are_left(self) -> bool:
-        """Whether waiting longer is useless: the others have named those that still run, or had
-        time enough."""
+        """Whether waiting longer is useless.
+
+        The others have named those that still run, or had time enough.
+        """
         if self.failed_at is None:
             return False
-        named = {rank for member in self.members for rank in getattr(member.error, "ranks", ())}
+        named: set[int] = set()
+        for member in self.members:
+            if isinstance(member.error, PeerLostError):
+                named |= set(member.error.ranks)
         running = {member.rank for member in self.members if not member.ended}
         return running <= named or time.monotonic() - self.failed_at > self.deadline
 
@@ -235,10 +244,8 @@ class Supervisor:
         """Takes one message of a rank; False at the end of its stream."""
         try:
             message, descriptors, _, _ = socket.recv_fds(member.control, 1 << 18, 1)
-        except (
-            ConnectionResetError,
-            BlockingIOError,
-        ):  # the latter: a child of a dead rank still holds the socket
+        except (ConnectionResetError, BlockingIOError):
+            # The latter: a child of a dead rank still holds the socket.
             return False
         if not message:
             return False
@@ -275,9 +282,9 @@ class Supervisor:
         dead = [member for member in self.members if member.death is not None]
         lost = [error for error in errors if isinstance(error, PeerLostError)]
         if dead:
-            operation, step = (
-                (lost[0].operation, lost[0].step) if lost else ("the run", self.last_step)
-            )
+            # Survivors know what they were doing when it died; without any, the last event does.
+            operation = lost[0].operation if lost else "the run"
+            step = lost[0].step if lost else self.last_step
             reason = "; ".join(dict.fromkeys(str(member.death) for member in dead))
             raise PeerLostError(tuple(member.rank for member in dead), operation, step, reason)
         if lost:

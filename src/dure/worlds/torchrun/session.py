@@ -1,7 +1,7 @@
 """A part of torchrun's store that belongs to one run of one set of ranks.
 
-The store outlives the ranks: after a restart the keys of those before still stand in it, and one
-job may do several runs. The ranks have no number of the run in common either, for each agent of
+The store outlives the ranks: after a restart the keys of the earlier ones still stand in it, and
+one job may do several runs. Nor do the ranks have a number of the run in common, for each agent of
 torchrun counts restarts by itself. So they meet first: every rank writes a token that is new, rank
 0 answers each token with the name of the session, and a rank that has read the answer to its own
 token says so under that name.
@@ -28,37 +28,44 @@ def session(store: Store, rank: int, size: int, deadline: float) -> Store:
 
     Raises PeerLostError if the others have not come within `deadline` seconds.
     """
-    until = time.monotonic() + deadline
-
-    def wait(found: Callable[[], bool], missing: Callable[[], tuple[int, ...]]) -> None:
-        while not found():
-            if time.monotonic() > until:
-                reason = f"did not come within {deadline:g} s"
-                raise PeerLostError(missing(), "the meeting of the ranks", "the start", reason)
-            time.sleep(LOOK_SECONDS)
-
     token = secrets.token_hex(8)
-    if rank != 0:
+    if rank == 0:
+        name = f"session/{token}"
+        _welcome_all(store, name, size, deadline)
+    else:
         store.set(f"hello/{rank}", token)
-        wait(lambda: store.check([f"welcome/{token}"]), lambda: (0,))
-        name = store.get(f"welcome/{token}").decode()
+        answered = f"welcome/{token}"
+        _wait(deadline, lambda: () if store.check([answered]) else (0,))
+        name = store.get(answered).decode()
         store.set(f"{name}/here/{rank}", "")
-        return PrefixStore(name, store)
-    name = f"session/{token}"
+    return PrefixStore(name, store)
+
+
+def _welcome_all(store: Store, name: str, size: int, deadline: float) -> None:
+    """On rank 0: answers every token that it has not seen, until all ranks have read an answer."""
     absent = set(range(1, size))
     welcomed: set[str] = set()
 
-    def welcome() -> bool:
+    def missing() -> tuple[int, ...]:
         for other in sorted(absent):
             if store.check([f"{name}/here/{other}"]):
                 absent.discard(other)
-            elif (
-                store.check([f"hello/{other}"])
-                and (new := store.get(f"hello/{other}").decode()) not in welcomed
-            ):
-                welcomed.add(new)  # perhaps that of a rank long gone: then nobody reads the answer
-                store.set(f"welcome/{new}", name)
-        return not absent
+            elif store.check([f"hello/{other}"]):
+                token = store.get(f"hello/{other}").decode()
+                if token not in welcomed:
+                    # It may be that of a rank long gone: then nobody reads the answer.
+                    welcomed.add(token)
+                    store.set(f"welcome/{token}", name)
+        return tuple(sorted(absent))
 
-    wait(welcome, lambda: tuple(sorted(absent)))
-    return PrefixStore(name, store)
+    _wait(deadline, missing)
+
+
+def _wait(deadline: float, missing: Callable[[], tuple[int, ...]]) -> None:
+    """Until no rank is missing."""
+    until = time.monotonic() + deadline
+    while lost := missing():
+        if time.monotonic() > until:
+            reason = f"did not come within {deadline:g} s"
+            raise PeerLostError(lost, "the meeting of the ranks", "the start", reason)
+        time.sleep(LOOK_SECONDS)

@@ -1,8 +1,7 @@
-"""The ranks that torchrun has started, on one machine or many:
-`torchrun --nnodes … -m dure train …`.
+"""The ranks that torchrun has started: `torchrun --nnodes … -m dure train …`.
 
-Every rank runs the same command; rank 0 writes the run folder and shows progress. There is no
-supervisor of ours: when a rank is lost the others find out by themselves
+Every rank, on one machine or on many, runs the same command; rank 0 writes the run folder and shows
+progress. There is no supervisor of ours: when a rank is lost the others find out by themselves
 (`dure.collectives.roll_call`), and torchrun ends the job or starts it again with the ranks that are
 left. A job that may be started again is elastic: its run goes on from the folder's newest
 checkpoint (`dure.train`), whoever is rank 0 now.
@@ -49,9 +48,9 @@ ASK_SECONDS = 0.2
 """How often rank 0 looks whether another rank was asked to end."""
 
 TERM_SECONDS = 5.0
-"""How long a rank that ended because another one was asked to waits to be asked itself. torchrun's
-agents look once a second for machines that join; a rank that ends before its agent has looked would
-count as failed."""
+"""How long a rank waits to be asked itself, when it has ended because another one was asked.
+torchrun's agents look once a second for machines that join; a rank that ends before its agent has
+looked would count as failed."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,7 @@ class Torchrun(World):
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         limit = timedelta(seconds=self.deadline)
+        # A rendezvous yields one answer for each time that the ranks are counted anew: here, once.
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
         store.set_timeout(limit)
         store = session(PrefixStore("dure", store), rank, size, self.deadline)
@@ -128,7 +128,7 @@ class Torchrun(World):
                 value = program(place)
             except BaseException as error:
                 roll_call.answer(Answer(failed=str(error)))
-                if isinstance(error, DureError):  # of another run there may be one more group
+                if isinstance(error, DureError):  # the job may go on with another run
                     dist.destroy_process_group()
                 raise
             dist.barrier()
@@ -139,8 +139,10 @@ class Torchrun(World):
 
 
 class EndWish:
-    """The wish that the run end after its step. Any rank may be asked; rank 0 hears of it and tells
-    all."""
+    """The wish that the run end after its step.
+
+    Any rank may be asked; rank 0 hears of it and tells all.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -168,9 +170,10 @@ class EndWish:
             return False
 
     def let_torchrun_see(self) -> None:
-        """After the run: if another rank was asked to end, waits for a moment to be asked as
-        well."""
-        until = time.monotonic() + (TERM_SECONDS if self._heard or self._somebody_was() else 0)
+        """After the run: if another rank was asked to end, waits to be asked as well."""
+        if not self._heard and not self._somebody_was():
+            return
+        until = time.monotonic() + TERM_SECONDS
         while not self.asked and time.monotonic() < until:
             time.sleep(0.02)
 
@@ -181,13 +184,7 @@ def clock_offset(group: Group, pings: int = 5) -> float:
     Zero where both run on one machine, which shares the clock. Otherwise half the round trip of the
     fastest of a few pings is taken for the way (Cristian 1989).
     """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    mine = (
-        float(int(boot.read_text().replace("-", "")[:12], 16))
-        if boot.exists()
-        else float(group.rank)
-    )
-    machines = [value for (value,) in group.all_gather_values([mine])]
+    machines = [value for (value,) in group.all_gather_values([_machine(group.rank)])]
     offset = 0.0
     for rank in range(1, group.size):
         if machines[rank] == machines[0]:
@@ -200,6 +197,16 @@ def clock_offset(group: Group, pings: int = 5) -> float:
         elif group.rank == rank:
             offset = min(_ping() for _ in range(pings))[1]
     return offset
+
+
+def _machine(rank: int) -> float:
+    """A number that is the same on all ranks of a machine.
+
+    The first 48 bits of the kernel's name for this boot, which a float holds exactly. Without such
+    a name every rank counts as a machine.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return float(int(boot.read_text().replace("-", "")[:12], 16)) if boot.exists() else float(rank)
 
 
 def _ping() -> tuple[float, float]:

@@ -1,0 +1,106 @@
+"""What ranks and servers told of themselves, from the "facts" in summary.json.
+
+Anything may be missing, as in all of a run folder: then there is less to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dure.report.runs import Assignment, Federation, Rank, Sent, Stage
+from dure.report.values import listing, mapping, number, numbers, rows, text_of, whole
+
+
+def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
+    """The ranks that told something of themselves; empty where one of them did not."""
+    told = [mapping(facts) for facts in listing(summary.get("facts"))]
+    workers = [mapping(worker) for worker in listing(summary.get("per_worker"))]
+    if len(told) != len(workers):
+        return []
+    ranks: list[Rank] = []
+    for facts, worker in zip(told, workers, strict=True):
+        rank = _rank(facts, worker, f"rank {len(ranks)}")
+        if rank is None:
+            return []
+        ranks.append(rank)
+    return ranks
+
+
+def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Rank | None:
+    place = mapping(facts.get("at"))
+    at = [number(place.get(axis)) for axis in ("data", "pipeline", "tensor")]
+    if None in at or not isinstance(facts.get("held"), dict):
+        return None
+    inside = mapping(facts.get("inside"))
+    seconds = number(inside.get("seconds"))
+    steps = number(inside.get("steps"))
+    return Rank(
+        name=str(worker.get("name", name)),
+        at=(whole(at[0]), whole(at[1]), whole(at[2])),
+        stages=[_stage(mapping(stage)) for stage in listing(facts.get("stages"))],
+        held=numbers(facts["held"]),
+        peak_memory=number(worker.get("peak_memory")) or None,
+        inside=seconds / steps if seconds and steps else None,
+        schedule=text_of(facts.get("schedule")),
+    )
+
+
+def _stage(raw: Mapping[str, Any]) -> Stage:
+    return Stage(
+        number=whole(raw.get("stage")),
+        begins=str(raw.get("begins", "")),
+        parameters=whole(raw.get("parameters")),
+        there=whole(raw.get("there")),
+        back=whole(raw.get("back")),
+    )
+
+
+def federation_of(summary: Mapping[str, Any]) -> Federation | None:
+    """What the server told; None where it is no federation's."""
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    if not isinstance(facts.get("flights"), list):
+        return None
+    return Federation(
+        engine=text_of(facts.get("engine")),
+        assignments=rows(facts["flights"], _assignment),
+        outcomes=_by_name(facts.get("outcomes")),
+        staleness=_by_number(facts.get("staleness")),
+        turns=_by_number(facts.get("turns")),
+        updates=rows(facts.get("updates"), _sent),
+        by_client={
+            str(metric): list(map(number, listing(values)))
+            for metric, values in mapping(facts.get("by_client")).items()
+        },
+        why=text_of(facts.get("why")),
+        refusals=_by_name(facts.get("refusals")),
+    )
+
+
+def _assignment(raw: Sequence[Any]) -> Assignment:
+    client, round, began, ended, outcome = raw[:5]
+    first = number(began)
+    last = number(ended)
+    if first is None or last is None:
+        raise ValueError("an assignment has a beginning and an end")
+    return Assignment(int(client), int(round), began=first, ended=last, outcome=str(outcome))
+
+
+def _sent(raw: Sequence[Any]) -> Sent:
+    round, client, lies, norm, cosine = raw
+    return Sent(int(round), int(client), bool(lies), norm=number(norm), cosine=number(cosine))
+
+
+def _by_name(raw: object) -> dict[str, int]:
+    """Counts by what was counted."""
+    return {str(key): whole(value) for key, value in mapping(raw).items()}
+
+
+def _by_number(raw: object) -> dict[int, int]:
+    """The same, written as pairs: keys of JSON are texts."""
+
+    def pair(row: Sequence[Any]) -> tuple[int, int]:
+        key, value = row
+        return int(key), int(value)
+
+    return dict(rows(raw, pair))

@@ -1,0 +1,52 @@
+"""What stands in a run folder's JSON, as far as it is what it should be.
+
+A folder may be damaged, or made by somebody else: a value of another type counts as missing, and so
+do NaN and infinity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def number(value: object) -> float | None:
+    """A finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def whole(value: object) -> int:
+    """A whole number, else 0."""
+    return int(number(value) or 0)
+
+
+def numbers(raw: Mapping[str, Any]) -> dict[str, float]:
+    pairs = {key: number(value) for key, value in raw.items()}
+    return {key: value for key, value in pairs.items() if value is not None}
+
+
+def text_of(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def listing(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
+
+
+def rows(raw: object, made: Callable[[Sequence[Any]], T]) -> list[T]:
+    """What is made of each row; damaged ones are left out."""
+    rows: list[T] = []
+    for row in listing(raw):
+        with contextlib.suppress(TypeError, ValueError, LookupError):
+            rows.append(made(row))
+    return rows
