@@ -1,9 +1,9 @@
 """Where something of a user's own is, written as text: `path/to/file.py:Name`, or
 `package.module:Name`.
 
-A user's file is run as a module of its own, under a name that no import can collide with: the file's
-path and its contents, so that what was found once is found again as the same object. A fresh process
-cannot import that module. Therefore what it defines is pickled by value
+A user's file is run as a module of its own, under a name that no import can collide with: it is
+made of the file's path and contents, so that what was found once is found again as the same object.
+A fresh process cannot import that module. Therefore what it defines is pickled by value
 (`cloudpickle.register_pickle_by_value`), and so is what it imports from its own folder.
 
 To follow a reference runs the user's code. Only what the user starts may do so: a run folder that
@@ -31,8 +31,8 @@ from dure.errors import suggestion
 def load(reference: str, base: type | None = None) -> type[Any]:
     """The class that `reference` names. base: what it has to be a subclass of.
 
-    Raises ValueError if there is no such file, module or class, if the file cannot be run, or if the
-    class is of another kind.
+    Raises ValueError if there is no such file, module or class, if the file cannot be run, or if
+    the class is of another kind.
     """
     found = find(reference, inspect.isclass)
     if not isinstance(found, type):

@@ -6,8 +6,8 @@ dure brings along has a `name`. One of a user's own is named by where it is (`du
 `my_parts.py:Mine:0.3`, or `package.module:Mine:0.3`. What `write` writes, `read` reads; values at
 the end that are default are left out, but for the first.
 
-To read a reference runs the user's code. Therefore a folder that somebody sent is shown by its texts
-as they stand: only what the user starts (`train`, `compare`, `resume`) reads them.
+To read a reference runs the user's code. Therefore a folder that somebody sent is shown by its
+texts as they stand: only what the user starts (`train`, `compare`, `resume`) reads them.
 """
 
 from __future__ import annotations

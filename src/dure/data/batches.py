@@ -22,7 +22,8 @@ class Batches:
         self.n = n
         self.batch_size = n if batch_size is None else min(batch_size, n)
         self.shuffles = batch_size is not None
-        self.seed, self.client = seed, client
+        self.seed = seed
+        self.client = client
         self.steps_per_epoch = -(-n // self.batch_size)
         self._epoch = -1
         self._batches: tuple[Tensor, ...] = torch.split(torch.arange(n), self.batch_size)
@@ -33,7 +34,8 @@ class Batches:
         epoch, position = divmod(step, self.steps_per_epoch)
         if self.shuffles and epoch != self._epoch:
             order = shuffled(self.n, self.seed, epoch, self.client)
-            self._epoch, self._batches = epoch, torch.split(order, self.batch_size)
+            self._epoch = epoch
+            self._batches = torch.split(order, self.batch_size)
         return self._batches[position]
 
 

@@ -53,7 +53,8 @@ class Examples:
             raise ValueError(f"inputs, targets and keys have different lengths: {sorted(lengths)}")
         if lengths == {0}:
             raise ValueError("there are no examples: inputs and targets have length 0")
-        self.inputs, self.targets = inputs, targets
+        self.inputs = inputs
+        self.targets = targets
         self.draws = False
         self.keys = list(keys) if keys is not None else None
         self.classes = list(classes) if classes is not None else None

@@ -32,6 +32,7 @@ drops what is incomplete.
 
 from __future__ import annotations
 
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +56,15 @@ _CATEGORIES = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2), "slope": (1, 2, 3), "th
 _MAY_MISS = ("trestbps", "chol", "fbs", "thalach", "exang", "oldpeak", "ca")
 _ZERO_IS_MISSING = ("trestbps", "chol")
 
+_ONE_HOT = tuple(
+    chain.from_iterable(product([name], values) for name, values in _CATEGORIES.items())
+)
+"""(feature, category) of each column that is 1 for one category."""
+
 FEATURES = (
     *_CONTINUOUS,
     *_BINARY,
-    *(f"{name}={value}" for name, values in _CATEGORIES.items() for value in values),
+    *(f"{name}={value}" for name, value in _ONE_HOT),
     *(f"{name} missing" for name in _MAY_MISS),
 )
 """Names of the columns of the inputs."""
@@ -72,15 +78,17 @@ def read_heart(folder: Path | str, split_seed: int = 0) -> tuple[Examples, Examp
     """
     tables = [_table(Path(folder) / file) for file in FILES]
     patients = np.concatenate(tables)
-    keys = [hospital for hospital, table in zip(HOSPITALS, tables, strict=True) for _ in table]
+    keys: list[str] = []
+    for hospital, table in zip(HOSPITALS, tables, strict=True):
+        keys += [hospital] * len(table)
     labels = torch.from_numpy(patients[:, _COLUMNS.index("num")] > 0).long()
     train, test = hold_out(list(zip(keys, labels.tolist(), strict=True)), 0.2, split_seed)
     inputs = torch.from_numpy(_features(patients, train.numpy())).float()
-    train_examples, test_examples = (
-        Examples(inputs[part], labels[part], [keys[i] for i in part.tolist()], CLASSES)
-        for part in (train, test)
-    )
-    return train_examples, test_examples
+
+    def examples(part: torch.Tensor) -> Examples:
+        return Examples(inputs[part], labels[part], [keys[i] for i in part.tolist()], CLASSES)
+
+    return examples(train), examples(test)
 
 
 def _table(file: Path) -> np.ndarray:
@@ -125,7 +133,7 @@ def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:
     column = {name: patients[:, i].copy() for i, name in enumerate(_COLUMNS)}
     for name in _ZERO_IS_MISSING:
         column[name][column[name] == 0] = np.nan
-    one_hot = [column[name] == value for name, values in _CATEGORIES.items() for value in values]
+    one_hot = [column[name] == value for name, value in _ONE_HOT]
     missing = [np.isnan(column[name]) for name in _MAY_MISS]
     continuous = [_standardised(_imputed(column[name], train), train) for name in _CONTINUOUS]
     binary = [_imputed(column[name], train) for name in _BINARY]

@@ -50,7 +50,8 @@ def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
             f"{path} is not an IDX file: it starts with {content[:4].hex(' ') or 'nothing'}, "
             f"expected 00 00, a type and a number of dimensions; {_TRY_AGAIN}"
         )
-    code, rank = content[2], content[3]
+    code = content[2]
+    rank = content[3]
     if code not in _TYPES:
         known = ", ".join(f"{known:02x}" for known in _TYPES)
         raise DataError(

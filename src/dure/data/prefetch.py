@@ -2,12 +2,12 @@
 
 Who reads depends on what reading is. Tensors are indexed by threads, for indexing lets go of
 Python's lock. A dataset whose transforms are Python code is read by processes, which are torch's
-`DataLoader`'s: they compute beside each other, and transforms that draw random numbers draw from
+`DataLoader`'s: they compute at the same time, and transforms that draw random numbers draw from
 generators of their own. These are seeded for every batch as they would be here, and their states
 come back with the batch, so that the model draws on where the transforms ended: reading ahead
 changes no bit.
 
-On the way to a GPU a batch is copied into pinned memory, and from there beside the computation.
+On the way to a GPU a batch is copied into pinned memory, and from there during the computation.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def prefetch(
     seed: seeds the global generators for a step, where reading draws.
     """
     if examples.draws:
-        return ProcessLoaders(examples, indices, loaders, device, seed)
+        return ProcessLoaders(
+            examples=examples, indices=indices, loaders=loaders, device=device, seed=seed
+        )
     return ThreadLoaders(examples, indices, loaders, device)
 
 
@@ -81,10 +83,13 @@ class ThreadLoaders:
     def __init__(
         self, examples: Examples, indices: Indices, loaders: int, device: torch.device
     ) -> None:
-        self.examples, self.indices, self.device = examples, indices, device
+        self.examples = examples
+        self.indices = indices
+        self.device = device
         self.ahead = AHEAD * loaders
         self._pool = ThreadPoolExecutor(loaders, "dure loader", set_own_threads, (1,))
-        mine, together = torch.get_num_threads(), threading.Barrier(loaders)
+        mine = torch.get_num_threads()
+        together = threading.Barrier(loaders)
         try:
             wait([self._pool.submit(together.wait) for _ in range(loaders)])
         except RuntimeError as error:  # those that wait for one another would wait forever
@@ -149,7 +154,8 @@ class ProcessLoaders:
         device: torch.device,
         seed: Callable[[int], None],
     ) -> None:
-        self.loaders, self.device = loaders, device
+        self.loaders = loaders
+        self.device = device
         self.steps = _Steps(examples, indices, seed)
         self._next = -1
         self._stream: Iterator[Any] = iter(())
@@ -197,11 +203,13 @@ class _From:
 
 
 class _Steps(Dataset[Any]):
-    """The batch of each step, with the generators' states behind it, as a loader's process reads
+    """The batch of each step, with the generators' states after it, as a loader's process reads
     it."""
 
     def __init__(self, examples: Examples, indices: Indices, seed: Callable[[int], None]) -> None:
-        self.examples, self.indices, self.seed = examples, indices, seed
+        self.examples = examples
+        self.indices = indices
+        self.seed = seed
 
     def __getitem__(self, step: int) -> Any:
         info = get_worker_info()

@@ -5,7 +5,7 @@ the first ACT, INDUCTION or PROLOGUE on
 
     NAME<TAB>line of verse or prose             a speech begins
     <TAB>line                                   and goes on
-    <TAB>[Enter GHOST]                          a stage direction, which may span lines or stand inside a line
+    <TAB>[Enter GHOST]                          a stage direction, of many lines or within one
     ANTIPHOLUS                                  a name too long for its column
     OF EPHESUS<TAB>line                         goes on in the next line
 
@@ -46,7 +46,9 @@ import torch
 from dure.data.examples import Examples
 from dure.errors import DataError
 
-PADDING, UNKNOWN, _FIRST_CHARACTER = 0, 1, 2
+PADDING = 0
+UNKNOWN = 1
+_FIRST_CHARACTER = 2
 IGNORED = -100
 
 _BODY = re.compile(r"(ACT [IVX]+|INDUCTION|PROLOGUE)\.?")
@@ -127,12 +129,14 @@ def _body(play: str) -> list[str]:
 
 def _turns(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(role, lines of the speech), in the order spoken."""
-    role, spoken = "", list[str]()
+    role = ""
+    spoken = list[str]()
     for begins, text in _entries(lines):
         if begins is not None:
             if role:
                 yield role, spoken
-            role, spoken = begins, []
+            role = begins
+            spoken = []
         if text:
             spoken.append(text)
     if role:
@@ -142,12 +146,14 @@ def _turns(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
     """(who begins to speak, text) line by line: None where the speech goes on, "" where a heading
     ends it."""
-    name_begun, in_direction = "", False
+    name_begun = ""
+    in_direction = False
     for line in lines:
         name, tab, text = (part.strip(" ") for part in line.partition("\t"))
         heading = (name or text).strip()
         if not heading:
-            name_begun, in_direction = "", False
+            name_begun = ""
+            in_direction = False
         elif heading in _SPOKEN_BY_NOBODY:
             yield heading, ""
         elif _HEADING.fullmatch(heading):
@@ -210,17 +216,18 @@ def _read(file: Path) -> str:
 
 def _roles(files: Mapping[Path, str]) -> dict[str, list[str]]:
     """Key to speeches, of all roles that speak at least twice."""
-    return {
-        f"{file.stem}/{role}": spoken
-        for file, play in files.items()
-        for role, spoken in speeches(play).items()
-        if len(spoken) >= 2
-    }
+    found: dict[str, list[str]] = {}
+    for file, play in files.items():
+        for role, spoken in speeches(play).items():
+            if len(spoken) >= 2:
+                found[f"{file.stem}/{role}"] = spoken
+    return found
 
 
 def _split_roles(roles: Mapping[str, list[str]]) -> tuple[dict[str, str], dict[str, str]]:
     """Of every role, the last fifth of the speeches, at least one, for testing."""
-    train, test = {}, {}
+    train = {}
+    test = {}
     for key, spoken in roles.items():
         held_out = max(1, len(spoken) // 5)
         # Every speech ends in a newline, so that even "O" and nothing else has a next character.
@@ -244,9 +251,9 @@ def _windows(texts: Mapping[str, str], characters: str, length: int) -> Examples
     pairs = [_cut(_encode(text, characters), length) for text in texts.values()]
     inputs = torch.from_numpy(np.concatenate([inputs for inputs, _ in pairs]))
     targets = torch.from_numpy(np.concatenate([targets for _, targets in pairs]))
-    keys = [
-        key for key, (windows, _) in zip(texts, pairs, strict=True) for _ in range(len(windows))
-    ]
+    keys: list[str] = []
+    for key, (windows, _) in zip(texts, pairs, strict=True):
+        keys += [key] * len(windows)
     return Examples(inputs, targets, keys if any(texts) else None)
 
 
@@ -265,5 +272,6 @@ def _cut(indices: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     count = -(-predicted // length)
     inputs = np.full(count * length, PADDING, np.int64)
     targets = np.full(count * length, IGNORED, np.int64)
-    inputs[:predicted], targets[:predicted] = indices[:-1], indices[1:]
+    inputs[:predicted] = indices[:-1]
+    targets[:predicted] = indices[1:]
     return inputs.reshape(count, length), targets.reshape(count, length)

@@ -3,10 +3,10 @@
 A client's examples are taken to be in the order in which they came into being; k of its n are there
 at time t:
 
-    still                    all of them, always                                           k = n
-    arriving:SHARE:SECONDS   the first k; more and more, all after SECONDS                 k from SHARE·n to n
-    leaving:SHARE:SECONDS    the last k: the oldest are forgotten, down to SHARE           k from n to SHARE·n
-    window:SHARE:SECONDS     k in a row, beginning at n·t/SECONDS, around and around       k = SHARE·n
+    still                    all of them, always                             k = n
+    arriving:SHARE:SECONDS   the first k; more and more, all after SECONDS   k from SHARE·n to n
+    leaving:SHARE:SECONDS    the last k: the oldest are forgotten            k from n to SHARE·n
+    window:SHARE:SECONDS     k in a row from n·t/SECONDS on, in a circle     k = SHARE·n
 
 k is rounded to the nearest whole number, and never 0: a client without an example is one that is
 not there, which is what `dure.fleet.availability` is for. Cost O(k) when asked, for the client

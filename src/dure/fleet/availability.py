@@ -3,21 +3,21 @@
 A client is there in windows [start, end) of the virtual time, which begins at 0. Two questions are
 answered for any time, in any order, and for clients who are never asked about nothing is computed:
 
-    next(client, now)    the first time t >= now at which it is there         next(next(now)) = next(now)
-    until(client, now)   when it, there from next(now) on, leaves again       until(now) > next(now)
+    next(client, now)    the first time t >= now at which it is there    next(next(now)) = next(now)
+    until(client, now)   when it, there from next(now) on, leaves again  until(now) > next(now)
 
     always
-    probability:P:PERIOD   in each period of so many seconds it is there with probability P, independently
+    probability:P:PERIOD   there with probability P in each period of so many seconds, independently
     daily:SHARE:DAY        one window a day, of this share of it; each client at its own phase
-    file:PATH:EVERY        CSV with client,start,end in seconds; EVERY > 0: and again after so many seconds
+    file:PATH:EVERY        CSV with client,start,end in seconds; EVERY > 0: again after so many
 
 Cost: `probability` takes about three hashes for `next` and six for `until`, whatever P is; `daily`
 takes one.
 
-Sources: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019
-    (phones are there by
-night: four times as many as by day); that it is a question with a time as answer, and not a
-boolean, saves a simulation from asking again and again.
+The answer is a time and not a boolean, so that a simulation does not ask again and again.
+
+Source: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019: four
+times as many phones are there by night as by day.
 """
 
 from __future__ import annotations
@@ -134,12 +134,14 @@ class Probability(Availability):
         length = math.ceil(1 / rare)
         block = period // length
         while True:
-            at, drawn = -1, 0
+            at = -1
+            drawn = 0
             while True:
                 gap = math.log(uniform(seed, "availability", client, block, drawn)) / math.log1p(
                     -rare
                 )
-                at, drawn = at + 1 + int(gap), drawn + 1
+                at = at + 1 + int(gap)
+                drawn = drawn + 1
                 if at >= length:
                     break
                 yield block * length + at
@@ -245,7 +247,8 @@ class AvailabilityFile(Availability):
         ):  # the next cycle's first window goes on with it
             if len(windows) == 1:
                 return math.inf
-            cycle, window = cycle + 1, 0
+            cycle = cycle + 1
+            window = 0
         return self._begin(cycle) + windows[window][1]
 
     def _begin(self, cycle: int) -> float:

@@ -5,12 +5,12 @@ U / up seconds. A device is a pure function of (setting, client, seed): nothing 
 who do not take part.
 
     equal:EXAMPLES_PER_SECOND:DOWN_MBIT:UP_MBIT   all alike
-    stragglers:SHARE:FACTOR                       each client, with this probability, computes FACTOR times slower
-    lognormal:SIGMA                               speed · exp(SIGMA·z), both links · exp(SIGMA·z'); z, z' ~ N(0, 1)
-    file:PATH                                     CSV with client,examples_per_second,down_mbit,up_mbit
+    stragglers:SHARE:FACTOR   each client, with this probability, computes FACTOR times slower
+    lognormal:SIGMA           speed · exp(SIGMA·z), both links · exp(SIGMA·z'); z, z' ~ N(0, 1)
+    file:PATH                 CSV with client,examples_per_second,down_mbit,up_mbit
 
-Stragglers and lognormal take the values of equal as well, behind their own, as
-`stragglers:0.1:10:50:6:2`: of those who are no stragglers, and the medians.
+Stragglers and lognormal take the values of equal as well, after their own, such as
+`stragglers:0.1:10:50:6:2`: for stragglers those of all others, for lognormal the medians.
 
 Defaults: links of 6 Mbit/s down and 2 Mbit/s up, the 0.75 and 0.25 megabytes a second that J. Wang
 et al., "A Field Guide to Federated Optimization", 2021, estimate for phones of a deployed system.
@@ -31,7 +31,9 @@ from dure.fleet.table import in_order, read_table
 from dure.randomness.chance import check_share, normal, uniform
 from dure.settings import listed, read, write
 
-_SPEED, _DOWN, _UP = 100.0, 6.0, 2.0
+_SPEED = 100.0
+_DOWN = 6.0
+_UP = 2.0
 _BYTES_PER_MBIT = 1e6 / 8
 
 

@@ -22,7 +22,8 @@ class Liars(Collection[int]):
     ascending order."""
 
     def __init__(self, permutation: Permutation, count: int) -> None:
-        self._permutation, self._count = permutation, count
+        self._permutation = permutation
+        self._count = count
 
     def __contains__(self, client: object) -> bool:
         return isinstance(client, int) and self._permutation.inverse(client) < self._count

@@ -5,11 +5,11 @@ n, labels or keys, seed), so that every rank, the simulation and the deployed se
 same one. Every example belongs to exactly one client, and every client has at least one. For one
 client every partition is 0..n-1.
 
-    IID            a random permutation, cut into parts equal to within one                        McMahan
-    LabelShards    sorted by label, cut into s * clients shards equal to within one, s a client    McMahan
-    Dirichlet      for every class, its share on each client ~ Dirichlet(alpha, ..., alpha)        Yurochkin
-    QuantitySkew   IID in its labels, but the sizes ~ Dirichlet(alpha, ..., alpha)                 Li
-    NaturalKey     a client is a hospital, a speaking role, ..., in the order of their sorted names
+    IID            a random permutation, cut into parts equal to within one             McMahan
+    LabelShards    sorted by label, cut into s * clients equal shards, s a client       McMahan
+    Dirichlet      for every class, its share on each client ~ Dirichlet(alpha, ...)    Yurochkin
+    QuantitySkew   IID in its labels, but the sizes ~ Dirichlet(alpha, ...)             Li
+    NaturalKey     a client is a hospital, a speaking role, ..., by their sorted names
 
 Where a draw leaves a client with fewer than `minimum` examples, it is given some of the client's
 that then has most. (The papers draw again until nobody is short, which for many clients and a small
@@ -18,8 +18,8 @@ alpha never ends.)
 Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum),
 `quantity-skew:0.5`, `natural-key`; `parse` reads what `str` writes.
 
-A new one is a file of its own here and a line below. One of a user's own is a subclass of `Partition`
-in any file, and its text is `my_parts.py:Mine:0.3`.
+A new one is a file of its own here and a line below. One of a user's own is a subclass of
+`Partition` in any file, and its text is `my_parts.py:Mine:0.3`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For every class its share on each client is drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
+"""For every class the clients' shares are drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
 
 Sources: M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML
 2019; Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.

@@ -31,7 +31,7 @@ class NaturalKey(Partition):
         """As `Partition.divide`; clients None means as many as there are keys."""
         if clients is None:
             clients = len(set(_keys(keys, n)))
-        return super().divide(clients, n, labels, keys, seed)
+        return super().divide(clients, n, labels=labels, keys=keys, seed=seed)
 
     def _divide(
         self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int

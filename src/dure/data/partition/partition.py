@@ -46,7 +46,7 @@ class Partition:
             raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
         if clients == 1:
             return Parts(torch.zeros(n, dtype=torch.int64), 1)
-        return self._divide(clients, n, labels, keys, seed)
+        return self._divide(clients, n, labels=labels, keys=keys, seed=seed)
 
     def _divide(
         self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int

@@ -54,7 +54,8 @@ class Parts(Sequence[Tensor]):
 def dealt(order: Tensor, owners: Tensor) -> Tensor:
     """The owner of each example, where `order` is cut into parts equal to within one, the k-th of
     `owners[k]`."""
-    n, count = len(order), len(owners)
+    n = len(order)
+    count = len(owners)
     sizes = torch.full((count,), n // count)
     sizes[: n % count] += 1
     dealt = torch.empty_like(order)

@@ -34,7 +34,8 @@ def shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarra
 def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
     """The parts with at least `minimum` examples each, the missing ones taken at random from the
     largest."""
-    total, sizes = sum(map(len, parts)), [len(part) for part in parts]
+    total = sum(map(len, parts))
+    sizes = [len(part) for part in parts]
     if minimum * len(parts) > total:
         raise ValueError(f"{len(parts)} clients cannot have {minimum} of {total} examples each")
     for poor in range(len(parts)):
@@ -44,6 +45,8 @@ def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> li
             # enough.
             count = min(minimum - sizes[poor], sizes[rich] - minimum)
             shuffled = parts[rich][torch.from_numpy(random.permutation(sizes[rich]))]
-            parts[poor], parts[rich] = torch.cat([parts[poor], shuffled[:count]]), shuffled[count:]
-            sizes[poor], sizes[rich] = len(parts[poor]), len(parts[rich])
+            parts[poor] = torch.cat([parts[poor], shuffled[:count]])
+            parts[rich] = shuffled[count:]
+            sizes[poor] = len(parts[poor])
+            sizes[rich] = len(parts[rich])
     return parts

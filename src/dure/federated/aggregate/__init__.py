@@ -17,8 +17,8 @@ first.
 What they have in common is in `aggregator.py`, what they compute with in `rows.py`. As text,
 `krum:4`, `clipped:10/mean`, `mixing:2/bucketing:2/krum:2`: `parse` reads what `str` writes.
 
-A new one is a file of its own here and a line below. One of a user's own is a subclass of `Folds` or
-`Collects` in any file, and its text is `my_rules.py:Mine:4`, or `my_rules.py:Around:2/median`.
+A new one is a file of its own here and a line below. One of a user's own is a subclass of `Folds`
+or `Collects` in any file, and its text is `my_rules.py:Mine:4`, or `my_rules.py:Around:2/median`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def parse(text: str) -> Aggregator:
             f"the aggregator {text!r} wraps another: write {text.strip()}/median, for example"
         )
     wrapped = parse(inner)
-    return filled(kind.around(wrapped), values, outer, "aggregator", {"inner": wrapped})
+    return filled(
+        kind.around(wrapped), values, text=outer, what="aggregator", given={"inner": wrapped}
+    )
 
 
 def _divided(text: str) -> tuple[str, str, str]:

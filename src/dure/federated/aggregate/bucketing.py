@@ -55,6 +55,5 @@ class Bucketing(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        return combine_inner(
-            self.inner, rows.grouped(self.buckets(len(rows), turn)), dropped, turn, state
-        )
+        means = rows.grouped(self.buckets(len(rows), turn))
+        return combine_inner(self.inner, means, dropped=dropped, turn=turn, state=state)

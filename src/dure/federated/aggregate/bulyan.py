@@ -61,7 +61,8 @@ class Bulyan(Collects):
 def selection(rows: Rows, f: int) -> list[int]:
     """The n - 2f rows that Krum chooses, one after another, of n."""
     squared = rows.squared_distances()
-    left, chosen = list(range(len(rows))), list[int]()
+    left = list(range(len(rows)))
+    chosen = list[int]()
     while len(chosen) < len(rows) - 2 * f:
         best = left[rows.only(left).order(scores(squared[left][:, left], f))[0]]
         left.remove(best)
@@ -77,7 +78,8 @@ def around_the_median(values: Tensor, keep: int) -> Tensor:
     median than the one that enters; of two equally far the smaller stays.
     """
     ordered = sorted_rows(values)
-    median, window = middle(ordered), torch.stack(ordered)
+    median = middle(ordered)
+    window = torch.stack(ordered)
     leaves_farther = (median - window[: len(window) - keep]) > (window[keep:] - median)
     place = torch.arange(len(window), device=values.device).unsqueeze(1) - leaves_farther.sum(0)
     return window.masked_fill_((place < 0) | (place >= keep), 0).sum(0) / keep

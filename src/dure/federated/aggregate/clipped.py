@@ -66,7 +66,8 @@ class Clipped(Folds):
         norm = float(
             torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]).norm()
         )
-        if norm > self.norm:  # in float64: the factor may be too small for the dtype
+        if norm > self.norm:
+            # In float64: the factor may be too small for the dtype.
             update = [(tensor.double() * (self.norm / norm)).to(tensor.dtype) for tensor in update]
         return self.inner.fold(folded, update, weight)
 
@@ -93,9 +94,8 @@ class ClippedRows(Collects):
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         factors = (self.norm / rows.distances()).clamp(max=1)
-        return combine_inner(
-            self.inner, rows.mixed(factors.diag(), rows.weights), dropped, turn, state
-        )
+        shortened = rows.mixed(factors.diag(), rows.weights)
+        return combine_inner(self.inner, shortened, dropped=dropped, turn=turn, state=state)
 
 
 def clip(norm: float, inner: Aggregator) -> Clipped | ClippedRows:

@@ -58,4 +58,5 @@ class Mixing(Collects):
         mix = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         for row, squared in zip(mix, rows.squared_distances(), strict=True):
             row[rows.order(squared)[:nearest]] = 1 / nearest
-        return combine_inner(self.inner, rows.mixed(mix, rows.weights), dropped, turn, state)
+        means = rows.mixed(mix, rows.weights)
+        return combine_inner(self.inner, means, dropped=dropped, turn=turn, state=state)

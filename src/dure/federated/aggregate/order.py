@@ -24,12 +24,15 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
     memory of `values`."""
     if len(values) > MOST:
         return list(values.sort(0).values)
-    rows, spare = list(values), torch.empty_like(values[0])
+    rows = list(values)
+    spare = torch.empty_like(values[0])
     for low, high in comparators(len(rows)):
-        one, other = rows[low], rows[high]
+        one = rows[low]
+        other = rows[high]
         torch.minimum(one, other, out=spare)
         torch.maximum(one, other, out=other)
-        rows[low], spare = spare, one
+        rows[low] = spare
+        spare = one
     return rows
 
 
@@ -41,11 +44,15 @@ def comparators(n: int) -> list[tuple[int, int]]:
     largest = 1 << max((n - 1).bit_length() - 1, 0)
     p = largest if n > 1 else 0
     while p > 0:
-        q, r, distance = largest, 0, p
+        q = largest
+        r = 0
+        distance = p
         while True:
             pairs += [(place, place + distance) for place in range(n - distance) if place & p == r]
             if q == p:
                 break
-            distance, q, r = q - p, q // 2, p
+            distance = q - p
+            q = q // 2
+            r = p
         p //= 2
     return pairs

@@ -1,6 +1,6 @@
 """RFA, robust federated aggregation: the geometric median with weights n_k, smoothed.
 
-    z <- (sum of b_k·x_k) / (sum of b_k),   b_k = n_k / max(nu, |x_k - z|),   until nothing is left to gain
+    z <- (sum of b_k·x_k) / (sum of b_k),   b_k = n_k / max(nu, |x_k - z|),  until nothing is gained
 
 It minimises (sum of n_k·h(|x_k - z|)), where h is the distance, but quadratic within nu of zero, so
 that a z next to an update does no harm. Withstands broken updates with less than half of all

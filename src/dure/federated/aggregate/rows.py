@@ -1,7 +1,7 @@
 """The updates of a round as the rows of one (m, d) matrix that is never made: rules go over it in
 blocks.
 
-A block is the same few coordinates of all rows, in float64. So a rule needs, beside the updates
+A block is the same few coordinates of all rows, in float64. So a rule needs, besides the updates
 themselves, the memory of a block and of its result, whatever m and d.
 
 Rows may also be mixtures of updates, as means of groups are: row i is then (sum over j of mix[i,
@@ -43,7 +43,7 @@ class Rows:
     """m updates, each a list of tensors of the same shapes and floating-point dtypes, and their
     weights n_k.
 
-    A row is one vector: all tensors of an update behind one another. numbers: how many a block has.
+    A row is one vector: all tensors of an update, one after another. numbers: how many a block has.
     mix: rows as mixtures of updates, float64 of shape (rows, m); `mixed`, `grouped` make it.
 
     Raises ValueError if there are no updates, or if they differ in shape or dtype, or are not of
@@ -58,11 +58,13 @@ class Rows:
         mix: Tensor | None = None,
     ) -> None:
         _check(updates)
-        self.updates, self.weights, self.mix = updates, list(map(float, weights)), mix
+        self.updates = updates
+        self.weights = list(map(float, weights))
+        self.mix = mix
         if len(self.weights) != len(self):
             raise ValueError(f"{len(self)} updates need as many weights, not {len(self.weights)}")
         self._numbers = numbers
-        self._flat = [[tensor.detach().reshape(-1) for tensor in update] for update in updates]
+        self._flat = [_flattened(update) for update in updates]
 
     def __len__(self) -> int:
         return len(self.updates) if self.mix is None else len(self.mix)
@@ -177,7 +179,11 @@ class Rows:
         mix = torch.zeros(len(groups), len(self), dtype=torch.float64)
         for row, group in zip(mix, groups, strict=True):
             row[list(group)] = weights[list(group)] / weights[list(group)].sum()
-        return self.mixed(mix, [sum(self.weights[row] for row in group) for group in groups])
+        return self.mixed(mix, [self._together(group) for group in groups])
+
+    def _together(self, rows: Sequence[int]) -> float:
+        """What the rows weigh together."""
+        return sum(self.weights[row] for row in rows)
 
     def order(self, keys: Tensor) -> list[int]:
         """The rows sorted by `keys`, of shape (m,). Among equal keys the values of rows decide,
@@ -196,9 +202,8 @@ class Rows:
     def _compare(self, one: int, other: int) -> int:
         """-1, 0 or 1: whether the one is before the other in lexicographic order."""
         pair = self.only([one, other])
-        pair._numbers = min(
-            self._numbers, 2**13
-        )  # where rows differ at all, they mostly differ at once
+        # Where rows differ at all, they mostly differ at once.
+        pair._numbers = min(self._numbers, 2**13)
         for block in pair.blocks():
             places = (block.values[0] != block.values[1]).nonzero()
             if len(places):
@@ -226,6 +231,10 @@ def is_finite(update: Sequence[Tensor]) -> bool:
             if not max(-float(least), float(most)) * tensor.numel() ** 0.5 <= LARGEST:
                 return False
     return True
+
+
+def _flattened(update: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().reshape(-1) for tensor in update]
 
 
 def _check(updates: Sequence[Sequence[Tensor]]) -> None:

@@ -89,7 +89,8 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
 def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
     """Coefficients, shape (m,), of the points, shape (m, k), whose combination minimises the sum of
     distances."""
-    unsure, total = [], float(weights.sum())
+    unsure = []
+    total = float(weights.sum())
     for point in points if smoothing == 0 else ():
         found = step(points, weights, point)
         if found.slope <= -1e-9 * total:  # a minimum that is the only one, whatever the rounding
@@ -111,11 +112,13 @@ def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
 def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0) -> Iterator[Array]:
     """The coefficients of z after each step from `start`, as far as ACCURACY, or as z moves at
     all."""
-    z, limit = start, ACCURACY / 2 * float(weights.sum())
+    z = start
+    limit = ACCURACY / 2 * float(weights.sum())
     for _ in range(STEPS):
         coefficients, slope = step(points, weights, z, smoothing)
         yield coefficients
-        before, z = z, coefficients @ points
+        before = z
+        z = coefficients @ points
         if slope <= limit or np.array_equal(before, z):
             return
 

@@ -1,4 +1,4 @@
-"""Ditto: beside the global model, every client keeps one of its own that is held near it.
+"""Ditto: besides the global model, every client keeps one of its own that is held near it.
 
     global:    FedAvg, or any other; its rule is `aggregate`
     client k:  v_k <- as many local steps on  F_k(v) + λ/2·|v - w_t|²,  from the v_k that it kept
@@ -52,7 +52,7 @@ class Ditto(Federated):
 
 
 class OwnModels(Algorithm):
-    """A second job for each client, whose result it keeps: the weights, and behind them the
+    """A second job for each client, whose result it keeps: the weights, and after them the
     buffers."""
 
     answers = True

@@ -77,7 +77,7 @@ class FedAsync(Federated):
         return asynchronous(clients_per_round(clients, self.fraction), self.stale)
 
     def algorithm(self, start: Start) -> Algorithm:
-        return Mixing(self.alpha, self.weighting, self.a, self.b, self.rho)
+        return Mixing(alpha=self.alpha, weighting=self.weighting, a=self.a, b=self.b, rho=self.rho)
 
 
 def check_no_rounds(strategy: Federated) -> None:
@@ -105,7 +105,10 @@ class Mixing(Proximal):
 
     def __init__(self, alpha: float, weighting: Weighting, a: float, b: float, rho: float) -> None:
         super().__init__(rho)
-        self.alpha, self.weighting, self.a, self.b = alpha, weighting, a, b
+        self.alpha = alpha
+        self.weighting = weighting
+        self.a = a
+        self.b = b
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
         return self.alpha * staleness_weight(self.weighting, staleness, self.a, self.b), 1.0

@@ -1,9 +1,10 @@
 """FedBuff: asynchronous clients, whose updates are gathered until there are K; then the server
 makes a step.
 
-    client i:  gets (x_τ, τ), trains to y_i, sends Δ_i = y_i - x_τ, against the model that it
-    *started from*
-    server:    x <- x + η_g·(1/K)·(sum over the buffer of s(t - τ_i)·Δ_i),       s = 1 / √(1 + staleness)
+    client i:  gets (x_τ, τ), trains to y_i, sends Δ_i = y_i - x_τ
+    server:    x <- x + η_g·(1/K)·(sum over the buffer of s(t - τ_i)·Δ_i),   s(a) = 1 / √(1 + a)
+
+Δ_i is the difference from the model that the client *started from*; t - τ_i is its staleness.
 
 The sum is divided by K and not by the sum of s: stale updates move the model less. Clients count
 alike. With all clients at work, a buffer for all of them and no delays it is FedAvg with clients

@@ -1,7 +1,8 @@
 """FedOpt: FedAvg whose server takes the mean update for a gradient and steps with an optimizer of
 its own.
 
-    Δ_t <- mean of the clients' updates, by examples      x <- step along Δ_t: momentum, Adagrad, Adam or Yogi
+    Δ_t <- mean of the clients' updates, by examples
+    x   <- step along Δ_t: momentum, Adagrad, Adam or Yogi
 
 The rules are in `dure.federated.server.server_optimizer`. Plain SGD with a rate of 1 is FedAvg.
 
@@ -80,7 +81,9 @@ class FedAdam(Federated):
     title: ClassVar[str] = "FedAdam"
 
     def optimizer(self) -> ServerOptimizer:
-        return ServerOptimizer("adam", self.server_lr, self.beta1, self.beta2, self.tau)
+        return ServerOptimizer(
+            rule="adam", lr=self.server_lr, beta1=self.beta1, beta2=self.beta2, tau=self.tau
+        )
 
 
 @dataclass(frozen=True)
@@ -103,4 +106,6 @@ class FedYogi(Federated):
     title: ClassVar[str] = "FedYogi"
 
     def optimizer(self) -> ServerOptimizer:
-        return ServerOptimizer("yogi", self.server_lr, self.beta1, self.beta2, self.tau)
+        return ServerOptimizer(
+            rule="yogi", lr=self.server_lr, beta1=self.beta1, beta2=self.beta2, tau=self.tau
+        )

@@ -60,9 +60,7 @@ class FedPer(Federated):
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The modules that have parameters of their own, in the model's order."""
-    return [
-        module for module in model.modules() if any(True for _ in module.parameters(recurse=False))
-    ]
+    return [module for module in model.modules() if list(module.parameters(recurse=False))]
 
 
 class PersonalLayers(Algorithm):
@@ -73,11 +71,14 @@ class PersonalLayers(Algorithm):
 
     def __init__(self, start: Start, layers: int) -> None:
         chosen = _layers(start.model)[-layers:] if layers else []
-        own = {id(parameter) for module in chosen for parameter in module.parameters(recurse=False)}
-        groups = by_dtype(start.model.parameters()).values()
-        self.masks = [
-            torch.cat([torch.full((p.numel(),), id(p) in own) for p in group]) for group in groups
-        ]
+        own: set[int] = set()
+        for module in chosen:
+            own.update(map(id, module.parameters(recurse=False)))
+
+        def mask(group: Sequence[Tensor]) -> Tensor:
+            return torch.cat([torch.full((one.numel(),), id(one) in own) for one in group])
+
+        self.masks = [mask(group) for group in by_dtype(start.model.parameters()).values()]
         self.initial = self._personal(start.weights)
 
     def _personal(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -90,7 +91,8 @@ class PersonalLayers(Algorithm):
         whole = []
         for mask, rest, own in zip(self.masks, shared, personal, strict=True):
             weights = rest.new_empty(len(mask))
-            weights[mask], weights[~mask] = own, rest
+            weights[mask] = own
+            weights[~mask] = rest
             whole.append(weights)
         return whole
 

@@ -55,7 +55,8 @@ class Proximal(Algorithm):
     """A pull towards the model that was received."""
 
     def __init__(self, mu: float, equal_weights: bool = False) -> None:
-        self.mu, self.equal_weights = mu, equal_weights
+        self.mu = mu
+        self.equal_weights = equal_weights
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
         return [replace(job, mu=self.mu)]

@@ -3,8 +3,8 @@
     minimise over w the mean of  F_k(w - α·∇F_k(w))
     client k, each local step with batches D, D', D'':
         w' = w - α·∇f(w; D)
-        g  = ∇f(w'; D')                                                        first order
-        g  = g - α·(∇f(w + δ·g; D'') - ∇f(w - δ·g; D'')) / (2δ)                Hessian-free: (I - α∇²f)·g
+        g  = ∇f(w'; D')                                              first order
+        g  = g - α·(∇f(w + δ·g; D'') - ∇f(w - δ·g; D'')) / (2δ)      Hessian-free: (I - α∇²f)·g
         w <- w - β·g,  by the task's optimizer
     server:  FedAvg
 

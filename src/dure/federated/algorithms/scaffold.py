@@ -86,7 +86,9 @@ class Controls(Algorithm):
     def __init__(
         self, weights: Sequence[Tensor], clients: int, lr: float, by_examples: bool = False
     ) -> None:
-        self.clients, self.lr, self.by_examples = clients, lr, by_examples
+        self.clients = clients
+        self.lr = lr
+        self.by_examples = by_examples
         self.control = [torch.zeros_like(w) for w in weights]
 
     def down(self) -> Sequence[Tensor]:
@@ -119,7 +121,8 @@ class Controls(Algorithm):
     def answer(
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
-        (job,), (result,) = jobs, trained
+        (job,) = jobs
+        (result,) = trained
         assert job.correction is not None
         steps = job.steps * self.lr * job.lr_factor
         if not steps:  # a learning rate of 0 tells nothing of the client's gradient

@@ -189,7 +189,11 @@ class BatchedEngine(Engine):
         added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
         factors = shared and not added and any(self._factored(self._rows(job)))
         return Kind(
-            job.mu, job.anchor is not None, job.correction is not None, factors, job.lr_factor
+            mu=job.mu,
+            anchored=job.anchor is not None,
+            corrected=job.correction is not None,
+            factors=factors,
+            lr_factor=job.lr_factor,
         )
 
     def _rows(self, job: Job) -> int:
@@ -387,7 +391,9 @@ class BatchedEngine(Engine):
         inputs = self.inputs.index_select(0, rows).unflatten(0, step.rows.shape)
         targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)
         shares = step.shares.to(self.device, self.inputs.dtype)
-        return self.program.step(inputs, targets, step.sizes, shares, first)
+        return self.program.step(
+            inputs=inputs, targets=targets, sizes=step.sizes, shares=shares, first=first
+        )
 
 
 def windows(
@@ -406,7 +412,10 @@ def windows(
         together = min(most, least.get(kind, most))
         if places and len(places) >= together:
             yield some, kinds
-            some, kinds, least, places = [], {}, {}, []
+            some = []
+            kinds = {}
+            least = {}
+            places = []
             together = most
         kinds[kind] = places
         least[kind] = together
@@ -414,7 +423,9 @@ def windows(
         some.append(job)
         if len(places) >= together:
             yield some, kinds
-            some, kinds, least = [], {}, {}
+            some = []
+            kinds = {}
+            least = {}
     if some:
         yield some, kinds
 

@@ -41,9 +41,14 @@ class Note:
     turn: int
     lr_factor: float
 
+    @property
+    def reads(self) -> set[int]:
+        """The places that it needs."""
+        return {place for place in self.places if place is not None}
+
 
 def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
-    """The message for a job, whose tensors are put into the slots beside those that are needed."""
+    """The message for a job, whose tensors are put into slots that are not needed."""
     weights = slots.put(job.weights, needed)
     anchor, correction = (
         None if values is None else slots.put(values, needed)

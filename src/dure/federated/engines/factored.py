@@ -4,9 +4,9 @@ that are never formed.
 In T steps of SGD a layer's weight moves by products of what came from behind, L_t (B, m), and from
 before, R_t (B, n):
 
-    W = W_0 - lr (L_1ᵀ R_1 + ... + L_tᵀ R_t) = W_0 - lr Lᵀ R          L (t B, m), R (t B, n): the rows of all steps
+    W = W_0 - lr (L_1ᵀ R_1 + ... + L_tᵀ R_t) = W_0 - lr Lᵀ R
 
-which a layer can compute with as it is:
+where L (t B, m) and R (t B, n) have the rows of all steps. A layer can compute with that as it is:
 
     forward     x Wᵀ = x W_0ᵀ - lr (x Rᵀ) L
     backward    g W  = g W_0  - lr (g Lᵀ) R
@@ -56,7 +56,10 @@ class Factored:
     most."""
 
     def __init__(self, start: Tensor, clients: int, rows: int, lr: float) -> None:
-        self.start, self.clients, self.rows, self.lr = start, clients, rows, lr
+        self.start = start
+        self.clients = clients
+        self.rows = rows
+        self.lr = lr
         self.left = self.right = start.new_empty(0)
         self._used = 0
 
@@ -81,7 +84,9 @@ class Factored:
         """W <- W - lr leftᵀ right for the first A clients: (A, B, m), (A, B, n)."""
         clients, rows = left.shape[:2]
         if rows == self.rows and clients == self.clients:  # it is the only one
-            self.left, self.right, self._used = left, right, rows
+            self.left = left
+            self.right = right
+            self._used = rows
             return
         if not self._used:
             self.left, self.right = (

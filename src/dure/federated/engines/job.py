@@ -1,5 +1,5 @@
-"""What a client is to do, and what came of it: values between the federation and whoever
-computes."""
+"""What a client is to do, and what came of it: values between the federation and the
+engine that computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 class Job(msgspec.Struct, frozen=True, gc=False):
     """Local training of one client.
 
-        g <- gradient of the client's loss at w on batch t     for t = first_step .. first_step + steps - 1
+        for t = first_step .. first_step + steps - 1:
+        g <- gradient of the client's loss at w on batch t
         g <- g + mu (w - anchor) + correction                  where they are given
         w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
 
@@ -56,7 +57,7 @@ class Trained(msgspec.Struct, frozen=True, gc=False):
 
 
 class Engine:
-    """Whoever computes: the base of all engines, which have at least a name and `train`."""
+    """What computes: the base of all engines, which have at least a name and `train`."""
 
     name: str
     why: str = ""

@@ -5,7 +5,7 @@ for each client, W (A, out, in), so that A products of matrices are one call, or
 they share it:
 
     forward     Y_a = X_a W_a^T + b_a
-    backward    dX_a = dY_a W_a,   then   W_a <- W_a - lr dY_a^T X_a   (`dure.federated.engines.sgd`)
+    backward    dX_a = dY_a W_a,   then   W_a <- W_a - lr dY_a^T X_a   (`sgd`)
 
 A layer keeps what its backward pass needs until that pass. Nothing here is recorded by autograd.
 
@@ -250,11 +250,14 @@ class PatchConvolution(Layer):
 
     def _patches(self, x: Tensor) -> tuple[Tensor, int, int]:
         """The patches, and how many there are in an image: vertically, horizontally."""
-        (kh, kw), (ph, pw) = self.weight.shape[2:], self.padding
-        (sh, sw), (dh, dw) = self.stride, self.dilation
+        kh, kw = self.weight.shape[2:]
+        ph, pw = self.padding
+        sh, sw = self.stride
+        dh, dw = self.dilation
         padded = F.pad(x, (pw, pw, ph, ph)).contiguous()
         clients, examples, channels, height, width = padded.shape
-        oh, ow = (height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1
+        oh = (height - dh * (kh - 1) - 1) // sh + 1
+        ow = (width - dw * (kw - 1) - 1) // sw + 1
         if min(oh, ow) < 1:
             raise ValueError(
                 f"images of {height}x{width} pixels are smaller than a kernel of {kh}x{kw}"

@@ -6,9 +6,9 @@ the paper's clients keep nothing between rounds: momentum starts from zero.
 
 Where the optimizer computes each element by itself (SGD, Adam and others of torch's), a small
 model's gradients are copied into one flat buffer, and the optimizer has one parameter instead of
-many: the same bits from a few calls. Large models are not copied: there the calls are cheap beside
-the memory that a copy moves. Nor are those of plain SGD, which is one call anyway (`optimizers`),
-nor those of an optimizer with hooks, which see the parameters as they are.
+many: the same bits from a few calls. Large models are not copied: there the calls cost little next
+to the memory that a copy moves. Nor are those of plain SGD, which is one call anyway
+(`optimizers`), nor those of an optimizer with hooks, which see the parameters as they are.
 
 Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -207,7 +208,8 @@ class _FlatUpdates(_Updates):
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter], whole: nn.Parameter) -> None:
         super().__init__(task, [whole])
-        self.pieces, self.whole = parameters, whole
+        self.pieces = parameters
+        self.whole = whole
 
     def begin(self, job: Job) -> Callable[[], None]:
         step = super().begin(job)
@@ -262,10 +264,13 @@ class _Fresh:
         self.before: list[dict[str, Any]] = []
         made = self.make()
         self.plain = PlainSGD(made) if is_plain(made) else None
-        if type(made) in _BY_ELEMENT and not listened(made):  # a hook may keep something
+        # A hook may keep something of the optimizer, and a tensor among the settings may change.
+        if type(made) in _BY_ELEMENT and not listened(made):
             groups = [settings(group) for group in made.param_groups]
-            if not any(isinstance(value, Tensor) for group in groups for value in group.values()):
-                self.reused, self.before = made, groups
+            values = chain.from_iterable(group.values() for group in groups)
+            if not any(isinstance(value, Tensor) for value in values):
+                self.reused = made
+                self.before = groups
 
     def optimizer(self, lr_factor: float) -> torch.optim.Optimizer | PlainSGD:
         if self.plain is not None:

@@ -4,9 +4,12 @@ outputs, by hand.
 Each loss is the mean over the client's own examples: row (a, b) weighs w(a, b) = 1 / b_a, or 0
 where it is padding.
 
-    cross-entropy         -log p(target)                           gradient  w (p - one-hot), p = softmax(outputs)
-    mean squared error    mean of (y - t)^2 over k elements        gradient  2 w (y - t) / k
-    binary, with logits   mean of log(1 + e^y) - y t over k        gradient  w (sigmoid(y) - t) / k
+                          loss                                 gradient
+    cross-entropy         -log p(target), p = softmax(y)       w (p - one-hot)
+    mean squared error    mean of (y - t)^2 over k elements    2 w (y - t) / k
+    binary, with logits   mean of log(1 + e^y) - y t over k    w (sigmoid(y) - t) / k
+
+for outputs y and targets t.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ MANY = 2_000
 def cross_entropy(
     outputs: Tensor, targets: Tensor, weights: Tensor, in_company: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """in_company: whether a client's rounding may depend on whose rows are beside its own."""
+    """in_company: whether a client's rounding may depend on the rows of the others."""
     logs = _log_softmax(outputs) if in_company else torch.log_softmax(outputs, -1)
-    columns, rows = targets.unsqueeze(-1), weights.unsqueeze(-1)
+    columns = targets.unsqueeze(-1)
+    rows = weights.unsqueeze(-1)
     loss = -(logs.gather(-1, columns) * rows).sum((1, 2))
     gradient = logs.exp_()
     gradient.scatter_(-1, columns, -1.0, reduce="add")
@@ -104,5 +108,6 @@ def _plain(module: nn.Module) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to the module's calls."""
-    forward, backward = (module._forward_hooks, module._forward_pre_hooks), module._backward_hooks
+    forward = (module._forward_hooks, module._forward_pre_hooks)
+    backward = module._backward_hooks
     return bool(any(forward) or backward or module._backward_pre_hooks)

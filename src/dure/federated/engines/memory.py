@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MOST = 4
-"""Blocks that are kept; whoever holds more results than that gets fresh ones."""
+"""Blocks that are kept; a caller that holds more results than that gets fresh ones."""
 
 
 class Memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,9 +55,8 @@ class MetaEngine(Engine):
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
         self.groups = list(by_dtype(model.parameters()).values())
-        self.trained = [
-            parameter for group in self.groups for parameter in group if parameter.requires_grad
-        ]
+        parameters = chain.from_iterable(self.groups)
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, each computed when it is asked for.
@@ -100,7 +100,8 @@ class MetaEngine(Engine):
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
         each = 3 if self.hessian_free else 2
-        total, samples = 0.0, 0
+        total = 0.0
+        samples = 0
         for step in range(job.first_step, job.first_step + job.steps):
             own = [job.indices[batches.at(each * step + nth)] for nth in range(each)]
             loss, gradient = self._meta_gradient(own)
@@ -113,12 +114,14 @@ class MetaEngine(Engine):
         return total, samples
 
     def _plain_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
-        total, samples = 0.0, 0
+        total = 0.0
+        samples = 0
         for step in range(job.first_step, job.first_step + job.steps):
             batch = job.indices[batches.at(step)]
             loss, gradient = self._gradient(batch)
             self._move(gradient, -self.alpha)
-            total, samples = total + _finite(loss, job, step) * len(batch), samples + len(batch)
+            total += _finite(loss, job, step) * len(batch)
+            samples += len(batch)
         return total, samples
 
     def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
@@ -142,7 +145,8 @@ class MetaEngine(Engine):
         if norm == 0:
             return gradient
         nudge = NUDGE / norm
-        sides, before = [], generators_state()
+        sides = []
+        before = generators_state()
         for sign in (1, -1):
             restore_generators(before)  # the same function on both sides: dropout drops the same
             self.flat.load(at)
@@ -158,16 +162,12 @@ class MetaEngine(Engine):
         loss = self.task.loss(self.model(inputs), targets)
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
         found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
-        gradient = [
-            torch.cat(
-                [
-                    (next(found) if each.requires_grad else torch.zeros_like(each)).reshape(-1)
-                    for each in group
-                ]
-            )
-            for group in self.groups
-        ]
-        return float(loss.detach()), gradient
+
+        def flat(group: Sequence[Tensor]) -> Tensor:
+            every = [next(found) if one.requires_grad else torch.zeros_like(one) for one in group]
+            return torch.cat([one.reshape(-1) for one in every])
+
+        return float(loss.detach()), [flat(group) for group in self.groups]
 
     @torch.no_grad()
     def _move(self, direction: Sequence[Tensor], by: float) -> None:

@@ -39,18 +39,22 @@ class Actor:
 
     def __init__(self, path: list[str], packed: bytes) -> None:
         torch.set_num_threads(1)
-        sys.path.extend(
-            entry for entry in path if entry not in sys.path
-        )  # where the task's modules are found
+        # Where the task's modules are found.
+        sys.path.extend(entry for entry in path if entry not in sys.path)
         task, examples, batch_size, seed, batched = cloudpickle.loads(packed)
-        self.engine: Any = LoopEngine(task, seeded_model(task, seed), examples, batch_size, seed)
-        if batched:
-            self.engine = batched_engine(task, seeded_model(task, seed), examples, batch_size, seed)
+        make = batched_engine if batched else LoopEngine
+        self.engine: Any = make(
+            task=task,
+            model=seeded_model(task, seed),
+            examples=examples,
+            batch_size=batch_size,
+            seed=seed,
+        )
 
     def train(self, jobs: Sequence[tuple[Job, list[int | None]]], *sets: list[Any]) -> list[Any]:
         """The results of the jobs, or the error that ended them. jobs: without their tensors, which
         are in `sets`."""
-        tensors = [[torch.from_numpy(array) for array in one] for one in sets]
+        tensors = [list(map(torch.from_numpy, one)) for one in sets]
 
         def whole(job: Job, places: list[int | None]) -> Job:
             given: dict[str, Any] = {
@@ -107,7 +111,8 @@ class RayEngine(Engine):
         actor that died."""
         pending: deque[tuple[list[Job], Any]] = deque()
         known: dict[int, tuple[Sequence[Tensor], Any]] = {}
-        waiting, turn = iter(jobs), 0
+        waiting = iter(jobs)
+        turn = 0
         while True:
             while len(pending) < CHUNKS_AHEAD * len(self.actors) and (
                 chunk := list(islice(waiting, self.chunk))

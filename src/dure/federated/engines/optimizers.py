@@ -6,7 +6,8 @@ without its bookkeeping.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +57,13 @@ def is_plain(optimizer: Optimizer) -> bool:
     """Whether the optimizer is SGD with nothing but a learning rate, and nobody listens to it."""
     if type(optimizer) is not torch.optim.SGD:
         return False
+    return not listened(optimizer) and all(map(_has_lr_alone, optimizer.param_groups))
+
+
+def _has_lr_alone(group: Mapping[str, Any]) -> bool:
+    """Whether the group has none of SGD's other settings, and a learning rate that is a number."""
     extras = ("momentum", "weight_decay", "maximize", "fused", "differentiable")
-    plain = not any(group.get(extra) for group in optimizer.param_groups for extra in extras)
-    tensors = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
-    return plain and not tensors and not listened(optimizer)
+    return not any(group.get(extra) for extra in extras) and not isinstance(group["lr"], Tensor)
 
 
 def listened(optimizer: Optimizer) -> bool:

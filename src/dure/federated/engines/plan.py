@@ -102,7 +102,7 @@ def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
         now_sizes: list[int] = []
         for place, own in enumerate(sizes):
             if step >= len(own):
-                break  # those behind have no more steps than this one
+                break  # the clients after it have no more steps than it has
             end = at[place] + own[step]
             now.append(examples[place][at[place] : end])
             now_sizes.append(own[step])
@@ -117,7 +117,8 @@ def _block(batches: Sequence[Rows], sizes: Sequence[int]) -> tuple[Rows, Shares]
     block = len(batches), max(sizes)
     if min(sizes) == block[1]:
         return numpy.concatenate(batches).reshape(block), numpy.full(block, 1 / block[1])
-    rows, shares = numpy.empty(block, numpy.int64), numpy.zeros(block)
+    rows = numpy.empty(block, numpy.int64)
+    shares = numpy.zeros(block)
     for place, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
         rows[place, :size] = batch
         rows[place, size:] = batch[0]

@@ -138,11 +138,12 @@ class ProcessesEngine(Engine):
 
     def _give(self, child: _Child, chunk: Chunk) -> None:
         assert self._slots is not None
-        needed = {
-            place for busy in self._children if busy.chunk is not None for place in busy.reads
-        }
+        needed: set[int] = set()
+        for busy in self._children:
+            if busy.chunk is not None:
+                needed |= busy.reads
         notes = [note_of(job, self._slots, needed) for job in chunk.jobs]
-        child.reads = {place for note in notes for place in note.places if place is not None}
+        child.reads = set().union(*(note.reads for note in notes))
         child.chunk = chunk
         try:
             child.connection.send_bytes(pickle.dumps(notes, pickle.HIGHEST_PROTOCOL))
@@ -160,7 +161,8 @@ class ProcessesEngine(Engine):
             except (EOFError, OSError):
                 self._lost(child, chunk)
             chunk.results += child.outputs.read(reply, chunk.jobs)
-            chunk.done, child.chunk = True, None
+            chunk.done = True
+            child.chunk = None
 
     def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
         _, status = os.waitpid(child.pid, 0)

@@ -6,14 +6,15 @@ takes a weighted mean of C such updates needs their sum alone, and that is one p
 
     sum over k of w_k (-lr L_kᵀ R_k)  =  -lr [w_1 L_1; ...; w_C L_C]ᵀ [R_1; ...; R_C]
 
-so that C updates of d elements are neither written nor read. Whoever looks at an update by itself
-gets it: it is formed then. Equal to the sum of the updates but for rounding.
+so that C updates of d elements are neither written nor read. An update that somebody looks at by
+itself is formed then. Equal to the sum of the updates but for rounding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, overload
 
 import torch
@@ -27,7 +28,7 @@ million of them."""
 
 
 class Factors(NamedTuple):
-    """Updates of a linear layer: of its weight, -lr L_kᵀ R_k, and of the bias behind it, if there
+    """Updates of a linear layer: of its weight, -lr L_kᵀ R_k, and of the bias after it, if there
     is one: -lr L_kᵀ 1.
 
     left: L, (C, T, m). right: R, (C, T, n).
@@ -47,8 +48,10 @@ class Factors(NamedTuple):
         """The sum over k of scales_k L_kᵀ R_k, and of the bias, in the next of the places, flat, of
         which what is there is kept `beta` times. scales: (C T,), of each row. The narrower of the
         factors is scaled."""
-        left, right = self.left.flatten(0, 1), self.right.flatten(0, 1)
-        m, n = left.shape[1], right.shape[1]
+        left = self.left.flatten(0, 1)
+        right = self.right.flatten(0, 1)
+        m = left.shape[1]
+        n = right.shape[1]
         scaled = (left if m < n else right) * scales.unsqueeze(1)
         one, other = (scaled, right) if m < n else (left, scaled)
         next(places).view(m, n).addmm_(one.T, other, beta=beta)
@@ -68,7 +71,9 @@ class Products:
     the factors. threads: of the operators that sum them; None is as many as there are then."""
 
     def __init__(self, parts: Sequence[Part], lr: float, threads: int | None = None) -> None:
-        self.parts, self.lr, self.threads = list(parts), lr, threads
+        self.parts = list(parts)
+        self.lr = lr
+        self.threads = threads
 
     @property
     def clients(self) -> int:
@@ -83,7 +88,8 @@ class Products:
     @property
     def elements(self) -> int:
         """Of all parts."""
-        return sum(tensor.numel() for part in self.parts for tensor in _tensors(part))
+        tensors = chain.from_iterable(map(_tensors, self.parts))
+        return sum(tensor.numel() for tensor in tensors)
 
     def bounded(self) -> bool:
         """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy
@@ -120,8 +126,10 @@ class Products:
         """(d,), the weighted sum of all; with `onto`, (d,), added to that."""
         like = _tensors(self.parts[0])[0]
         shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
-        sizes = [size for part in self.parts for size in _elements(part)]
-        total, beta = (like.new_empty(sum(sizes)), 0) if onto is None else (onto, 1)
+        sizes = list(chain.from_iterable(map(_elements, self.parts)))
+        # What is there counts only where there is something to add to.
+        beta = 0 if onto is None else 1
+        total = like.new_empty(sum(sizes)) if onto is None else onto
         places = iter(torch.split(total, sizes))
         counts = {part.left.shape[1] for part in self.parts if isinstance(part, Factors)}
         scales = {
@@ -167,7 +175,8 @@ def _elements(part: Part) -> list[int]:
     """Elements of a client's updates of the parameters that are in the part."""
     if isinstance(part, Tensor):
         return [part[0].numel()]
-    m, n = part.left.shape[2], part.right.shape[2]
+    m = part.left.shape[2]
+    n = part.right.shape[2]
     return [m * n, m] if part.bias else [m * n]
 
 
@@ -186,7 +195,9 @@ class Deferred(Sequence[Tensor]):
     client's in `products`; like: shape and dtype as the weights have them."""
 
     def __init__(self, products: Products, place: int, like: Tensor) -> None:
-        self.products, self.place, self.like = products, place, like
+        self.products = products
+        self.place = place
+        self.like = like
         self._formed: Tensor | None = None
 
     def __len__(self) -> int:

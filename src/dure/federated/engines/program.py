@@ -82,7 +82,8 @@ def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
     made = list(chain)
     for at, (one, after) in enumerate(pairwise(chain)):
         if isinstance(one, layers.Relu) and isinstance(after, layers.Pool) and after.largest:
-            made[at], made[at + 1] = after, one
+            made[at] = after
+            made[at + 1] = one
     return made
 
 
@@ -105,7 +106,7 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     if parameters[0].device.type == "cpu" and pooling.library() is not None:
         chain = pooling.in_c(chain)
     program = Program(chain, loss, list(weights.values()))
-    _try(program, task, model, parameters, examples)
+    _try(program, task=task, model=model, parameters=parameters, examples=examples)
     for each in program.weights:
         each.forget()
     return program
@@ -162,7 +163,11 @@ def _try(
         program.begin(1)
         try:
             program.step(
-                inputs.unsqueeze(0), targets.unsqueeze(0), [len(some)], shares_of_rows, True
+                inputs=inputs.unsqueeze(0),
+                targets=targets.unsqueeze(0),
+                sizes=[len(some)],
+                shares=shares_of_rows,
+                first=True,
             )
         except (RuntimeError, ValueError) as error:
             raise CannotBatchError(
@@ -320,7 +325,15 @@ def _max_pool(
         raise CannotBatchError("max pooling returns indices")
     kernel = _pair(kernel_size)
     over = kernel if stride is None else _pair(stride)
-    return [layers.max_pool(kernel, over, _pair(padding), _pair(dilation), ceil_mode)]
+    return [
+        layers.max_pool(
+            kernel=kernel,
+            stride=over,
+            padding=_pair(padding),
+            dilation=_pair(dilation),
+            ceil=ceil_mode,
+        )
+    ]
 
 
 def _avg_pool(
@@ -335,7 +348,12 @@ def _avg_pool(
     over = kernel if stride is None else _pair(stride)
     return [
         layers.avg_pool(
-            kernel, over, _pair(padding), ceil_mode, count_include_pad, divisor_override
+            kernel=kernel,
+            stride=over,
+            padding=_pair(padding),
+            ceil=ceil_mode,
+            count_padding=count_include_pad,
+            divisor=divisor_override,
         )
     ]
 
@@ -384,19 +402,19 @@ _MODULES: dict[type[nn.Module], Callable[[Any], list[Layer]]] = {
     nn.Flatten: lambda module: _flatten(module.start_dim, module.end_dim),
     nn.Dropout: lambda module: _dropout(module.p),
     nn.MaxPool2d: lambda module: _max_pool(
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.dilation,
-        module.ceil_mode,
-        module.return_indices,
+        kernel_size=module.kernel_size,
+        stride=module.stride,
+        padding=module.padding,
+        dilation=module.dilation,
+        ceil_mode=module.ceil_mode,
+        return_indices=module.return_indices,
     ),
     nn.AvgPool2d: lambda module: _avg_pool(
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.ceil_mode,
-        module.count_include_pad,
-        module.divisor_override,
+        kernel_size=module.kernel_size,
+        stride=module.stride,
+        padding=module.padding,
+        ceil_mode=module.ceil_mode,
+        count_include_pad=module.count_include_pad,
+        divisor_override=module.divisor_override,
     ),
 }

@@ -86,7 +86,7 @@ class Weights:
         """The weights that all clients have in this step, as in their first; None where each has
         its own."""
         self.is_factored = False
-        """By themselves, or with the weight beside them."""
+        """By themselves, or with the weight that a bias belongs to."""
         self.has_more = False
         """Whether a step has something that is not in the products, so that it needs `finish`."""
         self.factored: Factored | None = None

@@ -28,10 +28,10 @@ class Layout:
 
     @staticmethod
     def of(model: nn.Module) -> Layout:
-        groups = by_dtype(model.parameters()).items()
-        return Layout(
-            tuple((dtype, sum(each.numel() for each in group)) for dtype, group in groups)
-        )
+        parts: list[tuple[torch.dtype, int]] = []
+        for dtype, group in by_dtype(model.parameters()).items():
+            parts.append((dtype, sum(each.numel() for each in group)))
+        return Layout(tuple(parts))
 
     @property
     def nbytes(self) -> int:
@@ -147,11 +147,9 @@ class Outputs:
             for (which, place), job in zip(reply.places, jobs, strict=False)
         ]
         if not cohorts:
-            deltas = [
-                [part.clone() for part in output] if failure is None else []
-                for output, (*_, failure) in zip(self.sets, reply.results, strict=False)
-            ]
+            for output, (*_, failure) in zip(self.sets, reply.results, strict=False):
+                deltas.append([] if failure is not None else [part.clone() for part in output])
         return [
-            Trained(delta, buffers, samples, loss, failure)
+            Trained(delta=delta, buffers=buffers, samples=samples, loss=loss, failure=failure)
             for delta, (samples, loss, buffers, failure) in zip(deltas, reply.results, strict=True)
         ]

@@ -21,7 +21,7 @@ honestly. An attack is a pure function of (updates, liars, seed, turn); what it 
 additions for those that are omniscient, O(f·d) for the others.
 
 Updates are lists of flat tensors, as `dure.tensors.flat` keeps parameters, and are differences
-(weights after training less weights before), so that -mu is uphill; behind them is what an
+(weights after training less weights before), so that -mu is uphill; after them is what an
 algorithm sends besides, as SCAFFOLD's controls. What honest clients sent is never changed. A client
 that does not answer is no attack: that is `dure.fleet.availability`.
 

@@ -109,6 +109,11 @@ class NoAttack(Attack):
     name: ClassVar[str] = "none"
 
 
+def scaled(update: Update, by: float) -> list[Tensor]:
+    """The update times a number."""
+    return [tensor * by for tensor in update]
+
+
 def check_positive(value: float, what: str) -> None:
     """Raises ValueError unless `value` is a positive number. what: the words for it, as "gaussian:
     sigma"."""

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.fleet.attacks.attack import Attack, Random, Update, check_positive
+from dure.fleet.attacks.attack import Attack, Random, Update, check_positive, scaled
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SignFlip(Attack):
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
-        return {liar: [tensor * -self.scale for tensor in updates[liar]] for liar in liars}
+        return {liar: scaled(updates[liar], -self.scale) for liar in liars}
 
 
 @dataclass(frozen=True)
@@ -161,4 +161,4 @@ def _constant(updates: Sequence[Update], liars: Sequence[int], value: float) -> 
             tensor, max(-largest, min(value, largest)) if math.isfinite(value) else value
         )
 
-    return {liar: [filled(tensor) for tensor in updates[liar]] for liar in liars}
+    return {liar: list(map(filled, updates[liar])) for liar in liars}

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dure.fleet.attacks.attack import Attack, Random, Update, check_positive
+from dure.fleet.attacks.attack import Attack, Random, Update, check_positive, scaled
 from dure.randomness.chance import check_share
 from dure.randomness.permutation import Permutation
 
@@ -119,7 +119,7 @@ class Backdoor(Attack):
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
-        return {liar: [tensor * self.scale for tensor in updates[liar]] for liar in liars}
+        return {liar: scaled(updates[liar], self.scale) for liar in liars}
 
 
 def _labels(targets: Any, attack: Attack) -> Tensor:
