@@ -28,10 +28,6 @@ from dure.settings import read, write
 Candidates = Callable[[int], int]
 """The client that is asked at a position 0, 1, ... of a round's order."""
 
-FEW = 20
-"""Places of an order that are found one by one, which takes less time than to find as many at
-once."""
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -74,16 +70,15 @@ class Selection:
         """The order in which clients are asked in this round. attempt: counts the times that it
         began again. sizes: of all clients. likely: how many are asked if all are there."""
         permutation = Permutation(len(sizes), _seed(seed, round, attempt))
-        known: list[int] = []
+        known = permutation.first(likely)
 
         def at(position: int) -> int:
-            if position < FEW and likely <= FEW:
-                return permutation[position]
+            """Those who are asked where some are away are found when they are asked for."""
             if position >= len(known):
-                known[:] = permutation.first(max(likely, 2 * position + 32))
+                known[:] = permutation.first(2 * position + 32)
             return known[position]
 
-        return at
+        return known.__getitem__ if len(known) == len(sizes) else at
 
     def __str__(self) -> str:
         return write(self) if self != type(self)() else self.name
