@@ -77,7 +77,7 @@ class Permutation:
         return value
 
     def first(self, m: int) -> list[int]:
-        """[permutation[0], permutation[1], ...]: m different numbers, or all n if they are fewer."""
+        """[permutation[0], permutation[1], ...]: m different numbers, or all n if fewer."""
         m = min(m, self.n)
         if m <= FEW:
             return [self._walked(i) for i in range(m)]

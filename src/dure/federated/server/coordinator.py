@@ -3,10 +3,10 @@
 It is told what happened, and when, and answers with what is to be done. Who drives it (a
 simulation, a network) carries the messages:
 
-    check_in(client, now)  leave(client)        who is there, where they say so themselves
-    update(ticket, now)                         a client's answer has arrived, and lies with the driver
-    failed(ticket, reason, now)                 there will be none
-    tick(now)                                   time has passed; `wake` says when it wants to be told
+    check_in(client, now)  leave(client)    who is there, where they say so themselves
+    update(ticket, now)                     a client's answer has arrived, and lies with the driver
+    failed(ticket, reason, now)             there will be none
+    tick(now)                               time has passed; `wake` says when it wants to be told
 
     -> Assign(assignment)    Refuse(ticket, client, reason)    Combine(tickets)
 

@@ -3,9 +3,12 @@
 A selection names an order in which clients are asked; who is not there is passed over, so that
 those who are there are chosen as if only they had been asked.
 
-    uniform     m = max(C·K, 1) of K, without replacement                          McMahan et al. 2017, algorithm 1
-    weighted    m of K without replacement, each next one with probability ~ n_k    Efraimidis, Spirakis 2006
-    poisson     each of K independently with probability C: m differs from round to round, and may be 0
+    uniform     m = max(C·K, 1) of K, without replacement
+    weighted    m of K without replacement, each next one with probability ~ n_k
+    poisson     each of K independently with probability C: m differs from round to round, and may
+                be 0
+
+Sources: McMahan et al. 2017, algorithm 1 (uniform); Efraimidis, Spirakis 2006 (weighted).
 
 More than m may be asked (over-selection) and a round may end before all have answered (a deadline),
 as long as a minimum has: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design",
