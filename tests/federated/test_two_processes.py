@@ -17,6 +17,7 @@ import dure
 from dure.contracts.strategy import Place, seeded_model
 from dure.federated.server.server import Server
 from dure.federated.strategy import Federated
+from dure.machine.threads import threads
 from dure.protocol.carrier import Assign, Combine, Coordinator, Flight
 from dure.protocol.encoding import from_bytes, to_bytes
 from dure.protocol.messages import (
@@ -66,6 +67,7 @@ def live(connection: Connection) -> None:
         task = task_of()
         conditions = dure.Simulated(engine="loop")
         clients = strategy.clients_half(task, seeded_model(task, 0), conditions, 0)
+        torch.set_num_threads(1)  # as the driver does, for steps as small as these
         connection.send_bytes(to_bytes(clients.join()))
         while content := connection.recv_bytes():
             answer = clients.receive(from_bytes(bytearray(content)))
@@ -82,10 +84,14 @@ def elsewhere() -> Iterator[Connection]:
     process = context.Process(target=live, args=(there,))
     process.start()
     there.close()
-    yield here
-    here.send_bytes(b"")
-    process.join(30)
-    assert process.exitcode == 0
+    try:
+        yield here
+        here.send_bytes(b"")
+        process.join(30)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
 
 
 class Pipe:
@@ -165,13 +171,15 @@ class Pipe:
 def federation(name: str, elsewhere: Connection) -> Iterator[Pipe]:
     """The clients of a case, there."""
     elsewhere.send_bytes(name.encode())
-    pipe = Pipe(elsewhere)
-    yield pipe
-    elsewhere.send_bytes(b"")
+    try:
+        yield Pipe(elsewhere)
+    finally:
+        elsewhere.send_bytes(b"")
 
 
 def in_place(program: Callable[[Place], None]) -> None:
-    dure.Simulated(engine="loop").run(program, lambda event: None)
+    with threads(1):
+        dure.Simulated(engine="loop").run(program, lambda event: None)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,6 @@
 """What all federated strategies have in common: their fields, and the two halves that run them.
 
-    server half     dure.federated.server    the global model, who is asked when, how updates become one
+    server half     dure.federated.server    the global model, who is asked when
     clients' half   dure.federated.client    examples, what clients keep, local training
 
 A carrier takes messages between the two (`dure.protocol`): in a simulation, which joins them in one
@@ -377,7 +377,8 @@ def _held_out(
     an order of its own; a client that has one example alone trains on it."""
     if not share:
         return parts, []
-    own, kept = [], []
+    own = []
+    kept = []
     for client, part in enumerate(parts):
         count = min(max(round(share * len(part)), 1), len(part) - 1)
         order = torch.randperm(len(part), generator=generator(seed, "held out", client))

@@ -31,7 +31,12 @@ from dure.randomness.seeds import derive
 # are drawn alike too.
 _STEPS = 8
 _BITS = (1 << 64) - 1
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+FEW = 20
+"""So many numbers are found one by one, which takes less time than to find them all at once."""
 
 
 class Permutation:
@@ -48,17 +53,18 @@ class Permutation:
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         root = derive(seed, "permutation")
-        self._keys = [_mixed(root + step * _GOLDEN & _BITS) for step in range(_STEPS)]
+        # Each step changes one of (l, r) by the other; they change places after it.
+        self._steps = [
+            (_mixed(root + step * _GOLDEN & _BITS), self._b if step % 2 else self._a)
+            for step in range(_STEPS)
+        ]
 
     def __len__(self) -> int:
         return self.n
 
     def __getitem__(self, i: int) -> int:
         """Where i goes. Raises IndexError unless 0 <= i < n."""
-        value: int = self._forth(self._checked(i))
-        while value >= self.n:
-            value = self._forth(value)
-        return value
+        return self._walked(self._checked(i))
 
     def __iter__(self) -> Iterator[int]:
         return map(self.__getitem__, range(self.n))
@@ -71,13 +77,22 @@ class Permutation:
         return value
 
     def first(self, m: int) -> list[int]:
-        """[permutation[0], permutation[1], ...]: m different numbers, or all n if they are fewer,
-        computed at once."""
-        values = self._forth(np.arange(min(m, self.n), dtype=np.uint64))
+        """[permutation[0], permutation[1], ...]: m different numbers, or all n if fewer."""
+        m = min(m, self.n)
+        if m <= FEW:
+            return [self._walked(i) for i in range(m)]
+        values = self._forth(np.arange(m, dtype=np.uint64))
         while len(outside := (values >= self.n).nonzero()[0]):
             values[outside] = self._forth(values[outside])
         found: list[int] = values.tolist()
         return found
+
+    def _walked(self, value: int) -> int:
+        """Where a number below n goes: through the network until it is below n again."""
+        while True:
+            value = self._forth(value)
+            if value < self.n:
+                return value
 
     def _checked(self, i: int) -> int:
         if not 0 <= i < self.n:
@@ -86,18 +101,22 @@ class Permutation:
 
     def _forth(self, value: Any) -> Any:
         """One walk through the network, for an int or an array of uint64."""
-        left, right = value // self._b, value % self._b
-        for step in range(0, _STEPS, 2):
-            left = (left + _mixed(right ^ self._keys[step]) % self._a) % self._a
-            right = (right + _mixed(left ^ self._keys[step + 1]) % self._b) % self._b
-        return left * self._b + right
+        side = value // self._b
+        other = value % self._b
+        for key, size in self._steps:
+            # `_mixed`, written out: the few places of a round would else be a hundred calls.
+            mixed = other ^ key
+            mixed = (mixed ^ mixed >> 30) * _FIRST & _BITS
+            mixed = (mixed ^ mixed >> 27) * _SECOND & _BITS
+            mixed = mixed ^ mixed >> 31
+            side, other = other, (side + mixed % size) % size
+        return side * self._b + other
 
     def _back(self, value: int) -> int:
-        left, right = divmod(value, self._b)
-        for step in range(_STEPS - 2, -1, -2):
-            right = (right - _mixed(left ^ self._keys[step + 1])) % self._b
-            left = (left - _mixed(right ^ self._keys[step])) % self._a
-        return left * self._b + right
+        side, other = divmod(value, self._b)
+        for key, size in reversed(self._steps):
+            side, other = (other - _mixed(side ^ key)) % size, side
+        return side * self._b + other
 
 
 def _mixed(value: Any) -> Any:

@@ -27,6 +27,7 @@ def jobs_of(
     steps."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
     settings = {"round": 2, "buffers": [], "first_step": 3, **settings}
+    settings.setdefault("turn", settings["round"])
     return [
         Job(client, indices=torch.arange(end - size, end), weights=weights, steps=count, **settings)
         for client, (size, end, count) in enumerate(zip(sizes, ends, steps, strict=True))

@@ -139,7 +139,8 @@ class Clients:
         self._typical = 0
         """Jobs at which the engine was chosen."""
         # Most clients do as much as others do, and the same again in the next round.
-        self._whole_work = lru_cache(maxsize=FEW)(self._work)
+        self._known_work = lru_cache(maxsize=FEW)(self._work)
+        self._known_steps = lru_cache(maxsize=FEW)(work.steps_of)
 
     # What is said to them
 
@@ -173,7 +174,7 @@ class Clients:
         is done."""
         client = assignment.client
         examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
-        return self._whole_work(examples, assignment.nbytes, most)
+        return self._known_work(examples, assignment.nbytes, most)
 
     def _work(self, examples: int, up: int, most: float | None) -> Work:
         passes = self.algorithm.passes
@@ -332,7 +333,7 @@ class Clients:
             indices=indices,
             weights=one.weights,
             buffers=one.buffers,
-            first_step=one.turn * self.local.steps_of(indices.numel()),
+            first_step=one.turn * self._known_steps(indices.numel()),
             steps=order.work.steps,
             turn=one.turn,
             lr_factor=self._factor(one.round),
@@ -396,6 +397,7 @@ class Clients:
             buffers=model.buffers,
             first_step=measure.round * steps,
             steps=steps,
+            turn=measure.round,
             lr_factor=self._factor(max(measure.round - 1, 0)),  # of the last round
         )
 

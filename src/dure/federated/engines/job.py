@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
-from msgspec.structs import force_setattr
 from torch import Tensor
 
 
@@ -19,7 +18,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
         w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
 
     client: its number. round: of the weights. turn: where its draws go on, which are derived from
-    (client, turn); the round where it is not given. indices: its examples, in the task's training
+    (client, turn). indices: its examples, in the task's training
     data. weights, anchor, correction: one flat tensor a dtype (`dure.tensors.flat`), shared and
     never changed; anchor None is `weights`. buffers: the model's buffers, in its own order.
     first_step counts on over the client's rounds, so that batches go on where they stopped
@@ -36,12 +35,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     mu: float = 0.0
     anchor: Sequence[Tensor] | None = None
     correction: Sequence[Tensor] | None = None
-    turn: int = -1
+    turn: int = 0
     lr_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.turn < 0:
-            force_setattr(self, "turn", self.round)
 
 
 class Trained(msgspec.Struct, frozen=True, gc=False):

@@ -3,10 +3,10 @@
 It is told what happened, and when, and answers with what is to be done. Who drives it (a
 simulation, a network) carries the messages:
 
-    check_in(client, now)  leave(client)        who is there, where they say so themselves
-    update(ticket, now)                         a client's answer has arrived, and lies with the driver
-    failed(ticket, reason, now)                 there will be none
-    tick(now)                                   time has passed; `wake` says when it wants to be told
+    check_in(client, now)  leave(client)    who is there, where they say so themselves
+    update(ticket, now)                     a client's answer has arrived, and lies with the driver
+    failed(ticket, reason, now)             there will be none
+    tick(now)                               time has passed; `wake` says when it wants to be told
 
     -> Assign(assignment)    Refuse(ticket, client, reason)    Combine(tickets)
 
@@ -111,8 +111,12 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self.updates = Combining(self.model, self.algorithm, self.seed)
-        self.synchronous = self.pacing.synchronous
-        self.oldest = self.pacing.oldest
+        pacing = self.pacing
+        self.synchronous = pacing.synchronous
+        self.oldest = pacing.oldest
+        self._varies = pacing.varies
+        self._lasts = pacing.deadline
+        self._draw = pacing.order
         self._count()
 
     def _count(self) -> None:
@@ -165,9 +169,11 @@ class Coordinator:
             self._answers[client] = self._answers.get(client, 0) + 1
             self._news.append(client)
         combined = self._combine(now)
-        if not (self.synchronous or combined or self.busy):
+        if combined:
+            return combined
+        if not (self.synchronous or self.busy):
             self._probes = 0  # it was the last one at work: all are asked anew
-        return [*combined, *self._fill()]
+        return self._fill() if self._asked < self.asks or not self.synchronous else []
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
         """A client will not answer: it was not there, dropped out, or could not do it. Another is
@@ -234,7 +240,7 @@ class Coordinator:
         elif self.oldest is not None:
             models = [*self._past, (self.model.weights, self.model.buffers)]
             self._past = models[-self.oldest - 1 :]
-        if self.pacing.varies:
+        if self._varies:
             self._count()
         self.wake = now
         self.updates.check(result)
@@ -250,7 +256,7 @@ class Coordinator:
         self._probes = 0
         self._order = None
         if self.synchronous:
-            self.deadline = now + self.pacing.deadline
+            self.deadline = now + self._lasts
             self.wake = self.deadline
         elif self.oldest is not None and not self._past:
             self._past = [(self.model.weights, self.model.buffers)]
@@ -279,9 +285,8 @@ class Coordinator:
         if len(self.busy) >= count:
             return None
         if self._order is None:
-            self._order = self.pacing.order(
-                self.seed, self.model.number, self._attempt, self.sizes, likely=self.asks
-            )
+            number = self.model.number
+            self._order = self._draw(self.seed, number, self._attempt, self.sizes, self.asks)
         # In a round each place of the order comes once; without rounds the order has no end.
         while self._probes < count and not (self.synchronous and self._position >= count):
             client = self._order(self._position)

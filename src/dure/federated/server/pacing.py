@@ -13,13 +13,17 @@ Sources: McMahan et al. 2017 and Bonawitz et al. 2019 (rounds); Xie, Koyejo, Gup
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dure.federated.server.sampling import Candidates, Selection, Uniform, clients_per_round
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
+
+Order = Callable[[int, int, int, Sequence[int], int], Candidates]
+"""(seed, round, attempt, sizes, likely) to who is asked at each position; `Selection.order` says
+what these are."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,9 @@ class Pacing:
         """How many answers make a new model."""
         raise NotImplementedError
 
-    def order(
-        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int
-    ) -> Candidates:
-        """Who is asked at each position. attempt: counts the times that the round began again.
-        sizes: examples of each client. likely: how many are asked if all are there."""
+    @property
+    def order(self) -> Order:
+        """Who is asked at each position."""
         raise NotImplementedError
 
     def updates(self, clients: int) -> int:
@@ -105,10 +107,9 @@ class Rounds(Pacing):
     def needed(self, seed: int, round: int, clients: int) -> int:
         return self.selection.wanted(seed, round, clients, self.fraction)
 
-    def order(
-        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int
-    ) -> Candidates:
-        return self.selection.order(seed, round, attempt, sizes, likely)
+    @property
+    def order(self) -> Order:
+        return self.selection.order
 
     def updates(self, clients: int) -> int:
         return clients_per_round(clients, self.fraction)
@@ -158,13 +159,17 @@ class Buffered(Pacing):
     def needed(self, seed: int, round: int, clients: int) -> int:
         return self.size
 
-    def order(
-        self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int
-    ) -> Candidates:
-        return _Endless(seed, len(sizes)).at
+    @property
+    def order(self) -> Order:
+        return _endless
 
     def updates(self, clients: int) -> int:
         return self.size
+
+
+def _endless(seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int) -> Candidates:
+    """The same order whatever the round is."""
+    return _Endless(seed, len(sizes)).at
 
 
 class _Endless:

@@ -3,9 +3,12 @@
 A selection names an order in which clients are asked; who is not there is passed over, so that
 those who are there are chosen as if only they had been asked.
 
-    uniform     m = max(C·K, 1) of K, without replacement                          McMahan et al. 2017, algorithm 1
-    weighted    m of K without replacement, each next one with probability ~ n_k    Efraimidis, Spirakis 2006
-    poisson     each of K independently with probability C: m differs from round to round, and may be 0
+    uniform     m = max(C·K, 1) of K, without replacement
+    weighted    m of K without replacement, each next one with probability ~ n_k
+    poisson     each of K independently with probability C: m differs from round to round, and may
+                be 0
+
+Sources: McMahan et al. 2017, algorithm 1 (uniform); Efraimidis, Spirakis 2006 (weighted).
 
 More than m may be asked (over-selection) and a round may end before all have answered (a deadline),
 as long as a minimum has: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design",
@@ -27,10 +30,6 @@ from dure.settings import read, write
 
 Candidates = Callable[[int], int]
 """The client that is asked at a position 0, 1, ... of a round's order."""
-
-FEW = 20
-"""Places of an order that are found one by one, which takes less time than to find as many at
-once."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,15 @@ class Selection:
         """The order in which clients are asked in this round. attempt: counts the times that it
         began again. sizes: of all clients. likely: how many are asked if all are there."""
         permutation = Permutation(len(sizes), _seed(seed, round, attempt))
-        known: list[int] = []
+        known = permutation.first(likely)
 
         def at(position: int) -> int:
-            if position < FEW and likely <= FEW:
-                return permutation[position]
+            """Those who are asked where some are away are found when they are asked for."""
             if position >= len(known):
-                known[:] = permutation.first(max(likely, 2 * position + 32))
+                known[:] = permutation.first(2 * position + 32)
             return known[position]
 
-        return at
+        return known.__getitem__ if len(known) == len(sizes) else at
 
     def __str__(self) -> str:
         return write(self) if self != type(self)() else self.name

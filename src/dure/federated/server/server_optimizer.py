@@ -1,11 +1,11 @@
 """How the server moves the global model along the mean update Δ (the clients' pseudo-gradient with
 its sign turned).
 
-    sgd        m <- β1·m + Δ                     x <- x + η·m             β1 = 0: FedAvg; β1 > 0: FedAvgM
-    adagrad    m <- β1·m + (1 - β1)·Δ            v <- v + Δ²
-    adam                                         v <- β2·v + (1 - β2)·Δ²
-    yogi                                         v <- v - (1 - β2)·Δ²·sign(v - Δ²)
-               x <- x + η·m / (√v + τ)           v begins at τ²; no bias correction, as in algorithm 2
+    sgd        m <- β1·m + Δ               x <- x + η·m    β1 = 0: FedAvg; β1 > 0: FedAvgM
+    adagrad    m <- β1·m + (1 - β1)·Δ      v <- v + Δ²
+    adam                                   v <- β2·v + (1 - β2)·Δ²
+    yogi                                   v <- v - (1 - β2)·Δ²·sign(v - Δ²)
+               x <- x + η·m / (√v + τ)     v begins at τ²; no bias correction, as in algorithm 2
 
 A complex number is two real ones. Moments of weights in half precision are in single precision,
 where squares of small updates are not zero.
@@ -86,8 +86,10 @@ class ServerOptimizer:
             return [
                 torch.add(w, d, alpha=self.lr, out=d if spare else None) for w, d in pairs
             ], state
-        kinds, count = weights, len(weights)
-        weights, delta = list(map(_counted_in, weights)), list(map(_counted_in, delta))
+        kinds = weights
+        count = len(weights)
+        weights = list(map(_counted_in, weights))
+        delta = list(map(_counted_in, delta))
         if self.rule == "sgd":
             moments = [m.mul(self.beta1).add_(d) for m, d in zip(state, delta, strict=True)]
             moved = [w.add(m, alpha=self.lr) for w, m in zip(weights, moments, strict=True)]

@@ -1,8 +1,9 @@
 """Why an update cannot be right: what a server can tell without knowing the client's data.
 
-    it answers what was asked      the same client and round, as many tensors, of the same shapes and types
-    it is of examples              at least one
-    it is finite                   deltas, buffers that changed, extras
+    it answers what was asked    the same client and round, as many tensors, of the same shapes and
+                                 types
+    it is of examples            at least one
+    it is finite                 deltas, buffers that changed, extras
 
 Rules that collect updates count those that are not finite among the broken ones themselves; they
 see deltas and buffers as they are.

@@ -1,0 +1,35 @@
+"""The server half by itself: what it goes on from, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+import dure
+from dure.contracts.strategy import Place
+from dure.errors import RunFolderError
+from dure.federated.algorithm import Algorithm
+from dure.federated.server.server import Server
+from small import small_task
+
+
+def test_the_state_of_another_version_is_refused_in_a_line_that_names_it() -> None:
+    def program(place: Place) -> None:
+        server = dure.FedAvg(clients=3).learner(small_task(), place, 0)
+        assert isinstance(server, Server)
+        state = server.state()
+        server.restore(server.weights(), state)
+        with pytest.raises(RunFolderError, match="state version 3, and this one reads version 2"):
+            server.restore(server.weights(), {**state, "version": 3})
+        del state["version"]  # as the first one had none
+        with pytest.raises(RunFolderError, match="state version 1, and this one reads version 2"):
+            server.restore(server.weights(), state)
+
+    dure.Simulated(engine="loop").run(program, lambda event: None)
+
+
+@pytest.mark.parametrize("kind", Algorithm.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_algorithms_say_so_where_clients_send_something_of_their_own(
+    kind: type[Algorithm],
+) -> None:
+    assert kind.answers == (kind.answer is not Algorithm.answer)
+    assert kind.divides == (kind.kept is not Algorithm.kept)
