@@ -1,7 +1,8 @@
 """The house has floors: what a file imports lies below it, and no way leads back, by whatever door.
 
-Looked at are files, and at every level of the tree the folders and files that lie next to each other. An import counts
-wherever it stands: in a function, for type checkers alone, or as a module's name in a string.
+Looked at are files, and at every level of the tree the folders and files that lie next to each
+other. An import counts wherever it stands: in a function, for type checkers alone, or as a module's
+name in a string.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ROOMS = [
     {"cli"},
     {"__main__"},
 ]
-"""From the ground up. Rooms of one floor know nothing of each other, but for those that `MAY` names."""
+"""From the ground up. Rooms of one floor know nothing of each other, but for those in `MAY`."""
 
 MAY = {
     ("averaging", "parallel"),

@@ -1,9 +1,9 @@
 """Broadcast: every rank ends with the root's tensor.
 
 `tree`: down a binomial tree, ceil(log2 N) transfers of n elements, one after another; a rank sends
-n to each of its children. `linear`: the root sends n to each of the N-1 others, whose bytes all leave
-by its own link. `native`: the backend's own; counted as linear. All of them deliver N-1 times n
-elements.
+n to each of its children. `linear`: the root sends n to each of the N-1 others, whose bytes all
+leave by its own link. `native`: the backend's own; counted as linear. All of them deliver N-1 times
+n elements.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """

@@ -107,9 +107,7 @@ def test_there_and_back_a_pixel_counts_as_often_as_patches_hold_it(
     torch.testing.assert_close(back, images * counts, rtol=1e-13, atol=0)
 
 
-def test_without_stride_and_padding_every_inner_pixel_is_in_as_many_patches_as_the_kernel_has_elements() -> (
-    None
-):
+def test_without_stride_and_padding_an_inner_pixel_is_in_as_many_patches_as_the_kernel_is_large():
     counts = col2im(im2col(torch.ones(1, 1, 7, 6), 3), (1, 1, 7, 6), 3)[0, 0]
     assert counts[2:5, 2:4].eq(9).all()
     assert counts[0].tolist() == [1, 2, 3, 3, 2, 1]

@@ -109,9 +109,7 @@ def dropping() -> nn.Module:
     ).double()
 
 
-def test_dropout_is_the_same_in_every_run_whatever_the_stages_and_that_of_one_worker_in_one_micro_batch() -> (
-    None
-):
+def test_dropout_is_the_same_whatever_the_stages_and_in_one_micro_batch_that_of_one_worker():
     task = small_task(model=dropping, n=40)
     assert same_bits(piped(task, 8, 2, 3), piped(task, 8, 2, 3))
     assert same_bits(piped(task, 8, 2, 3), piped(task, 8, 2, 2))

@@ -53,8 +53,8 @@ def test_a_degree_below_one_is_refused(axis: str) -> None:
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     Mesh(2, 2, 2).check(8)
-    message = "data 2 x pipeline 2 x tensor 2 are 8 ranks, but the world has 6: .* product is 6, or 8 workers"
-    with pytest.raises(ValueError, match=message):
+    sizes = "data 2 x pipeline 2 x tensor 2 are 8 ranks, but the world has 6"
+    with pytest.raises(ValueError, match=f"{sizes}: .* product is 6, or 8 workers"):
         Mesh(2, 2, 2).check(6)
 
 

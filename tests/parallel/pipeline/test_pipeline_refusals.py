@@ -16,7 +16,7 @@ from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.mesh.tensor_parallel import TensorParallel
 from dure.parallel.pipeline.builders import make
-from small import CLASSES, FEATURES, network, small_task
+from small import CLASSES, FEATURES, check_all, network, small_task
 
 
 class Undecided(nn.Module):

@@ -54,8 +54,9 @@ def _failed() -> None:
 
 
 class Wire:
-    """Messages of one group. beside: whether they travel alongside the program, in the order of their
-    issue.
+    """Messages of one group.
+
+    beside: whether they travel alongside the program, in the order of their issue.
 
     split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared
     memory, where the others read it, maybe after this rank has ended it. planned: whether all that
