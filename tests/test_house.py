@@ -74,7 +74,7 @@ def _first(names: list[str]) -> list[str]:
 
 
 def _in_text(text: str) -> Iterator[str]:
-    """Modules that a string names so that they can be imported: "dure.run.drive", or a line of a program."""
+    """Modules that a string names to be imported: "dure.run.drive", or a line of a program."""
     if text in MODULES and text != "dure":
         yield text
     yield from (
@@ -122,7 +122,7 @@ def _walk(graph: Mapping[str, set[str]], here: str, way: list[str], done: set[st
 
 
 def rooms_in(folder: str) -> dict[str, set[str]]:
-    """What lies in a folder, as names, with an arrow where some file of the one imports some file of the other."""
+    """What lies in a folder, with an arrow where some file of the one imports one of the other."""
     depth = folder.count(".") + 2
     graph: dict[str, set[str]] = {}
     for name, others in arrows().items():
