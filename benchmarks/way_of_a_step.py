@@ -1,7 +1,7 @@
 """How far a reader walks: the files and functions of dure that one step, or one round, passes.
 
     step     data parallel by ring all-reduce on two processes, rank 0, its main thread
-    round    FedAvg with ten clients, all of them asked, in the simulation
+    round    FedAvg with ten clients, all of them asked, in the simulation, by the engine `batched`
 
 Calls of functions that are defined in dure are counted, after a few steps, in `Learner.advance` and
 all that it calls: no evaluation, no checkpoint. Lambdas and comprehensions count as calls too.
@@ -83,7 +83,7 @@ def main() -> None:
     asked = parser.parse_args()
     ways = {
         "step": walked(dure.DataParallel(all_reduce="ring"), dure.Processes(2)),
-        "round": walked(dure.FedAvg(clients=10), dure.Simulated()),
+        "round": walked(dure.FedAvg(clients=10), dure.Simulated(engine="batched")),
     }
     for name, calls in ways.items():
         show(name, calls, asked.list)

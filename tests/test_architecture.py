@@ -86,7 +86,11 @@ def walker() -> ModuleType:
             lambda: dure.DataParallel(all_reduce="ring"),
             lambda: dure.Processes(2),
         ),
-        ("The way of an update", lambda: dure.FedAvg(clients=10), lambda: dure.Simulated()),
+        (
+            "The way of an update",
+            lambda: dure.FedAvg(clients=10),
+            lambda: dure.Simulated(engine="batched"),
+        ),
     ],
 )
 def test_a_step_passes_the_stations_in_the_order_drawn(

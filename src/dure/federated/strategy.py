@@ -292,12 +292,14 @@ class Federated(Strategy):
     ) -> Clients:
         """All clients of the federation, with their examples. model: the run's, which stays as it
         is."""
+        # Engines are made later, when a forward pass may have given the run's model other buffers.
+        fresh = another(model, task, seed)
         examples, _ = examples_for(model, task)
         parts = self.divide(task, seed)
         own, held_out = _held_out(parts, self.held_out, seed)
         personal = Personal(
             task=task,
-            fresh=model,
+            fresh=fresh,
             examples=examples,
             held_out=held_out,
             seed=seed,
@@ -318,7 +320,7 @@ class Federated(Strategy):
             return self.engine(
                 Setting(
                     task=task,
-                    model=another(model, task, seed),
+                    model=another(fresh, task, seed),
                     examples=examples,
                     batch_size=self.batch_size,
                     seed=seed,

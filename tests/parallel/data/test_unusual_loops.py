@@ -21,7 +21,7 @@ from dure.contracts.strategy import Place
 from dure.errors import DureError
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.zero import ZeroRedundancy, checkpoint, read_whole
-from small import CLASSES, FEATURES, examples, largest_difference, small_task
+from small import CLASSES, FEATURES, check_all, examples, largest_difference, small_task
 
 CLOSE = 1e-12
 TWO = dure.Processes(2, deadline=120)
@@ -208,7 +208,7 @@ def test_an_optimizer_that_looks_at_all_gradients_is_not_divided(kind: float) ->
 
 def test_an_optimizer_with_a_closure_is_not_divided() -> None:
     with pytest.raises(ValueError, match="LBFGS cannot be divided over stages"):
-        dure.Pipeline(8, 2).check(small_task(optimizer=torch.optim.LBFGS), 2)
+        check_all(dure.Pipeline(8, 2), small_task(optimizer=torch.optim.LBFGS), 2)
     check_parameter_wise(torch.optim.Adafactor(layers().parameters()))
 
 

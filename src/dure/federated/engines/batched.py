@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -288,8 +289,9 @@ class BatchedEngine(Engine):
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         threads_here = self._threads(steps)
+        own_threads = nullcontext() if threads_here is None else threads(threads_here)
         # What is made in inference mode is read outside, and never changed.
-        with torch.inference_mode(), threads(threads_here):
+        with torch.inference_mode(), own_threads:
             for (weights, begin, end), output, pays in zip(self._places, outputs, pay, strict=True):
                 if pays:
                     weights.factor(start[0, begin:end], len(jobs), rule, rows)
