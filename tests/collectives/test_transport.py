@@ -37,7 +37,6 @@ def test_over_torch_the_answer_is_no_to_all_but_messages() -> None:
         answers = (
             carrier.begins_reductions,
             carrier.apart,
-            carrier.sends_ahead,
             carrier.split_phase,
             carrier.holds(1, 1),
             carrier.averages(torch.device("cpu")),

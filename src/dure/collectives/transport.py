@@ -52,9 +52,6 @@ class Transport:
     """Whether every rank has a host of its own, so that what all begin by a plan is begun at
     once, several calls at a time."""
 
-    sends_ahead = False
-    """Whether what is begun by a plan travels before the other rank has begun it."""
-
     split_phase = False
     """Whether ranks that share memory end later what they begin, so that none waits in between."""
 

@@ -163,7 +163,7 @@ def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
             traces[key] = super()._traced(examples, training)
             return traces[key]
 
-    def fresh(task: dure.Task, seed: int) -> nn.Module:
+    def fresh(place: Place, task: dure.Task, seed: int) -> nn.Module:
         new = seeded_model(task, seed)
         with torch.no_grad():
             for own, other in zip(_tensors(model), _tensors(new), strict=True):
@@ -173,7 +173,7 @@ def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(combined, "CutModel", Traced)
-        patch.setattr(combined, "seeded_model", fresh)
+        patch.setattr(Place, "model", fresh)
         yield
 
 

@@ -44,11 +44,6 @@ def is_planned(group: Group) -> bool:
     return group.transport.apart
 
 
-def sends_ahead(group: Group) -> bool:
-    """Whether what a rank sends by a plan travels before the other has begun the same."""
-    return group.transport.sends_ahead
-
-
 def is_split_phase(group: Group) -> bool:
     """Whether ranks that share memory sum what all have begun when they come to it, so that none
     waits in between."""

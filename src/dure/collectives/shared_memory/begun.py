@@ -59,11 +59,6 @@ class BegunCalls:
         return self._across is not None and self._across.apart
 
     @property
-    def sends_ahead(self) -> bool:
-        """Whether what is begun by a plan travels before the other rank has begun it."""
-        return self._across is not None and self._across.sends_ahead
-
-    @property
     def split_phase(self) -> bool:
         """Whether what is begun is ended later; the same on all ranks."""
         return self._across is None and self._host.split_phase

@@ -50,7 +50,6 @@ class OverMemory(Transport):
         self._held = 0 if across is not None else host.channel_bytes
         self.sum = sum  # type: ignore[assignment, method-assign]
         self.apart = begun.apart
-        self.sends_ahead = begun.sends_ahead
         self.split_phase = begun.split_phase
 
     # Messages.

@@ -356,11 +356,6 @@ class Across:
         """Whether every rank has a host of its own."""
         return self._planned is not None
 
-    @property
-    def sends_ahead(self) -> bool:
-        """Whether what is begun here travels before the other host has begun it."""
-        return self._planned is not None and self._planned.sends_ahead
-
     def close(self) -> None:
         """Whatever is still under way is lost."""
         if self._planned is not None:

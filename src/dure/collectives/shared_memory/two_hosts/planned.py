@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,9 +51,6 @@ class Carried(NamedTuple):
 class Planned(Protocol):
     """Begins the calls. op: a number of `calls.OPERATIONS`."""
 
-    sends_ahead: ClassVar[bool]
-    """Whether what is begun here travels before the other host has begun it."""
-
     def all_reduce(self, call: Call, tensor: Tensor, op: int) -> Carried: ...
 
     def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
@@ -70,8 +67,6 @@ class Planned(Protocol):
 
 class OverDuplex:
     """Two hosts. here: which of them this is, 0 or 1. Sums are formed in the order of hosts."""
-
-    sends_ahead: ClassVar[bool] = True
 
     def __init__(self, duplex: Duplex, here: int) -> None:
         self._duplex = duplex
@@ -100,8 +95,6 @@ class OverDuplex:
 
 class OverGloo:
     """Any number of hosts. group: gloo's, with a rank a host."""
-
-    sends_ahead: ClassVar[bool] = False
 
     def __init__(self, group: Any, size: int) -> None:
         self._group = group
