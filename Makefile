@@ -26,11 +26,12 @@ MAKEFLAGS += --jobs=2
 pytest: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test pytest install install-test browser iproute2 lint types docs format clean
+.PHONY: help run test check pytest install install-test browser iproute2 lint types docs format clean
 
 help:
 	@echo "make run     install dure into .venv and compare all systems on the built-in digits"
 	@echo "make test    lint, types, documentation, tests"
+	@echo "make check   lint, types, and the tests that start no other process: for a change under way"
 	@echo "make lint    ruff, check and format"
 	@echo "make types   mypy"
 	@echo "make docs    the documentation as HTML, in site/"
@@ -43,6 +44,15 @@ run: install
 
 # Types are looked at while the first tests run.
 test: lint types pytest
+
+# What most changes break first; it takes less than two minutes on two cores.
+QUICK := tests/test_house.py tests/test_references.py tests/contracts tests/data tests/federated/aggregate \
+  tests/federated/server tests/fleet tests/parallel/pipeline/test_schedule.py tests/protocol tests/randomness \
+  tests/record tests/tensors
+
+check: lint types
+	@echo "quick tests"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(QUICK)
 
 pytest: | lint browser iproute2
 	@echo "documentation and tests"

@@ -15,7 +15,7 @@ from dure.references import is_reference, load, reference_of
 OWN = """
 from dataclasses import dataclass
 from dure.data.partition import Partition
-from beside import SHARE
+from next_door import SHARE
 
 @dataclass(frozen=True)
 class Mine(Partition):
@@ -27,7 +27,7 @@ not_a_class = 3
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    (tmp_path / "beside.py").write_text("SHARE = 0.25\n")
+    (tmp_path / "next_door.py").write_text("SHARE = 0.25\n")
     file = tmp_path / "my_parts.py"
     file.write_text(OWN)
     return file
