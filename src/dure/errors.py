@@ -66,8 +66,9 @@ class WorkerFailedError(DureError):
 
 
 class MismatchError(DureError, RuntimeError):
-    """Ranks that should have made the same collective call made different ones. Every rank raises
-    the same text.
+    """Ranks that should have made the same collective call made different ones.
+
+    Every rank raises the same text.
 
     A RuntimeError too, as torch.distributed's own errors are. `operation`: the call as "call 17";
     `calls`: (ranks, what they called) for each different call.
@@ -83,8 +84,9 @@ class MismatchError(DureError, RuntimeError):
 
 
 class PeerLostError(DureError, RuntimeError):
-    """A rank died or fell silent while others waited for it. A RuntimeError too, as
-    torch.distributed's own are.
+    """A rank died or fell silent while others waited for it.
+
+    A RuntimeError too, as torch.distributed's own are.
 
     `ranks`: the lost ranks; `operation` and `step`: what the others waited in; `reason`: "was
     killed by SIGKILL", "fell silent (nothing for 10 s)", …

@@ -120,8 +120,10 @@ def _run(path: Path, name: str) -> ModuleType:
 
 
 def from_import_path(name: str) -> ModuleType:
-    """The module, which may also lie in the working directory. Raises ValueError if the import
-    fails."""
+    """The module, which may also lie in the working directory.
+
+    Raises ValueError if the import fails.
+    """
     try:
         with _importing_from(Path.cwd()):
             return importlib.import_module(name)

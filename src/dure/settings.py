@@ -35,8 +35,10 @@ def write(setting: Any, without: Collection[str] = ()) -> str:
 
 
 def name_of(kind: type[Any]) -> str:
-    """What the text of a setting of this class begins with. A class of a script or a function,
-    which no text can find, has the name that it has there."""
+    """What the text of a setting of this class begins with.
+
+    A class of a script or a function, which no text can find, has the name that it has there.
+    """
     if is_brought_along(kind):
         name: str = kind.name
         return name
@@ -104,8 +106,10 @@ def filled(
     what: str,
     given: Mapping[str, Any] | None = None,
 ) -> Setting:
-    """The setting of these values, in the order of its fields. given: fields that are not written
-    as values. text, what: what errors are about, as for `read`."""
+    """The setting of these values, in the order of its fields.
+
+    given: fields that are not written as values. text, what: what errors are about, as for `read`.
+    """
     arguments = dict(given or {})
     fields = [field for field in dataclasses.fields(kind) if field.name not in arguments]  # type: ignore[arg-type]
     form = ":".join([name_of(kind), *(field.name.upper() for field in fields)])

@@ -43,8 +43,10 @@ def command(ranks: int, path: Path) -> list[str]:
 
 
 class OpenMpi:
-    """A running job; use it as a context manager. Raises RuntimeError where it does not start or
-    ends by itself."""
+    """A running job; use it as a context manager.
+
+    Raises RuntimeError where it does not start or ends by itself.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

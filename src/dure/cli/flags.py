@@ -165,8 +165,9 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure. Without any of these: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender,
-    5 repetitions.
+    """What to measure.
+
+    Without any of these: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender, 5 repetitions.
 
     Args:
         sizes: bytes of each rank's tensor, such as 65536, 64K or 16M.

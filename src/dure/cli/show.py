@@ -84,8 +84,10 @@ class Display:
                 self.live.stop()
 
     def __call__(self, label: str, event: dict[str, Any]) -> None:
-        """The run called `label` has come as far as `event` says. It goes on where nobody can be
-        told any more."""
+        """The run called `label` has come as far as `event` says.
+
+        It goes on where nobody can be told any more.
+        """
         if self.quiet:
             return
         try:

@@ -23,8 +23,10 @@ LRSchedule = Callable[[int], float]
 
 
 def factor_at(schedule: LRSchedule | None, step: int) -> float:
-    """What learning rates are multiplied with. Raises ValueError if that is no finite number of 0
-    or more."""
+    """What learning rates are multiplied with.
+
+    Raises ValueError if that is no finite number of 0 or more.
+    """
     if schedule is None:
         return 1.0
     factor = float(schedule(step))

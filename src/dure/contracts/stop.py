@@ -48,8 +48,10 @@ class Stop:
     def reached(
         self, unit: str, step: int, samples: int, examples: int, metrics: Mapping[str, float]
     ) -> str | None:
-        """Which limit, other than time, is reached. metrics: of the newest evaluation; examples:
-        those of an epoch."""
+        """Which limit, other than time, is reached.
+
+        metrics: of the newest evaluation; examples: those of an epoch.
+        """
         own = self.steps if unit == "step" else self.rounds
         if own is not None and step >= own:
             return f"{unit}s"

@@ -137,8 +137,10 @@ def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) 
 
 
 def read_checkpoint(folder: Path) -> tuple[bytes, bytes, bytes] | None:
-    """The files of the newest checkpoint in `folder`, or None. Raises RunFolderError if they cannot
-    be read."""
+    """The files of the newest checkpoint in `folder`, or None.
+
+    Raises RunFolderError if they cannot be read.
+    """
     names = sorted(p.name for p in folder.glob("[0-9]*")) if folder.is_dir() else []
     if not names:
         return None

@@ -108,7 +108,9 @@ class Meter:
 
     def answered(self, down: int, up: int, transfer: float, compute: float) -> None:
         """A simulated client was sent `down` bytes and has answered with `up`; 0 is no answer.
-        transfer, compute: its device's seconds."""
+
+        transfer, compute: its device's seconds.
+        """
         counters = self.counters
         counters.bytes_received += down
         if up:
@@ -177,8 +179,10 @@ class Meter:
     def mark(
         self, name: str, category: str, start: float, end: float, step: int, lane: str | None = None
     ) -> None:
-        """A span on the timeline that no counter adds up: an evaluation, a checkpoint. lane: None
-        is the worker's."""
+        """A span on the timeline that no counter adds up: an evaluation, a checkpoint.
+
+        lane: None is the worker's.
+        """
         if self.trace is not None:
             self.trace.add(lane or self.name, name, category, start, end, step)
 

@@ -49,8 +49,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """A new folder with its config.json. Raises RunFolderError if there is something in it
-        already."""
+        """A new folder with its config.json.
+
+        Raises RunFolderError if there is something in it already.
+        """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunFolderError(
                 f"the run folder {path} is not empty: choose another with --out, or go on with "
@@ -159,8 +161,10 @@ class RunFolder:
         self._flushed = time.monotonic()
 
     def history(self) -> History:
-        """What history.jsonl holds; nothing if there is no such file. Raises RunFolderError if it
-        is damaged."""
+        """What history.jsonl holds; nothing if there is no such file.
+
+        Raises RunFolderError if it is damaged.
+        """
         path = self.path / "history.jsonl"
         try:
             return History.decode(path.read_bytes()) if path.exists() else History()
@@ -216,8 +220,10 @@ class RunFolder:
 
 
 _HELD: set[int] = set()
-"""Descriptors of the folders that this process holds. A child that is forked closes them: it may
-live longer."""
+"""Descriptors of the folders that this process holds.
+
+A child that is forked closes them: it may live longer.
+"""
 
 
 def _locked(descriptor: int) -> bool:
@@ -258,8 +264,9 @@ class Run:
 
 
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
-    """The ended run in a folder. model: the task's factory, whose weights are then replaced by the
-    trained ones.
+    """The ended run in a folder.
+
+    model: the task's factory, whose weights are then replaced by the trained ones.
 
     Raises RunFolderError if there is no ended run, or its weights are not those of this model.
     """

@@ -41,8 +41,10 @@ def weights_to_bytes(
 
 
 def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
-    """The inverse of `weights_to_bytes`. Raises SafetensorError or ValueError if the bytes are
-    something else."""
+    """The inverse of `weights_to_bytes`.
+
+    Raises SafetensorError or ValueError if the bytes are something else.
+    """
     tensors = load_tensors(content)
     length = int.from_bytes(content[:8], "little")
     for name in pairs_in(json.loads(content[8 : 8 + length]).get("__metadata__")):

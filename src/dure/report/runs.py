@@ -10,8 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of history.jsonl. The counters of a step line are rank 0's, of an evaluation line
-    everybody's; the metrics of a step line are what the strategy says about it, as residuals."""
+    """One line of history.jsonl.
+
+    The counters of a step line are rank 0's, of an evaluation line everybody's; the metrics of a
+    step line are what the strategy says about it, as residuals.
+    """
 
     step: float
     epoch: float | None
@@ -44,8 +47,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing a lane did; `start` and `duration` in milliseconds since the run began. The name
-    ends with the step."""
+    """One thing a lane did; `start` and `duration` in milliseconds since the run began.
+
+    The name ends with the step.
+    """
 
     lane: int
     name: str
@@ -67,8 +72,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Partition:
-    """How examples lie with clients. `histograms`: clients x classes, or None where there are no
-    labels."""
+    """How examples lie with clients.
+
+    `histograms`: clients x classes, or None where there are no labels.
+    """
 
     description: str
     counts: Sequence[int]
@@ -90,9 +97,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank of a mesh told of itself. at: data, pipeline and tensor index. held: bytes of
-    parameters, gradients, optimizer and buffers. inside: seconds of collectives in its layers, per
-    step."""
+    """What a rank of a mesh told of itself.
+
+    at: data, pipeline and tensor index. held: bytes of parameters, gradients, optimizer and
+    buffers. inside: seconds of collectives in its layers, per step.
+    """
 
     name: str
     at: tuple[int, int, int]
@@ -106,7 +115,9 @@ class Rank:
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What a client of a federation was asked in a round; began and ended in virtual seconds.
-    outcome: "accepted", "late", or why there was no update."""
+
+    outcome: "accepted", "late", or why there was no update.
+    """
 
     client: int
     round: int

@@ -49,8 +49,10 @@ class Checkpoints:
         self._took = 0.0
 
     def due(self, step: int, evaluates: bool) -> bool:
-        """Whether one should be written after `step`. evaluates: whether the step ends with an
-        evaluation."""
+        """Whether one should be written after `step`.
+
+        evaluates: whether the step ends with an evaluation.
+        """
         if self.job.checkpoint_every is not None:
             return step % self.job.checkpoint_every == 0
         pause = max(CHECKPOINT_SECONDS, self._took / CHECKPOINT_SHARE)
@@ -140,9 +142,11 @@ class Checkpoints:
             )
 
     def _take_over(self, workers: list[Counters]) -> None:
-        """The meters of this place go on from a checkpoint's. Ranks that are gone leave their
-        counters to those that are there, so that sums over all workers go on; new ranks begin at
-        zero."""
+        """The meters of this place go on from a checkpoint's.
+
+        Ranks that are gone leave their counters to those that are there, so that sums over all
+        workers go on; new ranks begin at zero.
+        """
         meters = self.learner.meters()
         first = self.group.rank if self.group.size > 1 else 0
         everybody = self.group.size if self.group.size > 1 else len(meters)

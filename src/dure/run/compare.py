@@ -31,8 +31,10 @@ Entry = Strategy | tuple[Strategy, World]
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: those that ended, in the order asked. failed: label to error. report: the page, if
-    `out` was given."""
+    """runs: those that ended, in the order asked.
+
+    failed: label to error. report: the page, if `out` was given.
+    """
 
     runs: list[Run]
     failed: dict[str, DureError]

@@ -40,8 +40,10 @@ class Asked(msgspec.Struct):
 
 
 def asked_of(folder: Path) -> Asked:
-    """What was asked of the run in `folder`. Raises RunFolderError if there is none, or its
-    config.json is damaged."""
+    """What was asked of the run in `folder`.
+
+    Raises RunFolderError if there is none, or its config.json is damaged.
+    """
     config = RunFolder.open(folder).read_json("config.json")
     try:
         return msgspec.convert(config, Asked)

@@ -149,8 +149,10 @@ class Driver:
         return self.job.evaluate_every or self.learner.units_per_epoch
 
     def _limit(self, wish: int) -> str | None:
-        """The limit that was reached. Seconds and interrupts are rank 0's to see: it wished for the
-        stop."""
+        """The limit that was reached.
+
+        Seconds and interrupts are rank 0's to see: it wished for the stop.
+        """
         position = self.position
         stop = self.job.stop
         reached = stop.reached(

@@ -44,8 +44,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves. weights: on rank 0, elsewhere what that rank holds. buffers: those that
-    are not weights."""
+    """What a run leaves.
+
+    weights: on rank 0, elsewhere what that rank holds. buffers: those that are not weights.
+    """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]

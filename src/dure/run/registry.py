@@ -58,14 +58,18 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy called `name`, or the one that a reference finds. Raises ValueError with the
-    nearest name if there is none."""
+    """The strategy called `name`, or the one that a reference finds.
+
+    Raises ValueError with the nearest name if there is none.
+    """
     return _class("strategy", name, catalog.SYSTEMS, Strategy)
 
 
 def world_class(name: str) -> type[World]:
-    """The world called `name`, or the one that a reference finds. Raises ValueError with the
-    nearest name if there is none."""
+    """The world called `name`, or the one that a reference finds.
+
+    Raises ValueError with the nearest name if there is none.
+    """
     return _class("world", name, catalog.WORLDS, World)
 
 

@@ -32,8 +32,11 @@ def summarise(
     ranks: int,
     everybody: list[Counters],
 ) -> dict[str, Any]:
-    """The content of summary.json. everybody: the counters of all ranks, or of those who live in
-    one: the server or master, and its clients or threads."""
+    """The content of summary.json.
+
+    everybody: the counters of all ranks, or of those who live in one: the server or master, and its
+    clients or threads.
+    """
     meters = learner.meters()
     names = [f"rank {rank}" for rank in range(ranks)] if ranks > 1 else [m.name for m in meters]
     senders = everybody

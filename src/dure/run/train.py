@@ -194,8 +194,9 @@ def prepare(
     label: str | None = None,
     model: nn.Module | None = None,
 ) -> tuple[Job, dict[str, Any]]:
-    """The job and the content of config.json. Raises ValueError if anything asked does not fit
-    together.
+    """The job and the content of config.json.
+
+    Raises ValueError if anything asked does not fit together.
 
     model: the task's under the seed, where other runs need it as well; it stays as it is.
     """

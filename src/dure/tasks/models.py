@@ -181,8 +181,10 @@ class PeepholeLSTM(nn.Module):
         self.peepholes = nn.Parameter(torch.empty(3, width).uniform_(-bound, bound))
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
-        """inputs: (B, T, features). Returns the hidden states (B, T, width), and None for nn.LSTM's
-        state."""
+        """inputs: (B, T, features).
+
+        Returns the hidden states (B, T, width), and None for nn.LSTM's state.
+        """
         projected = F.linear(inputs, self.weight_ih)
         hidden = cell = inputs.new_zeros(len(inputs), self.weight_hh.shape[1])
         p_i, p_f, p_o = self.peepholes
@@ -321,8 +323,9 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """indices: int64 (B, T), T <= context. Returns scores of the next symbol, (B, vocabulary,
-        T).
+        """indices: int64 (B, T), T <= context.
+
+        Returns scores of the next symbol, (B, vocabulary, T).
 
         Raises ValueError if T is greater than the context.
         """
