@@ -46,7 +46,8 @@ class Job:
 class Outcome:
     """What a run leaves.
 
-    weights: on rank 0, elsewhere what that rank holds. buffers: those that are not weights.
+    weights: of the whole model on rank 0, elsewhere what that rank holds. buffers: those that are
+    not weights.
     """
 
     weights: Mapping[str, Tensor]
@@ -56,7 +57,11 @@ class Outcome:
 
 
 class Position(msgspec.Struct):
-    """Where a run stands; it goes into every checkpoint."""
+    """Where a run stands; it goes into every checkpoint.
+
+    seconds: of training alone. metrics: of the newest evaluation, after the step last_evaluation
+    (-1: there was none yet). numbers: what the strategy says about the newest step, by name.
+    """
 
     step: int = 0
     samples: int = 0

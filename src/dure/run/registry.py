@@ -86,8 +86,10 @@ def _class(
 
 
 def default_world(strategy: Strategy) -> World:
-    """Where a strategy lives if nothing is said: the torchrun job if there is one, this machine
-    otherwise."""
+    """Where a strategy lives if nothing is said.
+
+    The torchrun job if there is one, this machine otherwise.
+    """
     check_kind(strategy, Strategy)
     if strategy.kind == "clients":
         return world_class("simulated")()
@@ -99,14 +101,17 @@ def default_world(strategy: Strategy) -> World:
 
 
 def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
-    """Raises ValueError if the thing is no strategy, or no world: as one of a user's own may be
-    that was written without the base class."""
+    """Raises ValueError if the thing is no strategy, or no world.
+
+    A user's own may have been written without the base class, or without its name.
+    """
     name = type(thing).__name__
     if not isinstance(thing, base) or not dataclasses.is_dataclass(thing):
         raise ValueError(
             f"{name} is no dure.{base.__name__}: derive its class from dure.{base.__name__}, as a "
             f"frozen dataclass, and give an instance"
         )
+    # What the base class declares without a value, each subclass has to give.
     missing = [one for one in base.__annotations__ if not hasattr(thing, one)]
     if missing:
         raise ValueError(f"{name} does not say its {', '.join(missing)}")
@@ -118,6 +123,7 @@ def encode(thing: Strategy | World) -> dict[str, Any]:
     values = {name: _plain(getattr(thing, name)) for name in names}
     if _is_built_in(thing):
         return {"name": thing.name, **values}
+    # A class that is found but cannot be filled again is as good as lost.
     readable = _UNWRITTEN not in values.values()
     return {
         "name": thing.name,
@@ -128,6 +134,7 @@ def encode(thing: Strategy | World) -> dict[str, Any]:
 
 def _is_built_in(thing: Strategy | World) -> bool:
     entry = (catalog.WORLDS if isinstance(thing, World) else catalog.SYSTEMS).get(thing.name)
+    # By class and not by name alone: a user's own may have taken the name of a built-in one.
     kind = type(thing)
     return entry is not None and (entry.module, entry.kind) == (kind.__module__, kind.__name__)
 
@@ -159,6 +166,7 @@ def decode_world(written: Mapping[str, Any]) -> World:
 
 def is_lost(written: Mapping[str, Any]) -> bool:
     """Whether only the one who made the strategy or world has its class."""
+    # Without the entry: built in. With a text: found by it. With null: nowhere to be found.
     return written.get("from", "") is None
 
 
@@ -186,13 +194,15 @@ def _check_fields(kind: type[Any], names: Iterable[str]) -> None:
 
 
 def _typed(value: Any, hint: Any) -> Any:
+    # What has a text form checks itself; msgspec checks that it is a text, and all the rest.
     parse = TEXTS.get(hint)
     return msgspec.convert(value, hint) if parse is None else parse(msgspec.convert(value, str))
 
 
 def parse_strategy(text: str) -> Strategy:
-    """A strategy from "name" or "name,field=value,…", as `dure compare` takes it:
-    "fed-avg,clients=20". The name may be a reference: "my_systems.py:FedNova".
+    """A strategy from "name" or "name,field=value,…", as `dure compare` takes it.
+
+    For example "fed-avg,clients=20". The name may be a reference: "my_systems.py:FedNova".
 
     Values are read as JSON where the field is no text; null and None are None. A mesh is written by
     its degrees: "parallel,data=2,pipeline=2". Raises ValueError for what does not fit.
@@ -218,12 +228,14 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
         field, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
+        # data=2 is short for an entry of the field mesh, where a strategy has one.
         of_mesh = field in AXES and "mesh" in hints
         if of_mesh and not isinstance(written.setdefault("mesh", {}), dict):
             raise ValueError(f"{text!r}: a mesh is given by its degrees, or by mesh=")
         if not of_mesh:
             _check_fields(kind, [field])
         try:
+            # An axis of a mesh has no hint of its own: its degree is read as JSON.
             read = _value(value, hints.get(field))
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
@@ -243,6 +255,7 @@ def _value(text: str, hint: Any) -> Any:
 
 def _divided(text: str) -> list[str]:
     """The text between commas, of which those inside brackets divide nothing."""
+    # "mesh={"data":2,"pipeline":2}" is one setting.
     parts = [""]
     depth = 0
     for sign in text:

@@ -38,9 +38,11 @@ def summarise(
     clients or threads.
     """
     meters = learner.meters()
+    # Where there are several ranks, each counts as one; of a single one, those who live in it.
     names = [f"rank {rank}" for rank in range(ranks)] if ranks > 1 else [m.name for m in meters]
     senders = everybody
     count = ranks
+    # Bytes per worker: a server or a master sends too, but is no worker to divide by.
     if ranks == 1:
         pairs = zip(meters, everybody, strict=True)
         senders = [counters for meter, counters in pairs if meter.is_worker]

@@ -89,6 +89,7 @@ def train(
     folder = Path(out) if out is not None else None
     elastic = world.starts_again and folder is not None
     if folder is not None and world.leads:
+        # An elastic job that torchrun starts again finds its own folder there: no error.
         (RunFolder.enter if elastic else RunFolder.create)(folder, config)
         tell_of_resuming(folder, config)
     return run_job(
@@ -97,8 +98,10 @@ def train(
 
 
 def tell_of_resuming(folder: Path, config: Mapping[str, Any]) -> None:
-    """Warns, before anything is trained, where a run can only be resumed by the one who has the
-    class of its strategy or world."""
+    """Warns where only the owner of the strategy's or world's class can resume the run.
+
+    It warns before anything is trained.
+    """
     lost = [what for what in ("strategy", "world") if is_lost(config[what])]
     if lost:
         wanted = ", ".join(f"{what}=..." for what in lost)
@@ -107,6 +110,7 @@ def tell_of_resuming(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} can be resumed only as dure.resume({str(folder)!r}, {wanted}): the "
             f"{' and '.join(lost)} {names} is made where no other process finds it, or has a "
             f"field that cannot be written; a class in a file of its own is found again",
+            # The line of the user who called `train` or `compare`.
             stacklevel=3,
         )
 
@@ -120,8 +124,7 @@ def resume(
     stop: Stop | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
-    """Goes on with the run in `folder` from its newest checkpoint, or from the start if it has
-    none.
+    """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
 
     The result has the same bits as if the run had never been interrupted. task: needed only for a
     task that was made in Python and not loaded by its name. strategy, world: needed only for those
@@ -161,6 +164,7 @@ def resume(
         checkpoint_every=asked.checkpoint_every,
         label=asked.label,
     )
+    # Only checks and config.json here: rank 0 holds the folder once it runs.
     if world.leads:
         RunFolder(path).begin_again(new_config)
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
@@ -177,6 +181,7 @@ def _made_in_python(folder: Path, what: str) -> RunFolderError:
 def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already."""
     assert job.fresh is not None
+    # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).
     outcome = world.run(functools.partial(drive, job), on_progress)
     model = job.fresh.trained(outcome.weights, outcome.buffers)
     return Run(model, outcome.history, outcome.summary, job.folder)
@@ -210,7 +215,9 @@ def prepare(
     stop.check(strategy.unit)
     _check_target(stop, task)
     _check_first_example(task)
+    # A model that was given serves other runs too: learners take copies of it.
     keep = model is not None
+    # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
     parameters = _checked_model(task, strategy, world, model)
@@ -268,25 +275,29 @@ def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Modul
 
 
 def _label(strategy: Strategy, world: World) -> str:
-    """What tables call the run: the strategy, its workers, and what clients' conditions are not
-    ideal."""
+    """What tables call the run: the strategy, its workers, and conditions that are not ideal."""
     name = strategy.label_in(world.kind)
     workers = world.workers or 1
     told = world.conditions.told() if world.conditions is not None else []
     label = ", ".join([f"{name} ×{workers}" if workers > 1 else name, *told])
+    # Whole numbers lose their ".0": 5.0 reads 5.
     return re.sub(r"(?<=\d)\.0(?!\d)", "", label)
 
 
 def _check_first_example(task: Task) -> None:
-    """Raises ValueError if a dataset's is no pair; what else is wrong with it is said when it is
-    learned from."""
+    """Raises ValueError if the first example of a dataset is no pair.
+
+    What else is wrong with it is said when it is learned from.
+    """
     if not isinstance(task.train, DatasetExamples):
         return
+    # Reading an example may draw random numbers, such as a crop; the run is not to feel it.
     before = generators_state()
     try:
         task.train.batch(torch.tensor([0]))
     except ValueError:
         raise
+    # Where it is learned from, the same error names the worker and the step.
     except Exception:
         return
     finally:
