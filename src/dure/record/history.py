@@ -17,6 +17,9 @@ import msgspec
 class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults=True):
     """After a step or round: cumulative counters of rank 0 (a federation's server).
 
+    A run keeps one for every step. With gc=False the garbage collector passes them over: they are
+    part of no cycle.
+
     loss: None where nothing was learned, such as in a round in which no update counted. numbers:
     what else the strategy says about the round, by name; None where it says nothing.
     """
@@ -84,8 +87,10 @@ FALL = (
 
 
 def lower_is_better(metric: str) -> bool:
-    """Losses, errors and the like (`FALL`) fall, also those of the worst tenth of clients; every
-    other metric rises."""
+    """Whether a metric falls: losses, errors and the like (`FALL`) do, every other one rises.
+
+    So do those of the worst tenth of clients, whose names end with _p10.
+    """
     return metric.removesuffix("_p10").endswith(FALL)
 
 
@@ -101,14 +106,18 @@ def steps_to_target(
 
     steps, values: the evaluations, in order. falling: lower values are better.
     """
+    # With the sign turned, a falling metric rises as well, and one rule serves both.
     sign = -1.0 if falling else 1.0
     best = float("-inf")
     before = 0.0
     for step, value in zip(steps, values, strict=True):
         better = max(best, sign * value)
         if better >= sign * target:
+            # The part of the way, from the best so far to this value, that lies below the target.
+            # Before the first evaluation there is none: what it reaches is reached there.
             share = 1.0 if best == float("-inf") else (sign * target - best) / (better - best)
             return before + share * (step - before) if best != float("-inf") else float(step)
+        # From the newest evaluation on, also where it was no better: the curve is flat until there.
         best = better
         before = float(step)
     return None
@@ -135,14 +144,15 @@ class History:
         return [record for record in self.records if isinstance(record, Evaluation)]
 
     def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """(x, y) of a metric over the evaluations where it was finite; `against` is any field of
-        `Evaluation`, such as "bytes_sent"."""
+        """(x, y) of a metric over the evaluations where it was finite.
+
+        against: what x is: any field of `Evaluation`, such as "bytes_sent".
+        """
         pairs = [(float(getattr(e, against)), e.metrics.get(metric)) for e in self.evaluations]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps or rounds, values) of a number that the strategy reports with each of them, as
-        "primal_residual"."""
+        """(steps or rounds, values) of a number that the strategy reports: "primal_residual"."""
         pairs = [(step.step, (step.numbers or {}).get(name)) for step in self.steps]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
@@ -171,8 +181,7 @@ class History:
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
 
     def until(self, step: int) -> History:
-        """The records up to `step`: the history of a run that is resumed from the
-        checkpoint of that step."""
+        """The records up to `step`: the history of a run resumed from that step's checkpoint."""
         return History(record for record in self.records if record.step <= step)
 
     def encoded(self) -> bytes:

@@ -53,8 +53,7 @@ class Trace:
             found.dropped += 1
 
     def packed(self, offset: float = 0.0) -> bytes:
-        """All lanes as bytes, their times moved by `offset` seconds onto another machine's
-        clock."""
+        """All lanes as bytes, for rank 0. offset: seconds from this machine's clock to rank 0's."""
         lanes = [
             Lane(
                 lane.name,
@@ -74,9 +73,12 @@ class Trace:
 
 
 def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
-    """Trace events of `lanes`, one thread a lane; `ts` and `dur` in microseconds since the first
-    span of all."""
+    """Trace events of `lanes`, one thread a lane.
+
+    `ts` and `dur` are in microseconds, `ts` since the first span of all.
+    """
     origin = min((span.start for lane in lanes for span in lane.spans), default=0.0)
+    # "M" events name things, "X" events are spans with a beginning and a length.
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}
     ]
@@ -84,6 +86,7 @@ def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
         thread = {"pid": 1, "tid": tid}
         events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": lane.name}})
         if lane.dropped:
+            # A name of our own, which viewers pass over and the report reads.
             events.append(
                 {"ph": "M", "name": "spans_dropped", **thread, "args": {"count": lane.dropped}}
             )

@@ -48,6 +48,7 @@ class FlatParameters:
         for group in by_dtype(moved).values():
             buffer = torch.cat([parameter.detach().reshape(-1) for parameter in group])
             for parameter, view in zip(group, views_of(buffer, group), strict=True):
+                # The parameter stays the same object: optimizers, hooks and modules still hold it.
                 parameter.data = view
             self.buffers.append(buffer)
 

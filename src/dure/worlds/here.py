@@ -53,5 +53,6 @@ def run_here(
     asked: list[bool] = []
     group = Group(None, Meter(name, trace, is_worker))
     place = Place(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
+    # The step at hand is finished: the driver looks at `asked` between steps.
     with on_interrupt(lambda: asked.append(True)):
         return program(place)

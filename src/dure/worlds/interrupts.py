@@ -31,6 +31,7 @@ def on_interrupt(
         if asked is None:
             asked = time.monotonic()
             ask()
+        # A run that does not get to the end of its step is ended by pressing again.
         elif time.monotonic() - asked > _SAME_KEYSTROKE:
             raise KeyboardInterrupt
 
