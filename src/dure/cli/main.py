@@ -84,12 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = DEBUG in given
     given = [argument for argument in given if argument != DEBUG]
     # OpenMP's threads spin for milliseconds before they give their core back, and starve others
-    # that need it.
+    # that need it. Set before torch is loaded, which reads it then, and for ranks to inherit.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     open_streams()
     try:
         return _dispatch(given)
     except BrokenPipeError:  # `dure --help | head`: nobody reads on
+        # Python flushes standard output once more at its end, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except KeyboardInterrupt:
@@ -104,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if debug and isinstance(error, WorkerFailedError) and error.traceback:
             print(error.traceback, file=sys.stderr)
+        # Foreseen: the text says what to do. That of a worker says what the user's own code raised,
+        # of which the traceback says more.
         foreseen = isinstance(error, (DureError, ValueError, ImportError))
         own = foreseen and not isinstance(error, WorkerFailedError)
         text = str(error) if foreseen else f"{type(error).__name__}: {error}"
@@ -134,6 +137,7 @@ def _dispatch(given: list[str]) -> int:
         print(f"dure {__version__}")
         return 0
     asks = given[1:] in (["--help"], ["-h"])
+    # What flags there are depends on the task and the system, which nobody has named yet.
     if given[0] == "train" and asks:
         print(usage(), end="")
         return 0
@@ -154,7 +158,7 @@ _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
     "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
 }
-"""What commands take whatever is named."""
+"""What these commands take whatever is named: usage, parts of the flags, description."""
 
 COMPARED = (
     "single-worker",
@@ -185,6 +189,7 @@ def _train(given: list[str]) -> int:
     reference, system = names
     _check_names(reference, [system])
     built_in = catalog.SYSTEMS.get(system)
+    # Before the imports below: the server loads torch while this process does.
     if built_in is not None and built_in.forks and value_of("--world", flags) != "threads":
         _start_fork_server()
     from dure.cli.worlds import options_of, world_of
@@ -206,6 +211,7 @@ def _train(given: list[str]) -> int:
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
     world = world_of(strategy, asked["world"])
+    # A new folder has the time in its name: started again, the job would not find it.
     if how.out is None and world.starts_again:
         raise ValueError(
             "torchrun may start this job again: say with --out which folder it goes on with"
@@ -263,6 +269,7 @@ def _show_run(
         with Display(stop, quiet) as display:
             done = run(on_progress=partial(display, "training"))
     except DureError as error:
+        # Where the input has to change (2), going on would fail in the same way.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
                 f"dure: kept until its last checkpoint; go on with dure train --resume {folder}",
@@ -285,8 +292,10 @@ def _show_run(
 
 
 def _say_facts(folder: Path) -> None:
-    """A line on what a run told of itself: a pipeline its stages and bubble, a federation what came
-    of its clients."""
+    """A line on what a run told of itself.
+
+    A pipeline tells its stages and bubble, a federation what came of its clients.
+    """
     from dure.report import federated, pipeline
     from dure.report.read import read_run
 
@@ -329,6 +338,7 @@ def _compare(given: list[str]) -> int:
             evaluate_every=how.evaluate_every,
             on_progress=display,
         )
+    # Under torchrun every rank comes here; one of them speaks.
     if not leads_here():
         return max((error.exit_code for error in done.failed.values()), default=0)
     summaries = [run.summary for run in done.runs]
@@ -370,6 +380,7 @@ def _bench(given: list[str]) -> int:
         "All-reduce, side by side in one run.",
     )
     how: BenchOptions = asked["how"]
+    # Before anything is measured: under torchrun each rank would start ranks of its own.
     if "RANK" in os.environ:
         raise ValueError("dure bench starts its own ranks: call it without torchrun")
     from dure.bench import options
@@ -430,8 +441,10 @@ def _file_name(task: Task) -> str:
 
 @contextmanager
 def _folder(asked: Path | None, name: str) -> Iterator[Path]:
-    """The folder that was asked for, or a new one in runs/: made at once, so that nobody else takes
-    it."""
+    """The folder that was asked for, or a new one in runs/.
+
+    The new one is made at once, so that nobody else takes it.
+    """
     if asked is not None:
         yield asked
         return
@@ -439,6 +452,7 @@ def _folder(asked: Path | None, name: str) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
+        # rmdir takes empty folders only: what a run has written stays.
         with suppress(OSError):  # something was written
             folder.rmdir()
         raise

@@ -24,6 +24,8 @@ from dure.record.history import lower_is_better
 from dure.report.words import duration
 
 PLAIN_SECONDS = 2.0
+"""Between two lines of progress, where standard error is no terminal."""
+
 NAMES_WIDTH = 40
 """What the names of systems and worlds get at least, where columns are many."""
 
@@ -33,6 +35,7 @@ def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
     own = stop.steps if event["unit"] == "step" else stop.rounds
     limits = [(own, event["step"]), (stop.epochs, event["epoch"]), (stop.seconds, event["seconds"])]
     shares = [done / limit for limit, done in limits if limit is not None]
+    # A step may go beyond the limit of epochs or seconds.
     return min(max(shares), 1.0) if shares else None
 
 
@@ -80,6 +83,7 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.live.live.is_started:
+            # The terminal may be gone; the run has ended well all the same.
             with suppress(OSError):
                 self.live.stop()
 
@@ -144,6 +148,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     metrics = [
         name for name in named if any(summary.get(name) is not None for summary in summaries)
     ]
+    # What rises comes first, such as accuracies; the sort is stable, so the rest keeps its order.
     metrics.sort(key=lower_is_better)
     result: list[Column] = [
         (
@@ -183,6 +188,7 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
         <= console.width
     ):
         return result
+    # Column by column, until the names of systems and worlds have room.
     while (
         room := console.width - sum(_width(column, summaries) + 2 for column in shown)
     ) < NAMES_WIDTH:
@@ -206,8 +212,10 @@ def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
 
 
 def _least(shown: Sequence[Column]) -> int:
-    """The place of the column to leave out first: memory, bytes, the last metric of clients, the
-    last of the model."""
+    """The place of the column to leave out first.
+
+    The order: memory, bytes, the last metric of clients, the last of the model.
+    """
     names = [heading for heading, *_ in shown]
     for name in ("peak memory", "sent a worker"):
         if name in names:
@@ -227,6 +235,8 @@ def _table(
     """room: for the names of systems and worlds, where numbers take as little as they can."""
     result = Table(box=None, pad_edge=False, header_style="dim")
     places = list(map(_place, summaries))
+    # The world gets a third of the room, or its longest word if that is longer, but no more than
+    # it needs; the system gets the rest.
     where = (
         None
         if room is None
@@ -246,6 +256,7 @@ def _table(
     best: list[float | None] = []
     for _, value, _, lower in shown:
         present = [v for v in map(value, summaries) if v is not None]
+        # Where all are equal nothing is best.
         best.append((min if lower else max)(present) if len(set(present)) > 1 else None)
     for summary in summaries:
         cells = []

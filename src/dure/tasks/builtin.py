@@ -61,8 +61,9 @@ def digits(model: Literal["mlp", "cnn", "logistic"] = "mlp", lr: float = 0.1) ->
 def mnist(
     data: Path, model: Literal["2nn", "cnn", "logistic", "resnet"] = "cnn", lr: float = 0.1
 ) -> Task:
-    """70,000 handwritten digits of 28x28 pixels, scaled to [0, 1] and standardised (mean 0.1307,
-    deviation 0.3081).
+    """70,000 handwritten digits of 28x28 pixels.
+
+    Scaled to [0, 1] and standardised (mean 0.1307, deviation 0.3081).
 
     Args:
         data: folder of the four IDX files, with gzip or without.
@@ -83,8 +84,9 @@ def mnist(
 def fashion_mnist(
     data: Path, model: Literal["2nn", "cnn", "logistic", "resnet"] = "cnn", lr: float = 0.1
 ) -> Task:
-    """70,000 garments of 28x28 pixels, scaled to [0, 1] and standardised (mean 0.2860, deviation
-    0.3530).
+    """70,000 garments of 28x28 pixels.
+
+    Scaled to [0, 1] and standardised (mean 0.2860, deviation 0.3530).
 
     Args:
         data: folder of the four IDX files, with gzip or without.
@@ -218,13 +220,16 @@ def _labelled_images(
         raise DataError(
             f"{label_file} has labels {int(labels.min())} to {int(labels.max())}, expected 0 to 9"
         )
+    # In place: one float copy of the images, not four.
     pixels = images.float().div_(255).sub_(mean).div_(deviation)
     return Examples(pixels.unsqueeze(1), labels, classes=classes)
 
 
 def _require(folder: Path, files: Sequence[tuple[str, ...]], published: str) -> list[Path]:
-    """The files, each by the first of its names that is in the folder; DataError lists the missing
-    ones."""
+    """The files, each by the first of its names that is in the folder.
+
+    Raises DataError with a list of the missing ones. published: where they are to be had.
+    """
     found = [
         next((folder / name for name in names if (folder / name).is_file()), None)
         for names in files
@@ -238,6 +243,7 @@ def _require(folder: Path, files: Sequence[tuple[str, ...]], published: str) -> 
     return [file for file in found if file is not None]
 
 
+# The same names as in dure.catalog, which the command line reads before torch is loaded.
 _FACTORIES: dict[str, TaskFactory] = {
     "digits": digits,
     "mnist": mnist,
@@ -286,6 +292,7 @@ def task_factory(reference: str) -> TaskFactory | Task:
 
 
 def _may_be_task(value: Any) -> bool:
+    # For suggestions: a class can be called too, but is mostly one that the file imports.
     return isinstance(value, Task) or inspect.isfunction(value)
 
 
@@ -303,12 +310,15 @@ def _built_in(name: str) -> TaskFactory:
 
 
 def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that the factory is called with, paths made absolute; ValueError if they do not
-    fit."""
+    """The options that the factory is called with, paths made absolute.
+
+    Raises ValueError if they do not fit.
+    """
     parameters = inspect.signature(factory).parameters.values()
     names = [
         parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
     ]
+    # A function with **options checks names itself.
     takes_any = len(names) < len(parameters)
     for name in options:
         if name not in names and not takes_any:
@@ -338,6 +348,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 def hints_of(factory: TaskFactory) -> dict[str, Any]:
     """The factory's type hints; none if they cannot be evaluated, which is the user's right."""
+    # A partial has no hints of its own.
     target = factory.func if isinstance(factory, functools.partial) else factory
     try:
         return typing.get_type_hints(target)
@@ -350,8 +361,7 @@ def _is_path(hint: Any) -> bool:
 
 
 def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
-    """What finds the task again from another folder; None if the options cannot be written as
-    JSON."""
+    """What finds the task again from another folder; None if JSON cannot hold the options."""
     place, colon, attribute = reference.rpartition(":")
     if colon and references.is_file(place):
         reference = f"{Path(place).resolve()}:{attribute}"
@@ -359,6 +369,7 @@ def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
         name: str(value) if isinstance(value, Path) else value for name, value in options.items()
     }
     try:
+        # NaN is no JSON: other readers of config.json would fail at it.
         json.dumps(written, allow_nan=False)
     except (TypeError, ValueError):
         return None

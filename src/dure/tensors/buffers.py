@@ -79,7 +79,7 @@ def copy_buffers(source: nn.Module, target: nn.Module) -> None:
 
 def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state_dict leaves out (`persistent=False`), by name."""
-    # keep_vars: the tensors themselves, not detached ones; only their names are wanted.
+    # keep_vars: only the names are wanted, so nothing is detached for them.
     kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 
