@@ -22,6 +22,7 @@ def plan(
 ) -> Plan:
     """The plan; what is not given has its default, a smaller one if `quick`. Raises ValueError."""
     names = list(contenders or CONTENDERS)
+    # Without these there would be nothing to fit to.
     if fit:
         names += [name for name in CALIBRATORS if name not in names]
     asked: dict[str, Any] = {

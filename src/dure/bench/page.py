@@ -35,6 +35,7 @@ def write(result: Result, folder: str | Path) -> Path:
     (folder / "all-reduce.json").write_text(
         json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8"
     )
+    # After the JSON, which does without plotly.
     path = folder / "all-reduce.html"
     path.write_text(page(result, plotly_source("the page")), encoding="utf-8")
     return path
@@ -88,6 +89,7 @@ def _points(result: Result, contender: Contender, ranks: int) -> dict[str, list[
 
 def _look(contender: Contender, index: int) -> dict[str, str]:
     colour = "var(--soft)" if contender.kind == "floor" else f"var(--run-{index % _COLOURS})"
+    # Where colours repeat, algorithms are told apart by another dash.
     dash = (
         "dashdot"
         if index >= _COLOURS and contender.kind == "algorithm"

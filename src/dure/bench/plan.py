@@ -17,6 +17,7 @@ LADDER = tuple(4 * KIB * 4**step for step in range(9))
 """4 KiB to 256 MiB, each four times the one before."""
 
 ALLOWED = range(4, 4 << 30)
+"""Bytes of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class Plan:
                 raise ValueError(f"{count} ranks reduce nothing: it takes at least two")
         if self.repeats < 1:
             raise ValueError(f"{self.repeats} repetitions have no median: it takes at least one")
+        # Sizes ascend, for each is judged by the one before; contenders stand as in tables.
         object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
         object.__setattr__(

@@ -113,6 +113,8 @@ def _derived(cell: JSON, found: dict[tuple[str, int], JSON]) -> JSON:
     }
     for key, peer in (("floor_share", "memory"), ("to_gloo", "gloo"), ("to_open_mpi", "open-mpi")):
         other = found.get((peer, nbytes))
+        # All three are the other's seconds over these: the share of the floor is at most about 1,
+        # and times faster than a peer above 1. The floor has no share of itself.
         if other is not None and (peer, cell["contender"]) != ("memory", "memory"):
             result[key] = other["seconds"] / seconds
     return result

@@ -1,5 +1,7 @@
-"""The result on a terminal, for every number of ranks: times and ratios over size, and what the
-largest size costs."""
+"""The result on a terminal, for every number of ranks.
+
+Times and ratios over size, and what the largest size costs.
+"""
 
 from __future__ import annotations
 

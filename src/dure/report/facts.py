@@ -16,6 +16,7 @@ def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
     """The ranks that told something of themselves; empty where one of them did not."""
     told = [mapping(facts) for facts in listing(summary.get("facts"))]
     workers = [mapping(worker) for worker in listing(summary.get("per_worker"))]
+    # Facts and workers are matched by their place: one too few, and all would be another's.
     if len(told) != len(workers):
         return []
     ranks: list[Rank] = []
@@ -30,6 +31,7 @@ def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
 def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Rank | None:
     place = mapping(facts.get("at"))
     at = [number(place.get(axis)) for axis in ("data", "pipeline", "tensor")]
+    # Facts without these are those of a federation's server.
     if None in at or not isinstance(facts.get("held"), dict):
         return None
     inside = mapping(facts.get("inside"))
@@ -78,6 +80,7 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
 
 
 def _assignment(raw: Sequence[Any]) -> Assignment:
+    # A later dure may write more; what is too short raises, and `rows` leaves it out.
     client, round, began, ended, outcome = raw[:5]
     first = number(began)
     last = number(ended)

@@ -1,5 +1,6 @@
-"""Federations in the report: who took part when, how stale and how large updates were, and how fair
-the models are.
+"""Federations in the report.
+
+Who took part when, how stale and how large updates were, and how fair the models are.
 
     worst tenth = the value at a tenth of the clients, from the worst one on, interpolated linearly
     between clients
@@ -89,11 +90,13 @@ def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
     """
     refused = int(sum(line.metrics.get("refused") or 0 for line in run.steps))
     counts = {outcome: federation.outcomes.get(outcome, 0) for outcome in COLOURS}
+    # The server's account calls them accepted, since they came in time.
     counts["accepted"] -= refused
     counts["refused"] = refused
     for outcome, number in federation.outcomes.items():
         if outcome not in COLOURS:
             counts[outcome] = number
+    # A damaged account could give less than 0.
     return {outcome: number for outcome, number in counts.items() if number > 0}
 
 
@@ -160,6 +163,7 @@ def _facts(run: Run, federation: Federation) -> str:
         known = f" of {count(len(run.partition.counts))}" if run.partition is not None else ""
         each = _between(min(turns), max(turns))
         said.append(f"{count(len(turns))}{known} clients gave updates, {each} each")
+    # Not str.capitalize, which would make all the rest small.
     whole = "; ".join(filter(None, said)) + "."
     return whole[0].upper() + whole[1:]
 
@@ -275,7 +279,9 @@ def _better(told: Sequence[Told], metric: str) -> str:
     for one in told:
         pairs = pairs_of(one.federation, metric)
         won = sum(
-            (own > theirs) == higher_is_better(metric) and own != theirs for theirs, own in pairs
+            # Better in the direction of the metric; equal is not better in either.
+            (own > theirs) == higher_is_better(metric) and own != theirs
+            for theirs, own in pairs
         )
         if pairs:
             parts.append(

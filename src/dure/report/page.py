@@ -21,6 +21,8 @@ from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
 
 _BARS = 6
+"""Bars of a run with many workers: its first, and five of the rest (`_chosen`)."""
+
 _FACTS = 3
 """Of runs that differ, so many values of a fact stand in the header."""
 
@@ -32,6 +34,7 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     out: the file to write.
     Raises ImportError if plotly is not installed, RunFolderError if a folder holds no run.
     """
+    # First: without plotly there is nothing to read the runs for.
     plotly = plotly_source("the report")
     runs = read_runs(folders)
     out = Path(out)
@@ -215,11 +218,13 @@ def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
 
     Of many, the first (a federation's server), and five from the busiest to the least busy.
     """
+    # One or two more than that are drawn sooner than chosen from.
     if len(workers) <= _BARS + 2:
         return [(worker.name, worker) for worker in workers]
     rest = sorted(workers[1:], key=lambda worker: -(worker.compute + worker.communication))
     marks = ("busiest", "upper quartile", "median", "lower quartile", "least busy")
     chosen = [(workers[0].name, workers[0])]
+    # The quartiles of how busy they were, both ends included.
     for quarter, mark in enumerate(marks):
         worker = rest[round(quarter * (len(rest) - 1) / 4)]
         chosen.append((f"{worker.name}, {mark}", worker))

@@ -80,6 +80,7 @@ def _columns(run: Run) -> list[Column]:
     # Along each axis, how many places there are.
     degrees = [len(set(places)) for places in zip(*(rank.at for rank in run.ranks), strict=True)]
     columns: list[Column] = []
+    # With one axis that divides, the number of the rank says it all.
     if sum(degree > 1 for degree in degrees) > 1:
         columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]
     columns += [

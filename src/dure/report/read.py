@@ -1,5 +1,4 @@
-"""Run folder -> dataclasses: what `docs/run-folder.md` describes, read so that nothing left out
-stops it.
+"""Run folder -> dataclasses: what `docs/run-folder.md` describes, as far as it is there.
 
 A run may have been killed at any moment: `summary.json` and `trace.json` may be absent, the last
 line of `history.jsonl` may be half a line. What is missing is rebuilt from the history where that
@@ -46,12 +45,14 @@ def read_runs(folders: Sequence[Path]) -> Runs:
         failed.update(broken)
     if not found and not failed:
         raise RunFolderError("no run folders given: a report needs at least one")
+    # dict.fromkeys: a folder that is given twice, or lies in one that is given, counts once.
     return Runs(_distinct_labels([read_run(folder) for folder in dict.fromkeys(found)]), failed)
 
 
 def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The run folders in a folder, and what failed with its reason, as far as a comparison says."""
     comparison = _object(folder / "comparison.json", [])
+    # No comparison, or a damaged one: whatever runs lie in the folder.
     if not comparison:
         inside = folder.iterdir() if folder.is_dir() else ()
         return sorted(filter(_is_run, inside), key=_natural), {}
@@ -90,6 +91,7 @@ def _is_run(folder: Path) -> bool:
 def _natural(folder: Path) -> list[tuple[int, str]]:
     """run-2 before run-10."""
     parts = re.split(r"(\d+)", folder.name)
+    # Pairs, so that numbers and texts compare; a text comes before a number.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
@@ -136,6 +138,7 @@ def _history(path: Path, notes: list[str]) -> tuple[list[Line], list[Line]]:
             if step is None:
                 damaged += 1
                 continue
+            # A resumed run did again what came after its checkpoint: the newer lines stand.
             while kind and kind[-1].step >= step:
                 kind.pop()
             kind.append(_line(step, raw))
@@ -168,6 +171,7 @@ def _result(
     steps: Sequence[Line],
     evaluations: Sequence[Line],
 ) -> Result:
+    # The last step, or an evaluation where the step lines end before it.
     newest = max((*steps[-1:], *evaluations[-1:]), key=lambda line: line.step, default=_NOTHING)
     evaluated = evaluations[-1] if evaluations else _NOTHING
     best = numbers(mapping(summary.get("best"))) or _best(evaluations)
@@ -175,6 +179,7 @@ def _result(
     per_worker = [
         _worker(raw) for raw in listing(summary.get("per_worker")) if isinstance(raw, dict)
     ]
+    # Clients that were never chosen have spent no time.
     busy = [worker for worker in per_worker if worker.total > 0]
     everyone = _everyone(summary, evaluated, steps)
 
@@ -229,6 +234,7 @@ def _best(evaluations: Iterable[Line]) -> dict[str, float]:
 def _everyone(summary: Mapping[str, Any], evaluated: Line, steps: Sequence[Line]) -> Worker | None:
     """The time of all workers together; of a run killed before it evaluated, rank 0's alone."""
     total = _worker({**summary, "name": "all workers"})
+    # No summary: a killed run. Evaluations count all workers, steps rank 0 alone.
     if not total.total:
         total = _line_worker("all workers, at the last evaluation", evaluated)
     if not total.total and steps:
@@ -299,6 +305,7 @@ def _trace(path: Path, notes: list[str]) -> Trace | None:
     if not spans:
         return None
     spans.sort(key=lambda span: span.start)
+    # A lane whose name was damaged still has its spans.
     nameless = {span.lane: f"lane {span.lane}" for span in spans}
     return Trace(nameless | lanes, spans, dropped)
 
@@ -316,6 +323,7 @@ def _spans(lane: int, event: Mapping[str, Any], arguments: Mapping[str, Any]) ->
             lane,
             name if step is None else f"{name} {step:.0f}",
             category=str(event.get("cat", "")),
+            # Chrome's trace events count microseconds.
             start=start / 1000,
             duration=length / 1000,
             step=None if step is None else int(step),
@@ -334,6 +342,7 @@ def _partition(config: Mapping[str, Any]) -> Partition | None:
     width = max(map(len, rows), default=0)
     histograms = None
     if width and len(rows) == len(counts):
+        # Short rows are filled up: the chart needs a rectangle.
         histograms = [row + [0] * (width - len(row)) for row in rows]
     names = [str(name) for name in listing(config.get("classes"))]
     classes = names if len(names) == width else [str(index) for index in range(width)]

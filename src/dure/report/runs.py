@@ -13,7 +13,7 @@ class Line:
     """One line of history.jsonl.
 
     The counters of a step line are rank 0's, of an evaluation line everybody's; the metrics of a
-    step line are what the strategy says about it, as residuals.
+    step line are what the strategy says about it, such as residuals.
     """
 
     step: float
@@ -30,8 +30,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank, thread, client or server: where its time went, in seconds, and the bytes that
-    passed through it."""
+    """One rank, thread, client or server.
+
+    Where its time went, in seconds, and the bytes that passed through it.
+    """
 
     name: str
     compute: float
@@ -62,8 +64,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The timeline: the names of the lanes, their spans by start, and how many spans were not
-    kept."""
+    """The timeline: names of lanes, spans in order of their starts, and how many were not kept."""
 
     lanes: Mapping[int, str]
     spans: Sequence[Span]
@@ -85,8 +86,11 @@ class Partition:
 
 @dataclass(frozen=True)
 class Stage:
-    """Of a pipeline: the module in which it begins, its parameters, and the bytes of a full step
-    over the boundary behind it, values there and gradients back."""
+    """A stage of a pipeline.
+
+    begins: the module in which it begins. there, back: bytes of a full step over the boundary to
+    the next stage, values there and gradients back.
+    """
 
     number: int
     begins: str
@@ -128,8 +132,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A client's update, in the step to the model of `round` + 1: its norm, and the cosine between
-    it and that step; None where they are no numbers. lies: whether the client is an attacker."""
+    """A client's update, in the step to the model of `round` + 1.
+
+    Its norm, and the cosine between it and that step; None where they are no numbers. lies: whether
+    the client is an attacker.
+    """
 
     round: int
     client: int
@@ -207,8 +214,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Runs:
-    """All the runs of a report; `failed`: name -> reason, of a comparison's runs that came to
-    nothing."""
+    """All the runs of a report.
+
+    failed: name -> reason, of a comparison's runs that came to nothing.
+    """
 
     runs: Sequence[Run]
     failed: Mapping[str, str] = field(default_factory=dict)

@@ -27,8 +27,11 @@ TENTH = "_p10"
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what a run shows in it, by what it sorts, and which way is better (0:
-    neither)."""
+    """One column of the table.
+
+    html: what a run shows in it. value: by what it sorts. better: 1 where higher is better, -1
+    where lower is, 0 for neither. finished_only: whether only runs that ended can be the best.
+    """
 
     title: str
     html: Callable[[Run], str]
@@ -89,6 +92,7 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     columns: list[Column] = []
     if keys:
         columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
+    # The loss has a column of its own below; the worst tenth a section.
     others = [key for key in keys[1:] if "loss" not in key and not key.endswith(TENTH)]
     columns += [_metric_column("final", key) for key in others]
     if len(keys) > 1 and "test_loss" in keys:
@@ -156,6 +160,7 @@ def _target_columns(runs: Sequence[Run]) -> list[Column]:
     asked: dict[tuple[str, float], None] = {}
     for run in runs:
         asked.update(dict.fromkeys((target.metric, target.value) for target in run.result.targets))
+    # Steps and rounds do not compare.
     better = -1 if _one_unit(runs) else 0
     return [_target_column(metric, goal, better) for metric, goal in asked]
 
@@ -187,6 +192,7 @@ def _best(column: Column, runs: Sequence[Run]) -> str | None:
     known: list[tuple[float, str]] = []
     for run in runs:
         value = column.value(run)
+        # By the exact value, but marked by its text: all cells that read the same as the best.
         if isinstance(value, float) and _competes(column, run):
             known.append((value, column.html(run)))
     if not column.better or len({text for _, text in known}) < 2:
