@@ -197,6 +197,7 @@ class BenchOptions:
 
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What is given for a flag, "" if nothing follows it; None if it is not there."""
+    # Looked up before tyro parses: which flags there are may depend on this one.
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == flag:
@@ -241,12 +242,14 @@ def parse_flags(
     complaint = io.StringIO()
     try:
         with registry, contextlib.redirect_stderr(complaint):
+            # Without prefixes flags are short, but two of the same name would be one.
             short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
             config = (tyro.conf.FlagCreatePairsOff, *short)
             parsed: Any = tyro.cli(
                 together, prog=prog, args=arguments, config=config, description=description
             )
     except SystemExit as end:
+        # --help has printed what was asked for.
         if not end.code:
             raise
         raise ValueError(
@@ -323,6 +326,7 @@ def options_of_task(reference: str) -> type[Any]:
     if inspect.isfunction(factory):
         hints = hints_of(factory)
         for name, parameter in inspect.signature(factory).parameters.items():
+            # *arguments and **options have no names to make flags of.
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             # None says that it was not given (`given_options`).

@@ -82,10 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
+    # Taken out here: it may stand anywhere, and no command has to know it.
     given = [argument for argument in given if argument != DEBUG]
     # OpenMP's threads spin for milliseconds before they give their core back, and starve others
     # that need it. Set before torch is loaded, which reads it then, and for ranks to inherit.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
     try:
         return _dispatch(given)
@@ -103,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        # The worker's own traceback, from the process in which it failed.
         if debug and isinstance(error, WorkerFailedError) and error.traceback:
             print(error.traceback, file=sys.stderr)
         # Foreseen: the text says what to do. That of a worker says what the user's own code raised,
@@ -174,12 +177,14 @@ COMPARED = (
 
 def _names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
     """The leading arguments that are no flags, and the rest."""
+    # Names come first: after a flag, a word may be its value.
     count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
     return given[:count], given[count:]
 
 
 def _train(given: list[str]) -> int:
     names, flags = _names_before_flags(given)
+    # Everything else is in the run folder, so neither task nor system is named.
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         return _resume(["--help"] if flags == ["--resume", "--help"] else flags)
     if len(names) != 2:
@@ -234,6 +239,7 @@ def _train(given: list[str]) -> int:
                 label=how.label,
             ),
             stop,
+            # Ranks of torchrun that do not lead train as well, and say nothing.
             quiet=how.json or not world.leads,
             as_json=how.json and world.leads,
             folder=out,
@@ -460,12 +466,14 @@ def _folder(asked: Path | None, name: str) -> Iterator[Path]:
 
 def _new_folder(name: str) -> Path:
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Under torchrun the others only need a path that is not None; they write nothing.
     if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
         return wanted
     folder = wanted
     count = 1
     while True:
         try:
+            # mkdir fails if somebody else made it first: two runs of one second do not share it.
             folder.mkdir(parents=True)
         except FileExistsError:
             count += 1

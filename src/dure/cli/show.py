@@ -55,6 +55,7 @@ def facts(event: dict[str, Any]) -> str:
 def error_console() -> Console:
     """Standard error; wide enough for a table where it is no terminal."""
     console = Console(stderr=True)
+    # A file or a pipe has no width; rich would take 80 columns and wrap the table.
     return console if console.is_terminal else Console(stderr=True, width=160)
 
 
@@ -105,6 +106,7 @@ class Display:
             self._line(label, event, done)
             return
         if label not in self.tasks:
+            # Without a limit that is known in advance the bar only moves to and fro.
             self.tasks[label] = self.live.add_task(
                 escape(label), total=None if done is None else 1.0, facts=""
             )
@@ -112,6 +114,7 @@ class Display:
 
     def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
         ended = done is not None and done >= 1.0
+        # The last line should tell the final metrics, not those of an evaluation before.
         if ended and event["evaluated"] != event["step"]:
             return  # the last evaluation is still to come
         if ended or time.monotonic() - self._printed > PLAIN_SECONDS:
@@ -144,6 +147,7 @@ def _reached(name: str, summary: dict[str, Any]) -> float | None:
 
 def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     """The columns of the table: the metrics that are there, then time, bytes and memory."""
+    # In order of first appearance; a metric that no run has at its end is left out.
     named = dict.fromkeys(name for summary in summaries for name in summary["best"])
     metrics = [
         name for name in named if any(summary.get(name) is not None for summary in summaries)

@@ -80,6 +80,7 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     """
     name, *settings = system.split(",")
     kind = strategy_class(name)
+    # After "world=".
     named = next((text[6:] for text in settings if text.startswith("world=")), None)
     if named is None and kind.kind == "clients":
         named = "simulated"
@@ -104,6 +105,7 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
     """The world of the flags --workers, --deadline, --backend, --world and --devices."""
     workers = asked.workers
     world = asked.world
+    # Nobody chose: the strategy's own kind of world.
     if world is None:
         world = "threads" if default_world(strategy).kind == "threads" else "processes"
     if world == "threads":
@@ -117,6 +119,7 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
     if asked.devices:
         raise ValueError("--devices says where threads compute: add --world threads")
     if under_torchrun():
+        # Under torchrun the number of ranks is given; --workers may only agree with it.
         job = Torchrun(asked.deadline, asked.backend)
         if workers not in (None, job.workers):
             raise ValueError(

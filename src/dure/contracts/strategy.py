@@ -322,6 +322,7 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:
     """(train, test) with floating-point tensors in the dtype of the model's parameters."""
+    # The first floating-point parameter speaks for all; a model without any has torch's default.
     dtype = next(
         (p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype()
     )

@@ -44,6 +44,7 @@ def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     The accuracy that is measured unasked: outputs of another shape have none, and are no error.
     """
+    # Scores have one dimension more than the targets, the second one, of the classes.
     fits = (
         isinstance(outputs, Tensor)
         and outputs.ndim == targets.ndim + 1
@@ -116,6 +117,7 @@ class Task:
         """The metrics in force: those given, or the accuracy where targets are class indices."""
         if self.metrics is not None:
             return self.metrics
+        # One example tells what kind the targets are; the test data's, where they are measured.
         data: Examples = self.test if self.test is not None else self.train
         _, targets = data.batch(torch.tensor([0]))
         is_class_index = (

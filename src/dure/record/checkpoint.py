@@ -74,6 +74,7 @@ def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def tree_to_bytes(tree: Any) -> bytes:
     """A tree as one message to another rank."""
+    # Two parts, as in a checkpoint: tensors as raw bytes, the tree around them as JSON.
     packed, tensors = pack_tree(tree)
     return msgspec.msgpack.encode((json.dumps(packed).encode(), weights_to_bytes(tensors)))
 

@@ -91,6 +91,7 @@ def lower_is_better(metric: str) -> bool:
 
     So do those of the worst tenth of clients, whose names end with _p10.
     """
+    # At its end: "loss_scale" is no loss, and "client_loss" is one.
     return metric.removesuffix("_p10").endswith(FALL)
 
 
@@ -177,6 +178,7 @@ class History:
     @classmethod
     def decode(cls, text: bytes) -> History:
         """The history in `text`; a last line that was cut off by a kill is left out."""
+        # A line is whole if its end was written; a text without any has none.
         whole = text[: text.rfind(b"\n") + 1]
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
 

@@ -55,6 +55,7 @@ class RunFolder:
 
         Raises RunFolderError if there is something in it already.
         """
+        # An empty folder will do: the command line makes it before anything else.
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunFolderError(
                 f"the run folder {path} is not empty: choose another with --out, or go on with "
@@ -154,6 +155,7 @@ class RunFolder:
 
     def append(self, record: Record) -> None:
         """Adds a line to history.jsonl; it is on disk within `flush_seconds` of the next append."""
+        # Encoded at once, so that nothing changes in it while it waits.
         self._waiting.append(History.encode(record))
         if time.monotonic() - self._flushed > self._flush_seconds:
             self.flush()
@@ -194,6 +196,7 @@ class RunFolder:
     def _check_checkpoint(self) -> None:
         parts = self.read_checkpoint()
         try:
+            # Read whole and thrown away: damage is to show before a rank is started.
             state = unpack_checkpoint(parts)[1] if parts is not None else {}
         except (SafetensorError, ValueError, LookupError, TypeError) as error:
             raise RunFolderError(
@@ -285,6 +288,7 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     """
     folder = RunFolder.open(Path(path))
     summary = folder.read_json("summary.json")
+    # The factory draws its first weights from the caller's generators; they are replaced.
     network = model()
     weights = folder.path / "model.safetensors"
     try:

@@ -47,6 +47,7 @@ class Trace:
         found = self.lanes.get(lane)
         if found is None:
             found = self.lanes[lane] = Lane(lane, [])
+        # The first ones: they show how a run begins, and what comes later mostly repeats it.
         if len(found.spans) < self.limit:
             found.spans.append(Span(name, category, start, end, step))
         else:

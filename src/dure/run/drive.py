@@ -179,6 +179,7 @@ class Driver:
         )
         if self.group.size == 1:  # nobody else has to be told first
             wish |= self._wish()
+        # A limit that all ranks know comes before one that only rank 0 has seen.
         if reached is not None or not wish & STOP:
             return reached
         return "interrupt" if wish & INTERRUPT else "seconds"
@@ -295,6 +296,7 @@ class Driver:
             ranks=self.group.size,
             everybody=workers,
         )
+        # Facts on all ranks or on none: the gathering is one of all ranks.
         facts = self.learner.facts()
         if facts is not None:
             told = self.group.gather_bytes(msgspec.json.encode(facts))

@@ -80,6 +80,7 @@ def _class(
         return references.load(name, base)
     if name not in known:
         raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}")
+    # The catalog knows modules by name alone; only this one is imported.
     entry = known[name]
     found: type[Base] = getattr(importlib.import_module(entry.module), entry.kind)
     return found
@@ -91,8 +92,10 @@ def default_world(strategy: Strategy) -> World:
     The torchrun job if there is one, this machine otherwise.
     """
     check_kind(strategy, Strategy)
+    # Also under torchrun, where the world itself says that it is one process.
     if strategy.kind == "clients":
         return world_class("simulated")()
+    # Ranks are there already: a strategy that can live in them does.
     if under_torchrun() and "ranks" in strategy.dwellings():
         return world_class("torchrun")()
     if strategy.kind == "threads":
@@ -144,6 +147,7 @@ _UNWRITTEN = "(has no text)"
 
 
 def _plain(value: Any) -> Any:
+    # Before msgspec, which would write their fields and not their text.
     if isinstance(value, tuple(TEXTS)):
         return str(value)
     try:
@@ -177,10 +181,12 @@ def _reference(written: Mapping[str, Any]) -> str:
 
 
 def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:
+    # Annotations are texts until they are asked for in this way.
     hints = typing.get_type_hints(kind)
     values = {key: value for key, value in written.items() if key not in ("name", "from")}
     _check_fields(kind, values)
     try:
+        # The class checks its own values as it is made, and raises ValueError itself.
         return kind(**{key: _typed(value, hints[key]) for key, value in values.items()})
     except msgspec.ValidationError as error:
         raise ValueError(f"{kind.__name__}: {error}") from error
@@ -248,6 +254,7 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
 
 def _value(text: str, hint: Any) -> Any:
     """A field's value as JSON has it. Raises msgspec.DecodeError if it is none."""
+    # Also for texts: "None" as Python writes it, "null" as JSON does.
     if text in ("None", "null"):
         return None
     return text if _is_text(hint) else msgspec.json.decode(text.encode())
@@ -260,6 +267,7 @@ def _divided(text: str) -> list[str]:
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
+        # Below 0 too: one bracket too many must not join all that follows.
         if sign == "," and depth <= 0:
             parts.append("")
         else:
@@ -269,6 +277,7 @@ def _divided(text: str) -> list[str]:
 
 def _is_text(hint: Any) -> bool:
     """Whether a field of this type is text, or words, and not JSON."""
+    # The words of a Literal, or the parts of a union such as str | None.
     inner = typing.get_args(hint)
     return (
         hint is str or hint in TEXTS or any(word is str or isinstance(word, str) for word in inner)

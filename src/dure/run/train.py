@@ -86,6 +86,7 @@ def train(
         checkpoint_every=checkpoint_every,
         label=label,
     )
+    # Every rank of a torchrun job comes here; one of them leads.
     folder = Path(out) if out is not None else None
     elastic = world.starts_again and folder is not None
     if folder is not None and world.leads:
@@ -148,6 +149,7 @@ def resume(
         if is_lost(asked.strategy):
             raise _made_in_python(path, "strategy")
         strategy = decode_strategy(asked.strategy)
+    # A class of one's own is given again; whether it is the one meant, its name tells.
     elif strategy.name != asked.strategy["name"]:
         raise RunFolderError(f"{path} was trained by {asked.strategy['name']}, not {strategy.name}")
     if world is None:
@@ -180,6 +182,7 @@ def _made_in_python(folder: Path, what: str) -> RunFolderError:
 
 def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already."""
+    # `prepare` made it, in this process.
     assert job.fresh is not None
     # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).
     outcome = world.run(functools.partial(drive, job), on_progress)
@@ -251,6 +254,7 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
 def _check_target(stop: Stop, task: Task) -> None:
     """Raises ValueError for a target that no evaluation measures."""
     measured: set[str] = set()
+    # Without test data nothing is evaluated, so no target could ever be reached.
     if stop.target and task.test is not None:
         measured = {"test_loss", *(f"test_{name}" for name in task.measures)}
     for name in stop.target or ():
@@ -264,6 +268,7 @@ def _check_target(stop: Stop, task: Task) -> None:
 def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Module) -> int:
     """How many parameters the model has. Raises ValueError if it cannot be trained."""
     strategy.check_model(task, model, world.workers)
+    # Conditions are of clients; other worlds have none.
     if world.conditions is not None:
         strategy.check_under(task, model, world.conditions)
     parameters = list(model.parameters())

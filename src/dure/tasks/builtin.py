@@ -216,6 +216,7 @@ def _labelled_images(
         raise DataError(
             f"{image_file} has images of {images.shape[1]}x{images.shape[2]} pixels, expected 28x28"
         )
+    # Now, by the name of the file: on a GPU a label too large would end the process.
     if not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
         raise DataError(
             f"{label_file} has labels {int(labels.min())} to {int(labels.max())}, expected 0 to 9"
@@ -273,6 +274,7 @@ def load_task(reference: str, **options: Any) -> Task:
         task = found(**options)
     if not isinstance(task, Task):
         raise ValueError(f"{reference} returned {_kind(task)}, not a dure.Task")
+    # Also for a Task that was found as such: it may have been made without a reference.
     return dataclasses.replace(task, reference=_record(reference, options))
 
 
@@ -297,6 +299,7 @@ def _may_be_task(value: Any) -> bool:
 
 
 def _built_in(name: str) -> TaskFactory:
+    # "fashion_mnist" is what Python calls it, and is meant.
     known = name.replace("_", "-")
     if known in _FACTORIES:
         return _FACTORIES[known]
@@ -324,6 +327,7 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
         if name not in names and not takes_any:
             hint = suggestion(name, names) if names else ": it takes no options"
             raise ValueError(f"the task {reference} has no option {_flags([name])}{hint}")
+    # Told here, by the names of the flags, before the function itself complains of arguments.
     required = [parameter.name for parameter in parameters if _is_required(parameter)]
     missing = [name for name in required if name not in options]
     hints = hints_of(factory)
@@ -334,6 +338,8 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
         )
         raise ValueError(f"the task {reference} needs {flags}")
     return {
+        # Absolute, since a resumed run may start in another folder. A text where the function wants
+        # a path: from config.json, or from Python.
         name: Path(value).expanduser().resolve()
         if isinstance(value, Path) or (isinstance(value, str) and _is_path(hints.get(name)))
         else value
@@ -352,6 +358,7 @@ def hints_of(factory: TaskFactory) -> dict[str, Any]:
     target = factory.func if isinstance(factory, functools.partial) else factory
     try:
         return typing.get_type_hints(target)
+    # Such as names that exist for type checkers only.
     except Exception:
         return {}
 
@@ -363,6 +370,7 @@ def _is_path(hint: Any) -> bool:
 def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
     """What finds the task again from another folder; None if JSON cannot hold the options."""
     place, colon, attribute = reference.rpartition(":")
+    # A module stays as it is: it is found by the import path.
     if colon and references.is_file(place):
         reference = f"{Path(place).resolve()}:{attribute}"
     written = {

@@ -38,6 +38,7 @@ def evaluate(
     if examples is None:
         return {}
     started = time.perf_counter()
+    # One list for sums and one for counts, in this order, so that ranks need tell only numbers.
     names = ["loss", *task.measures]
     totals = [0.0] * len(names)
     counts = [0.0] * len(names)

@@ -157,6 +157,7 @@ class ResNet(nn.Module):
                 # Stages after the first begin by halving the image and doubling the channels.
                 stride = 2 if stage > 0 and block == 0 else 1
                 blocks.append(ResidualBlock(channels, width << stage, stride, groups))
+                # w, 2w, 4w.
                 channels = width << stage
         self.blocks = nn.Sequential(*blocks)
         self.classifier = nn.Linear(channels, classes)
@@ -164,6 +165,7 @@ class ResNet(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs: (B, in_channels, height, width), any size."""
         hidden = self.blocks(F.relu(self.norm(self.stem(inputs))))
+        # The mean over the image, so that any size of image fits the classifier.
         scores: Tensor = self.classifier(hidden.mean(dim=(2, 3)))
         return scores
 
@@ -180,6 +182,7 @@ class PeepholeLSTM(nn.Module):
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
+        # As torch initialises its own LSTM.
         bound = 1 / math.sqrt(width)
         self.weight_ih = nn.Parameter(torch.empty(4 * width, features).uniform_(-bound, bound))
         self.weight_hh = nn.Parameter(torch.empty(4 * width, width).uniform_(-bound, bound))
@@ -228,6 +231,7 @@ class CharLSTM(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, embedding)
+        # One input more for each layer: that of the biases.
         sizes = (embedding + 1, width + 1)
         self.layers = nn.ModuleList(
             PeepholeLSTM(size, width)
@@ -273,6 +277,7 @@ class TransformerBlock(nn.Module):
             part.unflatten(2, (self.heads, -1)).transpose(1, 2)
             for part in self.query_key_value(hidden).chunk(3, dim=2)
         )
+        # A function does not know whether the model trains.
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
@@ -329,7 +334,9 @@ class Transformer(nn.Module):
         block: so the stream's variance does not grow with the depth.
         """
         for name, parameter in self.named_parameters():
+            # Weights of linear layers and embeddings; the norms' own, of one dimension, stay 1.
             if parameter.ndim == 2:
+                # The last layers of attention and MLP, whose outputs are added to the stream.
                 enters_stream = name.endswith(("projection.weight", "contract.weight"))
                 nn.init.normal_(
                     parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if enters_stream else 0.02
