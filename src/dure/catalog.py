@@ -48,6 +48,7 @@ TASKS: dict[str, str] = {
 """Built-in tasks: name to summary."""
 
 
+# forks is told here, so that ranks can be prepared before the strategy itself is imported.
 SYSTEMS: dict[str, System] = {
     "single-worker": System(
         "dure.parallel.local.single",

@@ -49,6 +49,7 @@ def calibrate(result: Result, folder: Path) -> cost.Calibration:
         seen = [sample for sample in measured if sample.algorithm.replace("_", "-") in CALIBRATORS]
         if not seen:
             continue
+        # Links are kept by backend, ranks and cores: on another machine the numbers are others.
         cores = result.machine["cores"]
         link = cost.fit(seen, shared=True)
         kept.links["gloo", ranks, cores] = link

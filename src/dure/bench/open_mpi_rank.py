@@ -30,6 +30,8 @@ def cpu_seconds() -> float:
 
 
 class Rank:
+    """What the benchmark may ask of a rank: a method for each order."""
+
     def __init__(self) -> None:
         self.world = MPI.COMM_WORLD
         self.buffer: Any = np.empty(0, np.float32)
@@ -49,6 +51,7 @@ class Rank:
         # The sum over all ranks r of pattern + r; whole numbers, so that it is exact.
         sums = ranks * pattern + ranks * (ranks - 1) // 2
         right = bool(np.array_equal(self.buffer, np.resize(sums, n)))
+        # Zeros stay zeros in all the timed calls.
         self.buffer[:] = 0.0
         return {"right": right}
 
@@ -56,6 +59,7 @@ class Rank:
         """Seconds on this rank, and its CPU seconds; warm: after one call that is not timed."""
         if warm:
             self.reduce()
+        # All ranks begin together; the barrier itself is not timed.
         self.world.Barrier()
         cpu = cpu_seconds()
         begin = time.perf_counter()

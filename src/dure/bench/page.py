@@ -18,6 +18,7 @@ from dure.bench.table import link_texts, ratio_text, seconds_text
 from dure.report.document import document, plotly_source, section, source
 from dure.report.words import escape, size
 
+# Kinds are told apart by dash and symbol, also in print and without colours.
 _DASHES = {"peer": "dash", "backend": "solid", "algorithm": "solid", "floor": "dot"}
 _SYMBOLS = {"peer": "square", "backend": "circle", "algorithm": "diamond", "floor": "cross"}
 _COLOURS = 8
@@ -180,6 +181,7 @@ def _calibration(result: Result) -> str:
     fitted = result.calibration or {}
     rows = ""
     panels = ""
+    # bench.js finds its data by the place.
     for place, link in enumerate(fitted["links"]):
         cells = "".join(f"<td>{escape(text)}</td>" for text in link_texts(link))
         rows += f"<tr><th scope=row>{link['ranks']}</th>{cells}</tr>"

@@ -137,6 +137,7 @@ class Plan:
         for name in self.contenders:
             if name not in CONTENDERS:
                 raise ValueError(f"there is no contender {name!r}{suggestion(name, CONTENDERS)}")
+        # Told before ranks are started, by the words of the command line.
         for what, values in (
             ("size", self.sizes),
             ("number of ranks", self.ranks),
@@ -167,9 +168,11 @@ class Plan:
 
 def parse_size(text: str) -> int:
     """Bytes: "4096", "4K", "64KB", "1M", "256MiB". K and M are powers of 1024, as in nccl-tests."""
+    # "64K", "64KB" and "64KiB" are the same.
     found = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if found is None:
         raise ValueError(f"{text!r} is not a size: write bytes, 64K or 16M")
+    # A power of 1024 is a shift by tens of bits.
     return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2]]
 
 

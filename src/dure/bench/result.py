@@ -54,6 +54,7 @@ class Result:
         """Takes what the ranks of one world measured."""
         self.absent.update(measured["absent"])
         self.versions.update(measured["versions"])
+        # Cells of one number of ranks, by which others of that number are compared.
         found = {
             (cell["contender"], cell["bytes"]): cell
             for cell in measured["cells"]
@@ -101,6 +102,7 @@ def _derived(cell: JSON, found: dict[tuple[str, int], JSON]) -> JSON:
     """What follows from a cell and those of the peers at the same size."""
     ranks = cell["ranks"]
     nbytes = cell["bytes"]
+    # A time for each batch, already divided by its calls.
     samples = cell["samples"]
     seconds = median(samples)
     # A single sample has no quartiles: it is all three.

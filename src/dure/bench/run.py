@@ -44,6 +44,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
+    # A line for each core; the first will do.
     named = (line for line in lines if line.startswith("model name"))
     return next(named, "").partition(":")[2].strip()
 
@@ -61,6 +62,7 @@ def versions() -> dict[str, str]:
 
 def program(plan: Plan) -> Callable[[Place], dict[str, Any]]:
     """What every rank runs."""
+    # A closure: the world pickles it by value for its ranks.
     return lambda place: Contest(plan, place).run()
 
 

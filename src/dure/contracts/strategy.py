@@ -259,6 +259,7 @@ class Strategy:
     @property
     def ranks(self) -> int | None:
         """How many ranks the fields ask for; None where any number will do."""
+        # As many as the default world starts.
         return 1 if self.alone else None
 
     @classmethod
@@ -326,4 +327,5 @@ def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | Non
     dtype = next(
         (p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype()
     )
+    # Inputs in the model's dtype: a float64 model trains in float64.
     return task.train.to(dtype), None if task.test is None else task.test.to(dtype)

@@ -72,7 +72,7 @@ class Task:
         made in Python.
     lr_schedule: what the optimizer's learning rates are multiplied with at step t = 0, 1, ... of
         all workers, or of a worker that has steps of its own; in a federation at round t. A
-        function of t, as `lr_lambda` of torch's LambdaLR; None leaves them as they are.
+        function of t, like `lr_lambda` of torch's LambdaLR; None leaves them as they are.
     eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
     """
 

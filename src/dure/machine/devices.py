@@ -60,4 +60,5 @@ def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:
     if workers is None:
         # At least two, so that there is something to divide on a small machine too.
         workers = there or max(2, cores)
+    # More workers than devices share them in turn.
     return tuple(f"cuda:{worker % there}" if there else "cpu" for worker in range(workers))

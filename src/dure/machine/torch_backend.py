@@ -80,4 +80,4 @@ class _Loader(importlib.abc.Loader):
         register(self._module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # for those who ask for the source, as tracebacks do
+        return getattr(self._loader, name)  # such as the source, which tracebacks ask for

@@ -163,6 +163,7 @@ class History:
 
     def best(self) -> dict[str, float]:
         """The best value of every metric."""
+        # In order of first appearance, which is that of tables.
         names = dict.fromkeys(
             name for e in self.evaluations for name, v in e.metrics.items() if v is not None
         )

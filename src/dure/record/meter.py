@@ -117,6 +117,7 @@ class Meter:
         """
         counters = self.counters
         counters.bytes_received += down
+        # A client that does not answer has received the model and sent nothing.
         if up:
             counters.bytes_sent += up
             counters.messages_sent += 1
@@ -125,6 +126,7 @@ class Meter:
 
     def compute(self, name: str, start: float, end: float, step: int) -> None:
         """The worker computed from `start` to `end` (seconds of `time.perf_counter`)."""
+        # Transfers that lie within this span are communication; no second counts twice.
         inside = self._taken_out(start, step) if self._inside else 0.0
         self.counters.compute_seconds += end - start - inside
         self.counters.communication_seconds += inside

@@ -44,6 +44,7 @@ def document(
             "</main>",
             f'<script type="application/json" id="data">{_json(data)}</script>',
             f'<script id="plotly">{_script(plotly)}</script>',
+            # In this order: plotly, what scripts share, the page's own.
             f"<script>{_script(source(__file__, 'common.js'))}</script>",
             f"<script>{_script(script)}</script>",
             "</body></html>\n",

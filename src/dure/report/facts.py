@@ -43,6 +43,7 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
         stages=[_stage(mapping(stage)) for stage in listing(facts.get("stages"))],
         held=numbers(facts["held"]),
         peak_memory=number(worker.get("peak_memory")) or None,
+        # Per step; None where no layer is divided.
         inside=seconds / steps if seconds and steps else None,
         schedule=text_of(facts.get("schedule")),
     )

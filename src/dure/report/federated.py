@@ -55,6 +55,7 @@ def spread(key: str, values: Sequence[float]) -> Spread:
     """values: the metric `key` of each client, of at least one."""
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
+    # From the worst one on: of a metric that falls, the highest values are the worst.
     worst_tenth = quantile(values, 0.1 if higher_is_better(key) else 0.9)
     return Spread(len(values), mean, worst_tenth, variance**0.5)
 
@@ -68,6 +69,7 @@ def in_a_line(run: Run) -> str | None:
         return None
     why = f" ({run.federation.why})" if run.federation.why else ""
     engine = f"{run.federation.engine} engine{why}" if run.federation.engine else None
+    # Virtual seconds, where the federation had a clock.
     now = _last(run, CLOCK)
     clock = None if now is None else f"{duration(now)} of virtual time"
     return "; ".join(filter(None, [engine, clock, _came(run, run.federation)]))
@@ -160,6 +162,7 @@ def _facts(run: Run, federation: Federation) -> str:
     said = [in_a_line(run)]
     turns = federation.turns.values()
     if turns:
+        # How many clients there are is only known from the partition.
         known = f" of {count(len(run.partition.counts))}" if run.partition is not None else ""
         each = _between(min(turns), max(turns))
         said.append(f"{count(len(turns))}{known} clients gave updates, {each} each")

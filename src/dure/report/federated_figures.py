@@ -94,6 +94,7 @@ def metrics_of(told: Sequence[Told]) -> list[str]:
     """For each run the metric to judge by, without its client_: the first that is not a loss."""
     chosen = []
     for one in told:
+        # Metrics of clients are named client_ for the global model, personal_ for their own.
         keys = [
             key.removeprefix("client_")
             for key in one.federation.by_client
@@ -192,7 +193,9 @@ class Thinned(NamedTuple):
 
 def _thinned(updates: Sequence[Sent]) -> Thinned:
     """Whole rounds are left out where there are too many updates."""
+    # Whole rounds: the updates of one round are to be compared with one another.
     every = max(1, -(-len(updates) // UPDATES))
+    # Every so many of those that have updates.
     rounds = set(sorted({sent.round for sent in updates})[::every])
     return Thinned([sent for sent in updates if sent.round in rounds], every)
 
@@ -233,6 +236,7 @@ def _clients(told: Sequence[Told], metric: str) -> JSON | None:
         # Evenly over the clients: each client a point, or quantiles where there are too many.
         points = min(len(values), POINTS)
         shares = [place / max(points - 1, 1) for place in range(points)]
+        # The run's own colour for both of its models; the clients' own is dotted.
         look = style(one.place) | ({"dash": "dot"} if model == "own" else {})
         curve = {
             "x": [short(share) for share in shares],

@@ -97,6 +97,7 @@ def _header(runs: Runs, title: str) -> str:
     ]
     facts = []
     for name, fact in asked:
+        # What all runs have in common is said once.
         values = list(dict.fromkeys(filter(None, map(fact, runs.runs))))
         if values:
             more = f" and {len(values) - _FACTS} more" if len(values) > _FACTS else ""
@@ -117,6 +118,7 @@ def _repeat(runs: Sequence[Run]) -> str:
         line = command(run)
         code = f"<code>{escape(line)}</code>" if line else f"<span>{escape(settings(run))}</span>"
         rows.append(f"<dt>{escape(run.label)}</dt><dd>{code}</dd>")
+    # Of many runs the commands would fill the page.
     opened = " open" if len(runs) == 1 else ""
     if not rows:
         return ""
@@ -185,6 +187,7 @@ def _time_bars(runs: Sequence[Run]) -> str:
         workers = _chosen(run.result.workers)
         if workers:
             heading = f"<h3>{swatch(index)}<span>{escape(run.label)}</span></h3>"
+            # Each run to its own scale: seconds of different runs are compared in the table.
             longest = max(worker.total for _, worker in workers)
             rows = "".join(_time_row(name, worker, longest) for name, worker in workers)
             blocks.append(f'<div class="bars">{heading}<ul>{rows}</ul></div>')

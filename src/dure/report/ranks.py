@@ -101,5 +101,6 @@ def _inside(rank: Rank, run: Run) -> str:
         return UNKNOWN
     seconds = run.result.seconds
     steps = run.result.steps
+    # Of the mean step: seconds inside a step, times steps, over all seconds.
     share = f" ({100 * rank.inside * steps / seconds:.0f} %)" if seconds and steps else ""
     return duration(rank.inside) + share

@@ -31,6 +31,7 @@ def read_runs(folders: Sequence[Path]) -> Runs:
     """
     failed: dict[str, str] = {}
     found: list[Path] = []
+    # A run folder itself, or one with runs right below; nothing is searched deeper.
     for folder in map(Path, folders):
         if _is_run(folder):
             found.append(folder)
@@ -56,6 +57,7 @@ def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if not comparison:
         inside = folder.iterdir() if folder.is_dir() else ()
         return sorted(filter(_is_run, inside), key=_natural), {}
+    # In the order in which they were asked, which the names of folders do not tell.
     names = [name for name in listing(comparison.get("runs")) if isinstance(name, str)]
     failed = {name: str(reason) for name, reason in mapping(comparison.get("failed")).items()}
     missing = [name for name in names if not _is_run(folder / name)]
@@ -175,6 +177,7 @@ def _result(
     newest = max((*steps[-1:], *evaluations[-1:]), key=lambda line: line.step, default=_NOTHING)
     evaluated = evaluations[-1] if evaluations else _NOTHING
     best = numbers(mapping(summary.get("best"))) or _best(evaluations)
+    # summary.json has final metrics next to everything else: those that have a best are metrics.
     final = numbers({key: summary.get(key) for key in best}) or numbers(evaluated.metrics)
     per_worker = [
         _worker(raw) for raw in listing(summary.get("per_worker")) if isinstance(raw, dict)
@@ -266,6 +269,7 @@ def _bytes_each(config: Mapping[str, Any], evaluated: Line) -> float | None:
     Not for federations, whose sum counts the server's bytes too.
     """
     ranks = number(mapping(config.get("world")).get("ranks"))
+    # A partition says that it is a federation.
     if not ranks or evaluated.bytes_sent is None or config.get("partition"):
         return None
     return evaluated.bytes_sent / ranks

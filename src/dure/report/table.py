@@ -43,6 +43,7 @@ class Column:
 def table(runs: Runs) -> str:
     """The section with a row for each run, and one for each run that failed."""
     columns = _columns(runs.runs)
+    # Of each column over all runs, before any row is written.
     best = [_best(column, runs.runs) for column in columns]
     head = "".join(map(_heading, ("run, world", *(column.title for column in columns))))
     rows = ""
@@ -91,6 +92,7 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     keys = charts.metrics(runs)
     columns: list[Column] = []
     if keys:
+        # The metric to judge by has two columns; of the others the final value is enough.
         columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
     # The loss has a column of its own below; the worst tenth a section.
     others = [key for key in keys[1:] if "loss" not in key and not key.endswith(TENTH)]
@@ -109,6 +111,7 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
             "epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"
         ),
         _number_column("time", lambda r: r.seconds, duration, -1),
+        # Sorts by the share of computing; neither more nor less of it is better.
         Column("where it went", lambda run: _share_cell(run.result.everyone), _compute_share),
         _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
         _number_column("peak memory", lambda r: r.peak_memory, size, -1),

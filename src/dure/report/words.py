@@ -59,6 +59,7 @@ def duration(seconds: float | None) -> str:
 
 def metric_name(key: str) -> str:
     """The words of a metric's key: test_accuracy -> accuracy, test_loss -> test loss."""
+    # "test" goes without saying, but for a loss, which there is of training as well.
     words = key.replace("_", " ")
     bare = words.removeprefix("test ")
     return words if "loss" in bare else bare

@@ -158,7 +158,7 @@ class Checkpoints:
         workers go on; new ranks begin at zero.
         """
         meters = self.learner.meters()
-        # Counters are those of ranks, or, where one rank is all there is, of those who live in it.
+        # Several ranks have one meter each; a single one has those of all its workers.
         first = self.group.rank if self.group.size > 1 else 0
         everybody = self.group.size if self.group.size > 1 else len(meters)
         for index, meter in enumerate(meters, start=first):

@@ -16,9 +16,9 @@ from dure.tensors.copies import copy_of
 class FreshModel:
     """A model under the run's seed, as the task's factory has made it.
 
-    It is looked at while the run is prepared. A learner in this process takes it; at the end there
-    is one with the trained weights for the user, who gets none of what a learner has done to its
-    own, such as flat buffers and hooks. To other processes nothing of this travels: they make their
+    It is looked at while the run is prepared. Then a learner in this process takes it. At the end
+    the user gets a model with the trained weights, and without what a learner has done to its own,
+    such as flat buffers and hooks. To other processes the model does not travel: they make their
     own.
 
     keep: the model serves other runs as well, so that learners take copies of it.
@@ -52,8 +52,8 @@ class FreshModel:
     def trained(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
         """The model with what was learned.
 
-        As shapes alone where this process holds only a part of the weights, as a rank of torchrun
-        may.
+        As shapes alone where this process holds only a part of the weights, which ranks of a
+        torchrun job may.
         """
         model = self._untouched()
         if weights:

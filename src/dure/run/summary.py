@@ -19,7 +19,7 @@ SUMS = (
     "idle_seconds",
     "hidden_seconds",
 )
-"""What is added over all who took part."""
+"""The counters that are added over all ranks, or all workers of one rank."""
 
 
 def summarise(
@@ -34,11 +34,11 @@ def summarise(
 ) -> dict[str, Any]:
     """The content of summary.json.
 
-    everybody: the counters of all ranks, or of those who live in one: the server or master, and its
-    clients or threads.
+    everybody: the counters of all ranks; of a single rank, those of all its workers: the server and
+    its clients, or the master and its threads.
     """
     meters = learner.meters()
-    # Where there are several ranks, each counts as one; of a single one, those who live in it.
+    # Several ranks count as one worker each; a single one has workers that live in it.
     names = [f"rank {rank}" for rank in range(ranks)] if ranks > 1 else [m.name for m in meters]
     senders = everybody
     count = ranks

@@ -54,7 +54,7 @@ class Shares:
     def of(self, part: Tensor, batch: Tensor) -> float:
         """part, batch: indices of examples. 0 where nothing in the part counts: see `loss_of`."""
         whole = _counted(self._loss, self._targets[batch]) if self._targets is not None else None
-        # A batch of which nothing counts has no mean, no matter who computes it.
+        # A batch of which nothing counts has no mean, whichever rank computes it.
         if self._targets is None or not whole:
             return len(part) / len(batch)
         return (_counted(self._loss, self._targets[part]) or 0.0) / whole

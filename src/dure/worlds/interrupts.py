@@ -35,6 +35,7 @@ def on_interrupt(
         elif time.monotonic() - asked > _SAME_KEYSTROKE:
             raise KeyboardInterrupt
 
+    # The handlers of the caller are put back afterwards.
     before = {number: signal.signal(number, handle) for number in signals}
     try:
         yield
