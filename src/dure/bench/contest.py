@@ -74,6 +74,7 @@ def holds(flat: Tensor, period: Tensor) -> bool:
 
 
 def cpu_seconds() -> float:
+    """CPU time of this process so far, the kernel's for it included."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -25,6 +25,7 @@ PERIOD = 1024
 
 
 def cpu_seconds() -> float:
+    """CPU time of this process so far, the kernel's for it included."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -37,6 +38,7 @@ class Rank:
         self.buffer: Any = np.empty(0, np.float32)
 
     def prepare(self, elements: int) -> dict[str, Any]:
+        """Makes the buffer of one size."""
         self.buffer = np.zeros(elements, np.float32)
         self.buffer[:] = 0.0  # so that the pages are there
         return {}
@@ -69,10 +71,12 @@ class Rank:
         return {"seconds": seconds, "cpu": cpu_seconds() - cpu}
 
     def reduce(self) -> None:
+        """The call that is measured."""
         self.world.Allreduce(MPI.IN_PLACE, self.buffer, op=MPI.SUM)
 
 
 def main() -> None:
+    """Obeys until the socket is closed."""
     rank = Rank()
     deeds: dict[str, Callable[..., dict[str, Any]]] = {
         "prepare": rank.prepare,

@@ -44,6 +44,7 @@ class Contender:
         return self.name.replace("-", "_")
 
     def as_json(self) -> dict[str, str]:
+        """As the result's JSON lists it."""
         return {"name": self.name, "label": self.label, "kind": self.kind, "what": self.what}
 
 

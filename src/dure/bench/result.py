@@ -48,6 +48,7 @@ class Result:
 
     @property
     def contenders(self) -> list[Contender]:
+        """All that were asked for, also those that could not take part."""
         return [CONTENDERS[name] for name in self.plan.contenders]
 
     def add(self, measured: JSON) -> None:

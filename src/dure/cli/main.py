@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Taken out here: it may stand anywhere, and no command has to know it.
     given = [argument for argument in given if argument != DEBUG]
     # OpenMP's threads spin for milliseconds before they give their core back, and starve others
-    # that need it. Set before torch is loaded, which reads it then, and for ranks to inherit.
+    # that need it. Set before torch loads OpenMP, which reads it then, and for ranks to inherit.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()

@@ -134,14 +134,17 @@ class History:
         self.records = list(records)
 
     def append(self, record: Record) -> None:
+        """Adds what happened last."""
         self.records.append(record)
 
     @property
     def steps(self) -> list[Step]:
+        """The lines of steps or rounds alone, in order."""
         return [record for record in self.records if isinstance(record, Step)]
 
     @property
     def evaluations(self) -> list[Evaluation]:
+        """The lines of evaluations alone, in order."""
         return [record for record in self.records if isinstance(record, Evaluation)]
 
     def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:

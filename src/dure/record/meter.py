@@ -98,10 +98,12 @@ class Meter:
         self._inside_step: int | None = None
 
     def sent(self, nbytes: int) -> None:
+        """One message of so many payload bytes left the worker."""
         self.counters.bytes_sent += nbytes
         self.counters.messages_sent += 1
 
     def received(self, nbytes: int) -> None:
+        """So many payload bytes came in."""
         self.counters.bytes_received += nbytes
 
     def exchanged(self, sent: Sequence[int], received: Sequence[int]) -> None:

@@ -141,6 +141,7 @@ class RunFolder:
             self.close()
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes a file of the folder, at once or not at all."""
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -161,6 +162,7 @@ class RunFolder:
             self.flush()
 
     def flush(self) -> None:
+        """Writes the lines of the history that wait in memory."""
         if self._file is None:
             # Unbuffered, one write a flush: a kill cuts off no more than the end.
             self._file = open(self.path / "history.jsonl", "ab", buffering=0)  # noqa: SIM115, closed in close()
@@ -186,11 +188,13 @@ class RunFolder:
         write_atomically(self.path / "history.jsonl", history.encoded())
 
     def save_checkpoint(self, step: int, parts: tuple[bytes, bytes, bytes]) -> None:
+        """Writes the checkpoint of `step`, whose files are `parts`, and removes the older ones."""
         # The history first: whoever resumes finds in it all steps up to the checkpoint.
         self.flush()
         save_checkpoint(self.path / "checkpoint", step, parts)
 
     def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
+        """The files of the newest checkpoint; None if there is none."""
         return read_checkpoint(self.path / "checkpoint")
 
     def _check_checkpoint(self) -> None:
@@ -276,6 +280,7 @@ class Run:
 
     @property
     def label(self) -> str:
+        """What tables call the run."""
         return str(self.summary["label"])
 
 

@@ -70,6 +70,7 @@ class Trace:
 
     @staticmethod
     def unpacked(packed: bytes) -> list[Lane]:
+        """The inverse of `packed`."""
         return msgspec.msgpack.decode(packed, type=list[Lane])
 
 

@@ -29,7 +29,7 @@ def weights_to_bytes(
         # torch keeps conjugation and sign of complex tensors as flags, which raw bytes would lose.
         tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         pointer = tensor.untyped_storage().data_ptr()
-        # safetensors refuses tensors that share memory, and a view is a part of a larger storage.
+        # safetensors refuses tensors that share memory, such as views into one buffer.
         shares = pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes
         plain[name] = tensor.clone() if shares else tensor
         seen.add(pointer)

@@ -44,6 +44,7 @@ class Worker:
 
     @property
     def total(self) -> float:
+        """Seconds of all three kinds."""
         return self.compute + self.communication + self.idle
 
 

@@ -95,6 +95,7 @@ class Driver:
         self._reported = 0.0
 
     def run(self) -> Outcome:
+        """From the start, or the newest checkpoint, to the first limit; called on every rank."""
         # Held before anything is read: nobody else may change it meanwhile.
         if self.folder is not None:
             self.folder.hold()

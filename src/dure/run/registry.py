@@ -262,7 +262,7 @@ def _value(text: str, hint: Any) -> Any:
 
 def _divided(text: str) -> list[str]:
     """The text between commas, of which those inside brackets divide nothing."""
-    # "mesh={"data":2,"pipeline":2}" is one setting.
+    # The commas in mesh={"data":2,"pipeline":2} divide no settings.
     parts = [""]
     depth = 0
     for sign in text:

@@ -115,6 +115,7 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: (B, in_channels, H, W). Returns (B, channels, H / stride, W / stride)."""
         hidden = F.relu(self.norm1(self.conv1(inputs)))
         return F.relu(self.shortcut(inputs) + self.norm2(self.conv2(hidden)))
 

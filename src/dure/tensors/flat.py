@@ -53,8 +53,10 @@ class FlatParameters:
             self.buffers.append(buffer)
 
     def copy(self) -> list[Tensor]:
+        """The weights as they are now, a tensor for each buffer."""
         return [buffer.clone() for buffer in self.buffers]
 
     def load(self, values: Sequence[Tensor]) -> None:
+        """Sets the weights to `values`, which are what `copy` returned, or like it."""
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)
