@@ -146,6 +146,7 @@ def _dispatch(given: list[str]) -> int:
         return 0
     if given[0] in _NAMELESS and asks:
         what, parts, description = _NAMELESS[given[0]]
+        # Prints the help and raises SystemExit, which `main` answers.
         parse_flags(f"dure {given[0]} {what}", parts, ["--help"], description)
     if given[0] not in commands:
         raise ValueError(f"there is no command {given[0]!r}{suggestion(given[0], commands)}")
@@ -201,6 +202,7 @@ def _train(given: list[str]) -> int:
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
 
+    # The class is enough to make flags of; an instance is what they come to.
     kind = strategy_class(system)
     parts = {
         "strategy": kind,

@@ -141,7 +141,7 @@ def _number(name: str, summary: dict[str, Any]) -> float | None:
 
 
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
-    """When the target was reached, in seconds; None where it was not, or was none of this run's."""
+    """Steps or rounds until the target; None where it was not reached, or not this run's."""
     return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
 
 

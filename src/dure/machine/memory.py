@@ -60,6 +60,7 @@ _runs = 0
 def memory_kept() -> Iterator[None]:
     """Keeps freed memory inside the block; blocks may overlap, in one thread or in several."""
     global _runs
+    # A user's own settings stand.
     if any(name in os.environ for name in _OWN):
         yield
         return

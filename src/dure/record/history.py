@@ -127,6 +127,7 @@ def steps_to_target(
 class History:
     """Records in the order in which they happened."""
 
+    # Made once: a type is compiled when its decoder is made.
     _decoder: ClassVar[msgspec.json.Decoder[Record]] = msgspec.json.Decoder(Record)
     _encoder: ClassVar[msgspec.json.Encoder] = msgspec.json.Encoder()
 

@@ -150,10 +150,12 @@ class Meter:
         seconds = 0.0
         while self._inside:
             name, began, ended = self._inside.popleft()
+            # All that wait are taken from the queue, but only those of this span count.
             if began >= start:
                 seconds += ended - began
                 self.mark(name, "communication", began, ended, step, f"{self.name}, inside")
         self.inside_seconds += seconds
+        # A step may have several computations; it counts once.
         if seconds and step != self._inside_step:
             self.inside_steps += 1
             self._inside_step = step

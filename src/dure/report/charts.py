@@ -139,6 +139,7 @@ def _axis(key: str, name: str, title: str) -> JSON:
 def timelines(runs: Sequence[Run]) -> list[JSON]:
     """Per run with a trace: lanes, and spans by category, each bounded in number."""
     traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
+    # Many runs share what one page can hold.
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(traced), 1))
     return [_timeline(index, trace, most) for index, trace in traced]
 
@@ -149,6 +150,7 @@ def partitions(runs: Sequence[Run]) -> list[JSON]:
     for run in runs:
         if run.partition is None:
             continue
+        # Runs of one comparison mostly share a partition: it is drawn once.
         same = next((names for partition, names in users if partition == run.partition), None)
         if same is None:
             users.append((run.partition, [run.label]))

@@ -48,6 +48,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
     curves = charts.curves(runs.runs)
     timelines = charts.timelines(runs.runs)
     partitions = charts.partitions(runs.runs)
+    # What there is nothing of has no figure, and then no place in the page either.
     drawn = figures(runs.runs)
     data = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],

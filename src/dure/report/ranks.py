@@ -26,6 +26,7 @@ Column = tuple[str, Callable[[Rank], str]]
 
 def holdings(runs: Sequence[Run]) -> str:
     """The section with a table for each run whose ranks told what they hold; empty if none."""
+    # With its place among all runs, which its mark and colour follow.
     told = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not told:
         return ""

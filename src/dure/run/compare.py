@@ -84,6 +84,7 @@ def compare(
         _prepared(task, strategy, world, stop, seed, evaluate_every=evaluate_every, model=model)
         for strategy, world in pairs
     ]
+    # A label names the run in tables, and its folder.
     labels = _unique([job.label for job, _ in prepared])
     folder = Path(out) if out is not None else None
     leads = all(world.leads for _, world in pairs)
@@ -114,6 +115,7 @@ def compare(
             done.failed[label] = error
             continue
         done.runs.append(run)
+        # Ctrl-C is meant for the whole comparison.
         if run.summary["ended"] == "interrupt":
             break
     if folder is None or not leads:

@@ -107,6 +107,7 @@ class Driver:
         if self.position.last_evaluation < 0:
             self._evaluate()
         limit = self.job.stop.seconds  # which a resumed run, on all ranks, may have used up
+        # Before the first step too: a run that is resumed may have reached its limits already.
         ended = self._limit(STOP if limit is not None and self.position.seconds >= limit else 0)
         while ended is None:
             ended = self._advance()

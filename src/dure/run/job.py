@@ -67,6 +67,7 @@ class Position(msgspec.Struct):
     samples: int = 0
     seconds: float = 0.0
     loss: float | None = None
+    # msgspec copies a default that is empty, so no two positions share it.
     metrics: dict[str, float] = {}
     last_evaluation: int = -1
     numbers: dict[str, float | None] = {}

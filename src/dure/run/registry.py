@@ -76,6 +76,7 @@ def world_class(name: str) -> type[World]:
 def _class(
     what: str, name: str, known: Mapping[str, catalog.System | catalog.World], base: type[Base]
 ) -> type[Base]:
+    # A reference has a colon, which no name of dure's own has.
     if references.is_reference(name):
         return references.load(name, base)
     if name not in known:

@@ -208,6 +208,7 @@ def prepare(
 
     model: the task's under the seed, where other runs need it as well; it stays as it is.
     """
+    # First: all that follows calls their methods.
     _check_kinds(strategy, world)
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and every < 1:
@@ -271,6 +272,7 @@ def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Modul
     # Conditions are of clients; other worlds have none.
     if world.conditions is not None:
         strategy.check_under(task, model, world.conditions)
+    # A list: it is gone through more than once.
     parameters = list(model.parameters())
     if task.lr_schedule is not None:
         check_schedule(task.lr_schedule, task.optimizer(parameters))

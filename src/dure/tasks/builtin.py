@@ -283,6 +283,7 @@ def task_factory(reference: str) -> TaskFactory | Task:
 
     Raises ValueError if there is no such name, file, module or attribute, or if it is neither.
     """
+    # No colon: a name, or a file of which the task is not said.
     if ":" not in reference:
         return _built_in(reference)
     found = references.find(reference, _may_be_task)

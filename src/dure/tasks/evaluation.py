@@ -44,6 +44,7 @@ def evaluate(
     counts = [0.0] * len(names)
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
+    # A model without parameters computes on the CPU.
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.eval()

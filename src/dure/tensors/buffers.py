@@ -49,6 +49,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     modules = dict(model.named_modules())
     for name, value in weights.items():
+        # The module that has the tensor, and its name there.
         place, _, own = name.rpartition(".")
         buffers = modules[place]._buffers if place in modules else {}
         # load_state_dict calls a buffer that is None here, but has a value there, unexpected.

@@ -53,6 +53,7 @@ class Threads(World):
             )
         # Written as they are, so that a run folder says what None came to on this machine.
         object.__setattr__(self, "threads", count)
+        # A device for each thread, however few were named.
         in_turn = tuple(given[worker % len(given)] for worker in range(count))
         object.__setattr__(self, "devices", in_turn)
 
