@@ -14,6 +14,7 @@ from dure.machine.torch_backend import register_when_imported
 
 __version__ = "0.1.0"
 
+# For editors and type checkers, which do not run `__getattr__`; the same names as below.
 if TYPE_CHECKING:
     from dure.averaging.admm import ADMM as ADMM
     from dure.averaging.diloco import DiLoCo as DiLoCo
@@ -128,6 +129,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(_MODULES[name])
     else:
         raise AttributeError(f"module 'dure' has no attribute {name!r}")
+    # The next time Python finds it without asking here.
     globals()[name] = value
     return value
 
@@ -136,4 +138,5 @@ def __dir__() -> list[str]:
     return __all__
 
 
+# So that init_process_group("dure") works after `import dure`, whichever came first.
 register_when_imported("dure.collectives.shared_memory.backend")

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 
 class System(NamedTuple):
-    """A strategy: its module, its class in it, and a line on it. forks: whether its ranks are
-    forked processes, unless another world is named."""
+    """A strategy: its module, its class in it, and a line on it.
+
+    forks: whether its ranks are forked processes, unless another world is named.
+    """
 
     module: str
     kind: str
@@ -20,8 +22,10 @@ class System(NamedTuple):
 
 
 class World(NamedTuple):
-    """A world: its module, its class in it, and a line on it. lives: the kind of strategies that
-    live there. call: how it is made, for errors."""
+    """A world: its module, its class in it, and a line on it.
+
+    lives: the kind of strategies that live there. call: how it is made, for errors.
+    """
 
     module: str
     kind: str
@@ -44,6 +48,7 @@ TASKS: dict[str, str] = {
 """Built-in tasks: name to summary."""
 
 
+# forks is told here, so that ranks can be prepared before the strategy itself is imported.
 SYSTEMS: dict[str, System] = {
     "single-worker": System(
         "dure.parallel.local.single",

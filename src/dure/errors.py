@@ -32,14 +32,15 @@ class RunFolderError(DureError):
 class LossNotFiniteError(DureError):
     """The loss became NaN or infinite. The last good checkpoint is kept.
 
-    `loss`: its value; `where`: the worker, as "rank 1" or "client 17"; `when`: as "step 12" or
-    "round 3". `intact`: whether what was being trained is still as it was before, which is then
-    kept as one more checkpoint.
+    `loss`: its value; `where`: the worker, such as "rank 1" or "client 17"; `when`: such as
+    "step 12" or "round 3". `intact`: whether what was being trained is still as it was before,
+    which is then kept as one more checkpoint.
     """
 
     exit_code = 2
 
     def __init__(self, loss: float, where: str, when: str, intact: bool = True) -> None:
+        # All arguments: an exception is pickled by them, when a rank sends it to another process.
         super().__init__(loss, where, when, intact)
         self.loss, self.where, self.when, self.intact = loss, where, when, intact
 
@@ -51,10 +52,10 @@ class LossNotFiniteError(DureError):
 
 
 class WorkerFailedError(DureError):
-    """The user's own code raised on a worker; `__cause__` is that error where it could be carried
-    here.
+    """The user's own code raised on a worker.
 
-    `who`: "rank 1" or "client 17"; `step`: what it worked on; `traceback`: its traceback, as text.
+    `__cause__` is that error, where it could be carried here. `who`: "rank 1" or "client 17";
+    `step`: what it worked on; `traceback`: its traceback, as text.
     """
 
     def __init__(self, who: str, step: str, reason: str, traceback: str = "") -> None:
@@ -66,11 +67,12 @@ class WorkerFailedError(DureError):
 
 
 class MismatchError(DureError, RuntimeError):
-    """Ranks that should have made the same collective call made different ones. Every rank raises
-    the same text.
+    """Ranks that should have made the same collective call made different ones.
 
-    A RuntimeError too, as torch.distributed's own errors are. `operation`: the call as "call 17";
-    `calls`: (ranks, what they called) for each different call.
+    Every rank raises the same text.
+
+    A RuntimeError too, as torch.distributed's own errors are. `operation`: the call, such as
+    "call 17"; `calls`: (ranks, what they called) for each different call.
     """
 
     def __init__(self, operation: str, calls: tuple[tuple[tuple[int, ...], str], ...]) -> None:
@@ -83,8 +85,9 @@ class MismatchError(DureError, RuntimeError):
 
 
 class PeerLostError(DureError, RuntimeError):
-    """A rank died or fell silent while others waited for it. A RuntimeError too, as
-    torch.distributed's own are.
+    """A rank died or fell silent while others waited for it.
+
+    A RuntimeError too, as torch.distributed's own are.
 
     `ranks`: the lost ranks; `operation` and `step`: what the others waited in; `reason`: "was
     killed by SIGKILL", "fell silent (nothing for 10 s)", …
@@ -103,19 +106,17 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 class TooFewUpdatesError(DureError, ValueError):
-    """The updates that a federation's rule was given are too few for it, or none of them is
-    finite."""
+    """A federation's rule was given too few updates, or none that is finite."""
 
 
 class TooFewClientsError(DureError):
-    """A federation could not go on because too few of its clients were there, or answered in
-    time."""
+    """Too few clients of a federation were there, or answered in time, for it to go on."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, if any is near, and the
-    list."""
+    """The end of a message about an unknown name: the nearest known one, if any, and the list."""
     known = list(known)
+    # Compared without case, and shown as it is written.
     spelt = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower().replace("_", "-"), spelt, n=1)
     hint = f", did you mean {spelt[near[0]]!r}? There are: " if near else "; there are: "

@@ -1,5 +1,6 @@
-"""Where something of a user's own is, written as text: `path/to/file.py:Name`, or
-`package.module:Name`.
+"""Where something of a user's own is, written as text.
+
+    path/to/file.py:Name    or    package.module:Name
 
 A user's file is run as a module of its own, under a name that no import can collide with: it is
 made of the file's path and contents, so that what was found once is found again as the same object.
@@ -43,11 +44,14 @@ def load(reference: str, base: type | None = None) -> type[Any]:
 
 
 def reference_of(cls: type) -> str | None:
-    """The text by which `load` finds the class again, in another process and from another folder;
-    None if no text does: for a class of a script, a notebook or a function."""
+    """The text by which `load` finds the class again, in another process and from another folder.
+
+    None if no text does: for a class of a script, a notebook or a function.
+    """
     module = sys.modules.get(cls.__module__)
     if module is None or module.__name__ == "__main__":
         return None
+    # A class inside a function or another class, or one whose name now means something else.
     if getattr(module, cls.__qualname__, None) is not cls:
         return None
     # Registered modules were found through a folder that is on the path of this process alone.
@@ -96,6 +100,7 @@ def from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
+    # With the contents: a file that was edited meanwhile is another module.
     key = str(path).encode() + path.read_bytes()
     name = f"dure_file_{path.stem}_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
     known = sys.modules.get(name)
@@ -113,6 +118,7 @@ def _run(path: Path, name: str) -> ModuleType:
         with _importing_from(path.parent):
             spec.loader.exec_module(module)
     except Exception as error:
+        # Half a module must not be found the next time.
         del sys.modules[name]
         raise ValueError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
     cloudpickle.register_pickle_by_value(module)
@@ -120,8 +126,10 @@ def _run(path: Path, name: str) -> ModuleType:
 
 
 def from_import_path(name: str) -> ModuleType:
-    """The module, which may also lie in the working directory. Raises ValueError if the import
-    fails."""
+    """The module, which may also lie in the working directory.
+
+    Raises ValueError if the import fails.
+    """
     try:
         with _importing_from(Path.cwd()):
             return importlib.import_module(name)
@@ -140,6 +148,7 @@ def _importing_from(folder: Path) -> Iterator[None]:
     if str(folder) in sys.path:
         yield
         return
+    # What is new afterwards was imported by the file, or by the module asked for.
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
@@ -154,5 +163,6 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
 def _lies_in(file: Path, folder: Path) -> bool:
     """Whether the file is reachable through `folder` and through nothing else on the path."""
+    # Asked after `folder` has been taken off the path again.
     roots = [root for root in map(Path, sys.path) if root.is_absolute()]
     return file.is_relative_to(folder) and not any(file.is_relative_to(root) for root in roots)

@@ -1,10 +1,9 @@
-"""Settings written as text, for command lines and run folders: the name, then the values, as
-`dirichlet:0.3:10`.
+"""Settings written as text, for command lines and run folders: `dirichlet:0.3:10`.
 
-A setting is a frozen dataclass whose fields are numbers or words and all have a default. One that
-dure brings along has a `name`. One of a user's own is named by where it is (`dure.references`):
-`my_parts.py:Mine:0.3`, or `package.module:Mine:0.3`. What `write` writes, `read` reads; values at
-the end that are default are left out, but for the first.
+The name comes first, then the values. A setting is a frozen dataclass whose fields are numbers or
+words and all have a default. One that dure brings along has a `name`. One of a user's own is named
+by where it is (`dure.references`): `my_parts.py:Mine:0.3`, or `package.module:Mine:0.3`. What
+`write` writes, `read` reads; values at the end that are default are left out, but for the first.
 
 To read a reference runs the user's code. Therefore a folder that somebody sent is shown by its
 texts as they stand: only what the user starts (`train`, `compare`, `resume`) reads them.
@@ -25,8 +24,11 @@ _KINDS = {int: "a whole number", float: "a number", str: "a word"}
 
 
 def write(setting: Any, without: Collection[str] = ()) -> str:
-    """The text that `read` reads: the name and the fields, without those after the first that are
-    default. without: fields that are written in another way."""
+    """The text that `read` reads: the name and the fields.
+
+    Of fields after the first, those at the end that are default are left out. without: fields that
+    are written in another way.
+    """
     fields = [field for field in dataclasses.fields(setting) if field.name not in without]
     values = [getattr(setting, field.name) for field in fields]
     while len(values) > 1 and values[-1] == fields[len(values) - 1].default:
@@ -35,8 +37,10 @@ def write(setting: Any, without: Collection[str] = ()) -> str:
 
 
 def name_of(kind: type[Any]) -> str:
-    """What the text of a setting of this class begins with. A class of a script or a function,
-    which no text can find, has the name that it has there."""
+    """What the text of a setting of this class begins with.
+
+    A class of a script or a function, which no text can find, has the name that it has there.
+    """
     if is_brought_along(kind):
         name: str = kind.name
         return name
@@ -50,6 +54,7 @@ def listed(namespace: Mapping[str, Any], base: type[Setting]) -> dict[str, type[
     """
     found: dict[str, type[Setting]] = {}
     for kind in namespace.values():
+        # In vars: a subclass that only inherits a name is none of its own.
         if isinstance(kind, type) and issubclass(kind, base) and "name" in vars(kind):
             found.setdefault(kind.name, kind)  # type: ignore[attr-defined]
     return found
@@ -60,6 +65,7 @@ def parse_fields(thing: Any, readers: Mapping[str, Callable[[str], Any]]) -> Non
     for field, reader in readers.items():
         value = getattr(thing, field)
         if isinstance(value, str):
+            # The one place where a frozen dataclass is still being made.
             object.__setattr__(thing, field, reader(value))
 
 
@@ -71,8 +77,8 @@ def read(
 ) -> Setting:
     """The setting that `text` names.
 
-    known: the classes by name. what: the word for them, as "partition". base: what a class of a
-    user's own has to be a subclass of; None allows none.
+    known: the classes by name. what: the word for them, such as "partition". base: what a class of
+    a user's own has to be a subclass of; None allows none.
 
     Raises ValueError for an unknown name, for a reference that leads nowhere, for too many values,
     and for values that are not what they should be.
@@ -92,6 +98,7 @@ def kind_of(
     if name in known:
         return known[name], values
     if base is not None and is_reference(text):
+        # A reference has a colon itself: the first value is the name of the class.
         return load(f"{name}:{values[0]}", base), values[1:]
     own = ", or path/to/file.py:Class" if base is not None else ""
     raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}{own}")
@@ -104,14 +111,17 @@ def filled(
     what: str,
     given: Mapping[str, Any] | None = None,
 ) -> Setting:
-    """The setting of these values, in the order of its fields. given: fields that are not written
-    as values. text, what: what errors are about, as for `read`."""
+    """The setting of these values, in the order of its fields.
+
+    given: fields that are not written as values. text, what: what errors are about, as for `read`.
+    """
     arguments = dict(given or {})
     fields = [field for field in dataclasses.fields(kind) if field.name not in arguments]  # type: ignore[arg-type]
     form = ":".join([name_of(kind), *(field.name.upper() for field in fields)])
     if len(values) > len(fields):
         raise ValueError(f"the {what} {text!r} has too many values: write {form}")
     for field, value in zip(fields, values, strict=False):
+        # The default says the type: hints are texts here, and would have to be evaluated.
         of: type[Any] = type(field.default)
         if of not in _KINDS:
             raise ValueError(

@@ -21,6 +21,7 @@
   };
   const axis = (more) => common.axis({ tickfont: { color: "var(--soft)", size: 12 }, type: "log", ...more });
   const sizeAxis = (sizes) => {
+    // Of many sizes every second one is written, so that the texts do not meet.
     const few = sizes.filter((_, i) => sizes.length < 6 || i % 2 === 0);
     return axis({ tickvals: few, ticktext: few.map(sizeText), tickangle: 0, range: [Math.log10(sizes[0] / 1.4), Math.log10(sizes[sizes.length - 1] * 1.4)] });
   };
@@ -52,6 +53,7 @@
         const spread = key === "seconds" && {
           error_y: {
             type: "data", symmetric: false, thickness: 1, width: 0, color: contender.color,
+            // From the median to the quartiles, above and below.
             array: one.high.map((v, i) => v - one.seconds[i]), arrayminus: one.low.map((v, i) => one.seconds[i] - v),
           },
         };
@@ -61,6 +63,7 @@
           hovertemplate: `<b>${plain(contender.label)}</b><br>%{customdata[1]}<br>%{customdata[0]}<extra></extra>`,
         };
       });
+      // With all of them hidden the axis has room for all.
       const values = (shown.length ? shown : series).flatMap((one) => one[key]);
       draw(element, traces, { xaxis: sizeAxis(sizes), yaxis: valueAxis(values, text) });
       element.setAttribute("aria-label", `${unit} over size on ${ranks} ranks`);

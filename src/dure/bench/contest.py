@@ -74,6 +74,7 @@ def holds(flat: Tensor, period: Tensor) -> bool:
 
 
 def cpu_seconds() -> float:
+    """CPU time of this process so far, the kernel's for it included."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -100,6 +101,7 @@ class Contest:
     def __init__(self, plan: Plan, place: Place) -> None:
         self.plan = plan
         self.place = place
+        # Ranks share the cores: more threads of each would only be in one another's way.
         torch.set_num_threads(1)
         self.gloo = dist.new_group(backend="gloo")
         self.group = Group(self.gloo)
@@ -144,12 +146,14 @@ class Contest:
                 self.versions[OPEN_MPI] = self.mpi.version
             except RuntimeError as error:
                 why = str(error)
+        # Only rank 0 starts the job, and all have to know whether it runs.
         told = self.group.broadcast_bytes((why or "").encode()).decode()
         if told:
             self.absent[OPEN_MPI] = told
 
     def _process_group(self, core: Literal["c", "torch"]) -> dist.ProcessGroup:
         """A group of the dure backend with this core; made once, by all ranks."""
+        # To make a group is a call of all ranks: they come here in the same order.
         if core not in self._groups:
             try:
                 self._groups[core] = dist.new_group(backend="dure", pg_options=Options(core=core))
@@ -182,6 +186,7 @@ class Contest:
             return partial(dist.all_reduce, tensor, group=group), tensor
         tensor = self._ordinary_tensor(n)
         if contender.kind == "floor":
+            # Times 1: the bytes are read and written, and nothing grows from call to call.
             return partial(tensor.mul_, 1.0), tensor
         if contender.kind == "peer":
             return partial(dist.all_reduce, tensor, group=self.gloo), tensor
@@ -192,6 +197,7 @@ class Contest:
 
     def _size(self, nbytes: int, position: int, last: dict[str, JSON]) -> list[JSON]:
         """The cells of one size. last: those of the size before, by contender."""
+        # The tensors of the size before are freed first.
         self._ordinary = None
         self._pooled = None
         turns: list[Turn] = []
@@ -269,6 +275,7 @@ class Contest:
             turn.pilot = turn.time(calls, False)[0] / calls
             if turn.pilot * calls >= self.plan.batch / 4 or calls == MOST_CALLS:
                 break
+            # At most 20 times as many: a first call tells little of how long the others take.
             calls = self._calls(max(turn.pilot, self.plan.batch / 20 / calls))
         turn.calls = self._calls(turn.pilot)
         return turn
@@ -286,14 +293,17 @@ class Contest:
             call, tensor = self._call(name, n)
         except Unavailable as error:
             mine = str(error)
+        # One rank without it is enough: it would be missing in every call.
         complaint = next(filter(None, self._all(mine)), "")
         if complaint:
             self.absent[name] = complaint
             return None
         if CONTENDERS[name].kind != "floor":
+            # Filled anew for each: the tensor may hold the right sum of the contender before.
             fill(tensor, self.rank)
             call()
             self._must_be_right(name, holds(tensor, expected(PERIOD, self.size)))
+            # Zeros stay zeros in all the timed calls; other sums would grow until they overflow.
             tensor.zero_()
         return Turn(name, partial(self._time, call))
 
@@ -340,6 +350,7 @@ class Contest:
         answers = self._ask_mpi("time", calls=calls, warm=warm)
         seconds = max((answer["seconds"] for answer in answers), default=0.0)
         spent = sum(answer["cpu"] for answer in answers)
+        # Ranks without the job wait here, in a receive of gloo, for what rank 0 was answered.
         seconds, spent = self.group.all_gather_values([seconds, spent])[0]
         return seconds, spent
 

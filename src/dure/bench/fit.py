@@ -7,7 +7,7 @@ messages at once, which tells the four numbers apart. With it all algorithms are
     calibrators   the algorithms that the fit has seen
     algorithms    all that were predicted
     links         one for each number of ranks: alpha, beta, gamma, overhead, shared,
-        ranks, cores, backend
+                  ranks, cores, backend, and
         first, crossovers     the best algorithm at the smallest size, and from how many bytes on
                               it is another one
         series                for each algorithm: bytes, measured and predicted seconds
@@ -30,12 +30,18 @@ from dure.collectives import cost
 
 CALIBRATORS = ("tree", "one-shot")
 LARGEST = 64 * MIB
+"""Bytes up to which measurements are fitted and compared."""
+
 CLOSE = 0.2
+"""Relative error up to which a prediction counts as close."""
+
 FILE = "all-reduce.json"
+"""The name of the file with the links of this machine, in its folder."""
 
 
 def calibrate(result: Result, folder: Path) -> cost.Calibration:
     """Fits, predicts and puts both into `result`; adds the links to those that `folder` keeps."""
+    # Links of other numbers of ranks, from earlier benchmarks, stay.
     kept = cost.Calibration.load(folder / FILE)
     links = []
     for ranks in sorted({cell["ranks"] for cell in result.cells}):
@@ -43,6 +49,7 @@ def calibrate(result: Result, folder: Path) -> cost.Calibration:
         seen = [sample for sample in measured if sample.algorithm.replace("_", "-") in CALIBRATORS]
         if not seen:
             continue
+        # Links are kept by backend, ranks and cores: on another machine the numbers are others.
         cores = result.machine["cores"]
         link = cost.fit(seen, shared=True)
         kept.links["gloo", ranks, cores] = link
@@ -85,6 +92,7 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
         one["predicted"].append(predicted)
         error = abs(predicted / sample.seconds - 1)
         errors.append(error)
+        # How far off predictions are of what the fit has not seen: that is what counts.
         if sample.algorithm.replace("_", "-") not in CALIBRATORS:
             unseen.append(error)
     low = min(sample.nbytes for sample in measured)

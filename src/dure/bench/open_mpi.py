@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS = 60.0
+"""How long mpirun may take until all its ranks have connected."""
 
 
 def absent() -> str | None:
@@ -43,8 +44,10 @@ def command(ranks: int, path: Path) -> list[str]:
 
 
 class OpenMpi:
-    """A running job; use it as a context manager. Raises RuntimeError where it does not start or
-    ends by itself."""
+    """A running job; use it as a context manager.
+
+    Raises RuntimeError where it does not start or ends by itself.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -59,6 +62,7 @@ class OpenMpi:
             with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
                 listener.bind(str(path))
                 listener.listen(ranks)
+                # Short, so that an mpirun that has ended is noticed (`_accept`).
                 listener.settimeout(0.2)
                 # The ranks compute with one thread each, as ours do. The names of our own job are
                 # not theirs.
@@ -73,6 +77,7 @@ class OpenMpi:
                     stdout=log,
                     stderr=log,
                     env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    # Ctrl-C at the terminal is ours alone, and `close` can kill the group.
                     start_new_session=True,
                 )
                 self._accept(listener, self._process)
@@ -90,6 +95,7 @@ class OpenMpi:
                     raise RuntimeError(f"mpirun does not start: {self._complaint()}") from None
                 continue
             connection.settimeout(None)
+            # The stream keeps the connection open.
             with connection:
                 self._streams.append(connection.makefile("rw"))
         hello = [json.loads(stream.readline()) for stream in self._streams]

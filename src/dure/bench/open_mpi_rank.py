@@ -25,16 +25,20 @@ PERIOD = 1024
 
 
 def cpu_seconds() -> float:
+    """CPU time of this process so far, the kernel's for it included."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 class Rank:
+    """What the benchmark may ask of a rank: a method for each order."""
+
     def __init__(self) -> None:
         self.world = MPI.COMM_WORLD
         self.buffer: Any = np.empty(0, np.float32)
 
     def prepare(self, elements: int) -> dict[str, Any]:
+        """Makes the buffer of one size."""
         self.buffer = np.zeros(elements, np.float32)
         self.buffer[:] = 0.0  # so that the pages are there
         return {}
@@ -49,6 +53,7 @@ class Rank:
         # The sum over all ranks r of pattern + r; whole numbers, so that it is exact.
         sums = ranks * pattern + ranks * (ranks - 1) // 2
         right = bool(np.array_equal(self.buffer, np.resize(sums, n)))
+        # Zeros stay zeros in all the timed calls.
         self.buffer[:] = 0.0
         return {"right": right}
 
@@ -56,6 +61,7 @@ class Rank:
         """Seconds on this rank, and its CPU seconds; warm: after one call that is not timed."""
         if warm:
             self.reduce()
+        # All ranks begin together; the barrier itself is not timed.
         self.world.Barrier()
         cpu = cpu_seconds()
         begin = time.perf_counter()
@@ -65,10 +71,12 @@ class Rank:
         return {"seconds": seconds, "cpu": cpu_seconds() - cpu}
 
     def reduce(self) -> None:
+        """The call that is measured."""
         self.world.Allreduce(MPI.IN_PLACE, self.buffer, op=MPI.SUM)
 
 
 def main() -> None:
+    """Obeys until the socket is closed."""
     rank = Rank()
     deeds: dict[str, Callable[..., dict[str, Any]]] = {
         "prepare": rank.prepare,

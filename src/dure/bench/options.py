@@ -9,6 +9,7 @@ from typing import Any
 from dure.bench.fit import CALIBRATORS
 from dure.bench.plan import CONTENDERS, LADDER, Plan, parse_size
 
+# Every second size up to 16 MiB.
 QUICK = Plan(sizes=LADDER[0:7:2], ranks=(2, 4), repeats=3, batch=0.005, longest=0.1)
 
 
@@ -20,8 +21,12 @@ def plan(
     quick: bool = False,
     fit: bool = False,
 ) -> Plan:
-    """The plan; what is not given has its default, a smaller one if `quick`. Raises ValueError."""
+    """The plan; what is not given has its default, a smaller one if `quick`.
+
+    sizes: texts such as "64K". Raises ValueError for what cannot be measured.
+    """
     names = list(contenders or CONTENDERS)
+    # Without these there would be nothing to fit to.
     if fit:
         names += [name for name in CALIBRATORS if name not in names]
     asked: dict[str, Any] = {
@@ -29,6 +34,7 @@ def plan(
         "ranks": tuple(ranks),
         "repeats": repeats,
     }
+    # Not given: the plan's own default stands.
     given = {name: value for name, value in asked.items() if value not in ((), None)}
     usual = QUICK if quick else Plan()
     return replace(usual, contenders=tuple(names), **given)

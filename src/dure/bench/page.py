@@ -18,6 +18,7 @@ from dure.bench.table import link_texts, ratio_text, seconds_text
 from dure.report.document import document, plotly_source, section, source
 from dure.report.words import escape, size
 
+# Kinds are told apart by dash and symbol, also in print and without colours.
 _DASHES = {"peer": "dash", "backend": "solid", "algorithm": "solid", "floor": "dot"}
 _SYMBOLS = {"peer": "square", "backend": "circle", "algorithm": "diamond", "floor": "cross"}
 _COLOURS = 8
@@ -35,6 +36,7 @@ def write(result: Result, folder: str | Path) -> Path:
     (folder / "all-reduce.json").write_text(
         json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8"
     )
+    # After the JSON, which does without plotly.
     path = folder / "all-reduce.html"
     path.write_text(page(result, plotly_source("the page")), encoding="utf-8")
     return path
@@ -88,6 +90,7 @@ def _points(result: Result, contender: Contender, ranks: int) -> dict[str, list[
 
 def _look(contender: Contender, index: int) -> dict[str, str]:
     colour = "var(--soft)" if contender.kind == "floor" else f"var(--run-{index % _COLOURS})"
+    # Where colours repeat, algorithms are told apart by another dash.
     dash = (
         "dashdot"
         if index >= _COLOURS and contender.kind == "algorithm"
@@ -178,6 +181,7 @@ def _calibration(result: Result) -> str:
     fitted = result.calibration or {}
     rows = ""
     panels = ""
+    # bench.js finds its data by the place.
     for place, link in enumerate(fitted["links"]):
         cells = "".join(f"<td>{escape(text)}</td>" for text in link_texts(link))
         rows += f"<tr><th scope=row>{link['ranks']}</th>{cells}</tr>"

@@ -17,6 +17,7 @@ LADDER = tuple(4 * KIB * 4**step for step in range(9))
 """4 KiB to 256 MiB, each four times the one before."""
 
 ALLOWED = range(4, 4 << 30)
+"""Bytes of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Contender:
         return self.name.replace("-", "_")
 
     def as_json(self) -> dict[str, str]:
+        """As the result's JSON lists it."""
         return {"name": self.name, "label": self.label, "kind": self.kind, "what": self.what}
 
 
@@ -136,6 +138,7 @@ class Plan:
         for name in self.contenders:
             if name not in CONTENDERS:
                 raise ValueError(f"there is no contender {name!r}{suggestion(name, CONTENDERS)}")
+        # Told before ranks are started, by the words of the command line.
         for what, values in (
             ("size", self.sizes),
             ("number of ranks", self.ranks),
@@ -156,6 +159,7 @@ class Plan:
                 raise ValueError(f"{count} ranks reduce nothing: it takes at least two")
         if self.repeats < 1:
             raise ValueError(f"{self.repeats} repetitions have no median: it takes at least one")
+        # Sizes ascend, for each is judged by the one before; contenders stand as in tables.
         object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
         object.__setattr__(
@@ -165,9 +169,11 @@ class Plan:
 
 def parse_size(text: str) -> int:
     """Bytes: "4096", "4K", "64KB", "1M", "256MiB". K and M are powers of 1024, as in nccl-tests."""
+    # "64K", "64KB" and "64KiB" are the same.
     found = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if found is None:
         raise ValueError(f"{text!r} is not a size: write bytes, 64K or 16M")
+    # A power of 1024 is a shift by tens of bits.
     return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2]]
 
 

@@ -25,6 +25,7 @@ class Progress:
             progress.TextColumn("{task.fields[what]}"),
             progress.TimeElapsedColumn(),
             console=console,
+            # The bar goes when it is done: the table follows.
             transient=True,
         )
         self.live = console.is_terminal and not quiet
@@ -52,6 +53,7 @@ class Progress:
     def _show(self, event: dict[str, Any]) -> None:
         place = f"{event['ranks']} ranks, {size_text(event['bytes'])}"
         if self.live:
+            # Sizes that are done, those of fewer ranks included, and a part of this one.
             done = (
                 self.plan.ranks.index(event["ranks"]) * len(self.plan.sizes)
                 + event["step"]

@@ -48,12 +48,14 @@ class Result:
 
     @property
     def contenders(self) -> list[Contender]:
+        """All that were asked for, also those that could not take part."""
         return [CONTENDERS[name] for name in self.plan.contenders]
 
     def add(self, measured: JSON) -> None:
         """Takes what the ranks of one world measured."""
         self.absent.update(measured["absent"])
         self.versions.update(measured["versions"])
+        # Cells of one number of ranks, by which others of that number are compared.
         found = {
             (cell["contender"], cell["bytes"]): cell
             for cell in measured["cells"]
@@ -101,6 +103,7 @@ def _derived(cell: JSON, found: dict[tuple[str, int], JSON]) -> JSON:
     """What follows from a cell and those of the peers at the same size."""
     ranks = cell["ranks"]
     nbytes = cell["bytes"]
+    # A time for each batch, already divided by its calls.
     samples = cell["samples"]
     seconds = median(samples)
     # A single sample has no quartiles: it is all three.
@@ -113,6 +116,8 @@ def _derived(cell: JSON, found: dict[tuple[str, int], JSON]) -> JSON:
     }
     for key, peer in (("floor_share", "memory"), ("to_gloo", "gloo"), ("to_open_mpi", "open-mpi")):
         other = found.get((peer, nbytes))
+        # All three are the other's seconds over these: the share of the floor is at most about 1,
+        # and times faster than a peer above 1. The floor has no share of itself.
         if other is not None and (peer, cell["contender"]) != ("memory", "memory"):
             result[key] = other["seconds"] / seconds
     return result

@@ -18,8 +18,10 @@ from dure.worlds.processes.fork_server import server
 from dure.worlds.processes.world import Processes
 
 DEADLINE = 600.0
-"""Seconds that a rank waits for another: a large all-reduce through a master takes long on a small
-machine."""
+"""Seconds that a rank waits for another.
+
+A large all-reduce through a master takes long on a small machine.
+"""
 
 
 def machine() -> dict[str, Any]:
@@ -42,6 +44,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
+    # A line for each core; the first will do.
     named = (line for line in lines if line.startswith("model name"))
     return next(named, "").partition(":")[2].strip()
 
@@ -59,12 +62,14 @@ def versions() -> dict[str, str]:
 
 def program(plan: Plan) -> Callable[[Place], dict[str, Any]]:
     """What every rank runs."""
+    # A closure: the world pickles it by value for its ranks.
     return lambda place: Contest(plan, place).run()
 
 
 def run(plan: Plan, on_progress: Callable[[dict[str, Any]], None] = lambda event: None) -> Result:
     """Measures all of `plan`. Raises DureError if a rank fails, a wrong sum included."""
     result = Result(machine(), versions(), plan)
+    # The first world would be charged for the start of the server.
     server.ready()
     for ranks in plan.ranks:
         measured = Processes(ranks, deadline=DEADLINE).run(program(plan), on_progress)

@@ -1,5 +1,7 @@
-"""The result on a terminal, for every number of ranks: times and ratios over size, and what the
-largest size costs."""
+"""The result on a terminal, for every number of ranks.
+
+Times and ratios over size, and what the largest size costs.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from dure.bench.result import Result
 def seconds_text(seconds: float) -> str:
     """Three digits: 4.21 µs, 312 ms, 1.07 s."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        # 999.5 and more would round to 1000, which the next unit says better.
         if seconds * factor < 999.5:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds:.3g} s"
@@ -26,6 +29,7 @@ def ratio_text(ratio: float | None) -> str:
     """Times faster than a peer: 0.93x, 12.4x, 118x; one that is not there is a dash."""
     if ratio is None:
         return "–"
+    # Three digits from there on without a point; .3g would write 1e+03 for a thousand.
     if ratio >= 99.5:
         return f"{ratio:.0f}x"
     return f"{ratio:.3g}x" if ratio >= 1 else f"{ratio:.2g}x"
@@ -67,6 +71,7 @@ def times(result: Result, ranks: int) -> Table:
                 texts.append("–")
                 continue
             ratios = [ratio_text(cell[key]) for key in ("to_gloo", "to_open_mpi") if key in cell]
+            # The floor is no contender: ratios to a peer would mean nothing.
             below = f"\n[dim]{' '.join(ratios)}[/dim]" if ratios and name != "memory" else ""
             texts.append(seconds_text(cell["seconds"]) + below)
         table.add_row(escape(labels[name]), *texts)

@@ -62,6 +62,7 @@ class Limits:
             seconds=self.seconds,
             target=target or None,
         )
+        # Any limit that is given stands alone: --steps 100 does not end after ten epochs too.
         return Stop(epochs=epochs) if limits == Stop() else limits
 
 
@@ -165,8 +166,9 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure. Without any of these: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender,
-    5 repetitions.
+    """What to measure.
+
+    Without any of these: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender, 5 repetitions.
 
     Args:
         sizes: bytes of each rank's tensor, such as 65536, 64K or 16M.
@@ -195,6 +197,7 @@ class BenchOptions:
 
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What is given for a flag, "" if nothing follows it; None if it is not there."""
+    # Looked up before tyro parses: which flags there are may depend on this one.
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == flag:
@@ -205,8 +208,11 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
 def parse_flags(
     prog: str, parts: dict[str, Any], arguments: list[str], description: str = ""
 ) -> dict[str, Any]:
-    """Parses flags into instances of several dataclasses at once; their fields share one level of
-    flags."""
+    """Parses flags into instances of several dataclasses, whose fields share one level of flags.
+
+    parts: the dataclasses by name, as which their instances are returned. Raises ValueError with
+    one line where tyro would print a box and end the process.
+    """
     import tyro
 
     from dure.run.registry import TEXTS
@@ -217,6 +223,7 @@ def parse_flags(
     @registry.primitive_rule
     def text_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
         kind: Any = info.type
+        # None leaves the type to tyro.
         if kind not in TEXTS:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(
@@ -227,18 +234,22 @@ def parse_flags(
             str_from_instance=lambda value: [str(value)],
         )
 
+    # name="": the parts are dataclasses in a dataclass, whose names are to be in no flag.
     fields = [(name, Annotated[kind, tyro.conf.arg(name="")]) for name, kind in parts.items()]
     together = dataclasses.make_dataclass("Options", fields, frozen=True)
     together.__doc__ = description
+    # tyro prints its complaint and raises SystemExit; help ends with status 0 and passes.
     complaint = io.StringIO()
     try:
         with registry, contextlib.redirect_stderr(complaint):
+            # Without prefixes flags are short, but two of the same name would be one.
             short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
             config = (tyro.conf.FlagCreatePairsOff, *short)
             parsed: Any = tyro.cli(
                 together, prog=prog, args=arguments, config=config, description=description
             )
     except SystemExit as end:
+        # --help has printed what was asked for.
         if not end.code:
             raise
         raise ValueError(
@@ -257,6 +268,7 @@ def _check_own_names(parts: dict[str, Any]) -> None:
         part: {field.name for field in dataclasses.fields(kind)} for part, kind in parts.items()
     }
     for part, what in _OF_USERS.items():
+        # dure's own parts share no name; what a user writes may meet any of them.
         others = set().union(*(own for other, own in names.items() if other != part))
         for name in sorted(names.get(part, set()) & others):
             owner = "the task" if part == "task" else parts[part].__name__
@@ -266,8 +278,10 @@ def _check_own_names(parts: dict[str, Any]) -> None:
 
 
 def _names_meet(kinds: Iterable[Any]) -> bool:
-    """Whether a field of a dataclass inside one of these has the name of another flag, so that it
-    keeps its prefix."""
+    """Whether a field of a dataclass inside one of these has the name of another flag.
+
+    Then flags keep their prefixes.
+    """
     hints = [hint for kind in kinds for hint in typing.get_type_hints(kind).items()]
     inner = [
         field.name
@@ -280,14 +294,18 @@ def _names_meet(kinds: Iterable[Any]) -> bool:
 
 
 def _complaint(box: str) -> str:
-    """What tyro says in a box of many lines, in one: its first paragraph, and the flag that was
-    perhaps meant."""
+    """What tyro says in a box of many lines, in one line.
+
+    That is its first paragraph, and the flag that was perhaps meant.
+    """
     plain = re.sub(
         r"\x1b\[[0-9;]*m", "", box
     )  # it colours a terminal, and draws in ASCII where it has to
+    # The first line is the upper edge of the box.
     lines = [line.strip(" │") for line in plain.splitlines()[1:]]
     if not lines[0].strip("-"):
         del lines[0]
+    # The first paragraph ends at a line that is empty, or of which only the box is left.
     end = next((i for i, line in enumerate(lines) if not line.strip("─-╰╯")), len(lines))
     meant = next((line.split()[0] for line in lines[end:] if re.match("--[a-z]", line)), None)
     is_guess = any(line.startswith("Perhaps you meant") for line in lines)
@@ -308,8 +326,10 @@ def options_of_task(reference: str) -> type[Any]:
     if inspect.isfunction(factory):
         hints = hints_of(factory)
         for name, parameter in inspect.signature(factory).parameters.items():
+            # *arguments and **options have no names to make flags of.
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
+            # None says that it was not given (`given_options`).
             if parameter.default is parameter.empty:
                 fields.append((name, hints.get(name, str) | None, None))
             else:
@@ -328,5 +348,6 @@ def given_options(options: Any) -> dict[str, Any]:
     return {
         name: value
         for name, (value, default) in values.items()
+        # None where None is the default was not given, or would change nothing.
         if value is not None or default is not None
     }

@@ -82,14 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
+    # Taken out here: it may stand anywhere, and no command has to know it.
     given = [argument for argument in given if argument != DEBUG]
     # OpenMP's threads spin for milliseconds before they give their core back, and starve others
-    # that need it.
+    # that need it. Set before torch loads OpenMP, which reads it then, and for ranks to inherit.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
     try:
         return _dispatch(given)
     except BrokenPipeError:  # `dure --help | head`: nobody reads on
+        # Python flushes standard output once more at its end, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except KeyboardInterrupt:
@@ -102,8 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        # The worker's own traceback, from the process in which it failed.
         if debug and isinstance(error, WorkerFailedError) and error.traceback:
             print(error.traceback, file=sys.stderr)
+        # Foreseen: the text says what to do. That of a worker says what the user's own code raised,
+        # of which the traceback says more.
         foreseen = isinstance(error, (DureError, ValueError, ImportError))
         own = foreseen and not isinstance(error, WorkerFailedError)
         text = str(error) if foreseen else f"{type(error).__name__}: {error}"
@@ -134,11 +140,13 @@ def _dispatch(given: list[str]) -> int:
         print(f"dure {__version__}")
         return 0
     asks = given[1:] in (["--help"], ["-h"])
+    # What flags there are depends on the task and the system, which nobody has named yet.
     if given[0] == "train" and asks:
         print(usage(), end="")
         return 0
     if given[0] in _NAMELESS and asks:
         what, parts, description = _NAMELESS[given[0]]
+        # Prints the help and raises SystemExit, which `main` answers.
         parse_flags(f"dure {given[0]} {what}", parts, ["--help"], description)
     if given[0] not in commands:
         raise ValueError(f"there is no command {given[0]!r}{suggestion(given[0], commands)}")
@@ -154,7 +162,7 @@ _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
     "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
 }
-"""What commands take whatever is named."""
+"""What these commands take whatever is named: usage, parts of the flags, description."""
 
 COMPARED = (
     "single-worker",
@@ -170,12 +178,14 @@ COMPARED = (
 
 def _names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
     """The leading arguments that are no flags, and the rest."""
+    # Names come first: after a flag, a word may be its value.
     count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
     return given[:count], given[count:]
 
 
 def _train(given: list[str]) -> int:
     names, flags = _names_before_flags(given)
+    # Everything else is in the run folder, so neither task nor system is named.
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         return _resume(["--help"] if flags == ["--resume", "--help"] else flags)
     if len(names) != 2:
@@ -185,12 +195,14 @@ def _train(given: list[str]) -> int:
     reference, system = names
     _check_names(reference, [system])
     built_in = catalog.SYSTEMS.get(system)
+    # Before the imports below: the server loads torch while this process does.
     if built_in is not None and built_in.forks and value_of("--world", flags) != "threads":
         _start_fork_server()
     from dure.cli.worlds import options_of, world_of
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
 
+    # The class is enough to make flags of; an instance is what they come to.
     kind = strategy_class(system)
     parts = {
         "strategy": kind,
@@ -206,6 +218,7 @@ def _train(given: list[str]) -> int:
     task = load_task(reference, **given_options(asked["task"]))
     strategy: Strategy = asked["strategy"]
     world = world_of(strategy, asked["world"])
+    # A new folder has the time in its name: started again, the job would not find it.
     if how.out is None and world.starts_again:
         raise ValueError(
             "torchrun may start this job again: say with --out which folder it goes on with"
@@ -228,6 +241,7 @@ def _train(given: list[str]) -> int:
                 label=how.label,
             ),
             stop,
+            # Ranks of torchrun that do not lead train as well, and say nothing.
             quiet=how.json or not world.leads,
             as_json=how.json and world.leads,
             folder=out,
@@ -263,6 +277,7 @@ def _show_run(
         with Display(stop, quiet) as display:
             done = run(on_progress=partial(display, "training"))
     except DureError as error:
+        # Where the input has to change (2), going on would fail in the same way.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
                 f"dure: kept until its last checkpoint; go on with dure train --resume {folder}",
@@ -285,8 +300,10 @@ def _show_run(
 
 
 def _say_facts(folder: Path) -> None:
-    """A line on what a run told of itself: a pipeline its stages and bubble, a federation what came
-    of its clients."""
+    """A line on what a run told of itself.
+
+    A pipeline tells its stages and bubble, a federation what came of its clients.
+    """
     from dure.report import federated, pipeline
     from dure.report.read import read_run
 
@@ -329,6 +346,7 @@ def _compare(given: list[str]) -> int:
             evaluate_every=how.evaluate_every,
             on_progress=display,
         )
+    # Under torchrun every rank comes here; one of them speaks.
     if not leads_here():
         return max((error.exit_code for error in done.failed.values()), default=0)
     summaries = [run.summary for run in done.runs]
@@ -370,6 +388,7 @@ def _bench(given: list[str]) -> int:
         "All-reduce, side by side in one run.",
     )
     how: BenchOptions = asked["how"]
+    # Before anything is measured: under torchrun each rank would start ranks of its own.
     if "RANK" in os.environ:
         raise ValueError("dure bench starts its own ranks: call it without torchrun")
     from dure.bench import options
@@ -430,8 +449,10 @@ def _file_name(task: Task) -> str:
 
 @contextmanager
 def _folder(asked: Path | None, name: str) -> Iterator[Path]:
-    """The folder that was asked for, or a new one in runs/: made at once, so that nobody else takes
-    it."""
+    """The folder that was asked for, or a new one in runs/.
+
+    The new one is made at once, so that nobody else takes it.
+    """
     if asked is not None:
         yield asked
         return
@@ -439,6 +460,7 @@ def _folder(asked: Path | None, name: str) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
+        # rmdir takes empty folders only: what a run has written stays.
         with suppress(OSError):  # something was written
             folder.rmdir()
         raise
@@ -446,12 +468,14 @@ def _folder(asked: Path | None, name: str) -> Iterator[Path]:
 
 def _new_folder(name: str) -> Path:
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Under torchrun the others only need a path that is not None; they write nothing.
     if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
         return wanted
     folder = wanted
     count = 1
     while True:
         try:
+            # mkdir fails if somebody else made it first: two runs of one second do not share it.
             folder.mkdir(parents=True)
         except FileExistsError:
             count += 1

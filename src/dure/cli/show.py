@@ -24,6 +24,8 @@ from dure.record.history import lower_is_better
 from dure.report.words import duration
 
 PLAIN_SECONDS = 2.0
+"""Between two lines of progress, where standard error is no terminal."""
+
 NAMES_WIDTH = 40
 """What the names of systems and worlds get at least, where columns are many."""
 
@@ -33,6 +35,7 @@ def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
     own = stop.steps if event["unit"] == "step" else stop.rounds
     limits = [(own, event["step"]), (stop.epochs, event["epoch"]), (stop.seconds, event["seconds"])]
     shares = [done / limit for limit, done in limits if limit is not None]
+    # A step may go beyond the limit of epochs or seconds.
     return min(max(shares), 1.0) if shares else None
 
 
@@ -52,6 +55,7 @@ def facts(event: dict[str, Any]) -> str:
 def error_console() -> Console:
     """Standard error; wide enough for a table where it is no terminal."""
     console = Console(stderr=True)
+    # A file or a pipe has no width; rich would take 80 columns and wrap the table.
     return console if console.is_terminal else Console(stderr=True, width=160)
 
 
@@ -80,12 +84,15 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.live.live.is_started:
+            # The terminal may be gone; the run has ended well all the same.
             with suppress(OSError):
                 self.live.stop()
 
     def __call__(self, label: str, event: dict[str, Any]) -> None:
-        """The run called `label` has come as far as `event` says. It goes on where nobody can be
-        told any more."""
+        """The run called `label` has come as far as `event` says.
+
+        It goes on where nobody can be told any more.
+        """
         if self.quiet:
             return
         try:
@@ -99,6 +106,7 @@ class Display:
             self._line(label, event, done)
             return
         if label not in self.tasks:
+            # Without a limit that is known in advance the bar only moves to and fro.
             self.tasks[label] = self.live.add_task(
                 escape(label), total=None if done is None else 1.0, facts=""
             )
@@ -106,6 +114,7 @@ class Display:
 
     def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
         ended = done is not None and done >= 1.0
+        # The last line should tell the final metrics, not those of an evaluation before.
         if ended and event["evaluated"] != event["step"]:
             return  # the last evaluation is still to come
         if ended or time.monotonic() - self._printed > PLAIN_SECONDS:
@@ -132,16 +141,18 @@ def _number(name: str, summary: dict[str, Any]) -> float | None:
 
 
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
-    """When the target was reached, in seconds; None where it was not, or was none of this run's."""
+    """Steps or rounds until the target; None where it was not reached, or not this run's."""
     return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
 
 
 def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     """The columns of the table: the metrics that are there, then time, bytes and memory."""
+    # In order of first appearance; a metric that no run has at its end is left out.
     named = dict.fromkeys(name for summary in summaries for name in summary["best"])
     metrics = [
         name for name in named if any(summary.get(name) is not None for summary in summaries)
     ]
+    # What rises comes first, such as accuracies; the sort is stable, so the rest keeps its order.
     metrics.sort(key=lower_is_better)
     result: list[Column] = [
         (
@@ -181,6 +192,7 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
         <= console.width
     ):
         return result
+    # Column by column, until the names of systems and worlds have room.
     while (
         room := console.width - sum(_width(column, summaries) + 2 for column in shown)
     ) < NAMES_WIDTH:
@@ -204,8 +216,10 @@ def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
 
 
 def _least(shown: Sequence[Column]) -> int:
-    """The place of the column to leave out first: memory, bytes, the last metric of clients, the
-    last of the model."""
+    """The place of the column to leave out first.
+
+    The order: memory, bytes, the last metric of clients, the last of the model.
+    """
     names = [heading for heading, *_ in shown]
     for name in ("peak memory", "sent a worker"):
         if name in names:
@@ -225,6 +239,8 @@ def _table(
     """room: for the names of systems and worlds, where numbers take as little as they can."""
     result = Table(box=None, pad_edge=False, header_style="dim")
     places = list(map(_place, summaries))
+    # The world gets a third of the room, or its longest word if that is longer, but no more than
+    # it needs; the system gets the rest.
     where = (
         None
         if room is None
@@ -244,6 +260,7 @@ def _table(
     best: list[float | None] = []
     for _, value, _, lower in shown:
         present = [v for v in map(value, summaries) if v is not None]
+        # Where all are equal nothing is best.
         best.append((min if lower else max)(present) if len(set(present)) > 1 else None)
     for summary in summaries:
         cells = []

@@ -1,5 +1,7 @@
-"""Where a system trains that was named on the command line: its world, of flags or of settings in
-its name."""
+"""The world of a system that was named on the command line.
+
+Flags describe it for `dure train`, settings after the system's name for `dure compare`.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,11 @@ _NAMES: Mapping[str | None, WorldName | None] = {
 
 
 def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any]]:
-    """The flags of the world: those of workers, those of a simulated federation, or the fields of
-    the world that --world names. Raises ValueError for what clients have not."""
+    """The flags of the world, as dataclasses by the names of their parts.
+
+    Those of workers, those of a simulated federation, or the fields of the world that --world
+    names. Raises ValueError for flags that a world of clients has not.
+    """
     named = value_of("--world", flags)
     if named is not None and named not in _NAMES and named:
         return {"world": world_class(named), "named": NamedWorld}
@@ -66,24 +71,29 @@ def world_of(strategy: Strategy, given: Any) -> World:
 
 
 def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
-    """What a system with its settings names: "data-parallel,world=threads",
-    "fed-avg,clients=20,drop_out=0.1", "fed-avg,world=my_worlds.py:Slow,seconds=3".
+    """The strategy and the world that a system with its settings names.
+
+    For example "data-parallel,world=threads", "fed-avg,clients=20,drop_out=0.1", or
+    "fed-avg,world=my_worlds.py:Slow,seconds=3".
 
     workers: of systems that have them. Raises ValueError for what does not fit.
     """
     name, *settings = system.split(",")
     kind = strategy_class(name)
+    # After "world=".
     named = next((text[6:] for text in settings if text.startswith("world=")), None)
     if named is None and kind.kind == "clients":
         named = "simulated"
     others = [text for text in settings if not text.startswith("world=")]
     if named is None or named in _NAMES:
         strategy = parse_strategy(",".join([name, *others]))
+        # One --workers serves a whole comparison, in which some systems have no use for it.
         alone = kind.kind == "clients" or kind.alone
         options = WorldOptions(workers=None if alone else workers, world=_NAMES[named])
         return strategy, _of_workers(strategy, options)
     if kind.kind != "clients" and ":" not in named:
         raise ValueError(f"{system!r}: the world is threads or processes, or one of your own")
+    # A setting that both know is the strategy's; one that neither knows is told as the strategy's.
     of_strategy = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     of_world = {field.name for field in fields(world_class(named))} - of_strategy  # type: ignore[arg-type]
     where = [text for text in others if text.partition("=")[0] in of_world]
@@ -95,9 +105,11 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
     """The world of the flags --workers, --deadline, --backend, --world and --devices."""
     workers = asked.workers
     world = asked.world
+    # Nobody chose: the strategy's own kind of world.
     if world is None:
         world = "threads" if default_world(strategy).kind == "threads" else "processes"
     if world == "threads":
+        # Only a backend that differs from the default was certainly asked for.
         if asked.backend != WorldOptions().backend:
             raise ValueError(
                 f"--backend {asked.backend} carries bytes between ranks, which threads are not: "
@@ -107,6 +119,7 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
     if asked.devices:
         raise ValueError("--devices says where threads compute: add --world threads")
     if under_torchrun():
+        # Under torchrun the number of ranks is given; --workers may only agree with it.
         job = Torchrun(asked.deadline, asked.backend)
         if workers not in (None, job.workers):
             raise ValueError(

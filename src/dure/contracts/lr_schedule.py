@@ -23,8 +23,10 @@ LRSchedule = Callable[[int], float]
 
 
 def factor_at(schedule: LRSchedule | None, step: int) -> float:
-    """What learning rates are multiplied with. Raises ValueError if that is no finite number of 0
-    or more."""
+    """What learning rates are multiplied with.
+
+    Raises ValueError if that is no finite number of 0 or more.
+    """
     if schedule is None:
         return 1.0
     factor = float(schedule(step))
@@ -36,8 +38,10 @@ def factor_at(schedule: LRSchedule | None, step: int) -> float:
 
 
 def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
-    """Raises ValueError if the schedule gives no factor at step 0, or the optimizer has no learning
-    rate."""
+    """Raises ValueError if a schedule and an optimizer do not go together.
+
+    The schedule gives no factor at step 0, or the optimizer has no learning rate.
+    """
     if schedule is None:
         return
     try:
@@ -63,6 +67,7 @@ class Rates:
         self.optimizer = optimizer
         self.schedule = schedule
         rates = [group["lr"] for group in optimizer.param_groups] if schedule is not None else []
+        # Clones: a learning rate may be a tensor, which an optimizer or its user may write into.
         self.first = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def at(self, step: int) -> None:

@@ -17,7 +17,7 @@ class Stop:
         steps: optimizer steps, for strategies that count steps.
         rounds: federated rounds, for strategies that count rounds.
         seconds: training time, evaluation and checkpoints left out.
-        target: metric to value, as {"test_accuracy": 0.99}; all of them reached at an evaluation.
+        target: metric to value, such as {"test_accuracy": 0.99}; all are reached at one evaluation.
     """
 
     epochs: float | None = None
@@ -27,12 +27,15 @@ class Stop:
     target: Mapping[str, float] | None = None
 
     def check(self, unit: str) -> None:
-        """Raises ValueError if a limit is not positive, or none of them ever ends a run that counts
-        `unit`s."""
+        """Raises ValueError if a limit is not positive, or none ever ends a run.
+
+        unit: what the run counts, "step" or "round".
+        """
         for name in ("epochs", "steps", "rounds", "seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN is not either
                 raise ValueError(f"{name} is {value}, but a run ends after more than 0 {name}")
+        # Limits of the other unit are allowed, since one Stop serves a comparison, but end nothing.
         own = self.steps if unit == "step" else self.rounds
         if own is None and self.epochs is None and self.seconds is None and not self.target:
             other = "rounds" if unit == "step" else "steps"
@@ -48,8 +51,10 @@ class Stop:
     def reached(
         self, unit: str, step: int, samples: int, examples: int, metrics: Mapping[str, float]
     ) -> str | None:
-        """Which limit, other than time, is reached. metrics: of the newest evaluation; examples:
-        those of an epoch."""
+        """Which limit, other than time, is reached.
+
+        metrics: of the newest evaluation; examples: those of an epoch.
+        """
         own = self.steps if unit == "step" else self.rounds
         if own is not None and step >= own:
             return f"{unit}s"

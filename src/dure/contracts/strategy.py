@@ -1,4 +1,4 @@
-"""What a strategy is: how the learning is divided. And what it may ask of the place where it runs.
+"""What a strategy is, and what it may ask of the place where it runs.
 
 A strategy is a frozen dataclass whose fields are its paper's hyperparameters. It makes a *learner*:
 the strategy at work on one rank, advancing one step or one round at a time. `dure.train` drives
@@ -32,29 +32,33 @@ from dure.record.trace import Trace
 from dure.tensors.copies import copy_of
 
 Kind = Literal["ranks", "threads", "clients"]
-"""Three families: SPMD ranks over a group; one program with worker threads, on one device or
-several; a server with clients."""
+"""Three families of worlds.
+
+SPMD ranks over a group; one program with worker threads, on one device or several; a server with
+clients.
+"""
 
 STOP = 1
 CHECKPOINT = 2
 INTERRUPT = 4
-"""Wishes of rank 0: to end, to write a checkpoint; to end because the user, or the launcher, asked
-for it. They are bits that travel with a step's message, so that all ranks do the same after it."""
+"""Wishes of rank 0, as bits that travel with a step's message.
+
+STOP: to end. CHECKPOINT: to write a checkpoint. INTERRUPT, with STOP: to end because the user, or
+the launcher, asked for it. All ranks hear of them in the same step, and do the same after it.
+"""
 
 
 class Progress(NamedTuple):
     """What one step or round did: the same on every rank."""
 
     loss: float | None
-    """Mean training loss over the joint batch, or over the examples of the round; None where there
-    were none."""
+    """Mean training loss over the joint batch, or the round's examples; None if there were none."""
     samples: int
     """Training examples processed, by all workers together."""
     wish: int = 0
     """The wish that rank 0 gave to this step."""
     numbers: Mapping[str, float] | None = None
-    """What else the strategy says about the step, by name, such as residuals; for the history and
-    the summary."""
+    """What else the strategy says about the step, by name, for the history: such as residuals."""
 
 
 class Learner(ABC):
@@ -67,8 +71,10 @@ class Learner(ABC):
     """Who this is, for errors: "rank 1" or "server"."""
 
     units_per_epoch: int
-    """Steps, or rounds as they are now, in a pass over the training data: the default interval of
-    evaluations."""
+    """Steps or rounds in a pass over the training data: the default interval of evaluations.
+
+    Rounds as they are now: a strategy may make them longer in the course of a run.
+    """
 
     parted: bool = False
     """Whether ranks hold different things, such as optimizers that are not kept equal: `part`."""
@@ -78,8 +84,10 @@ class Learner(ABC):
 
     @abstractmethod
     def flops_per_step(self) -> float:
-        """Floating-point operations of one optimizer step here; small steps get one thread
-        (`dure.machine.threads`)."""
+        """Floating-point operations of one optimizer step here.
+
+        Small steps get one thread (`dure.machine.threads`).
+        """
 
     @abstractmethod
     def advance(self, wish: int) -> Progress:
@@ -87,8 +95,10 @@ class Learner(ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """test_loss and test_<metric> of the model as it is, the same on every rank; empty without
-        test data."""
+        """test_loss and test_<metric> of the model as it is; empty without test data.
+
+        The same on every rank: limits depend on it.
+        """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
@@ -96,8 +106,10 @@ class Learner(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All else that it needs to go on: optimizer state, position, and "buffers"
-        (`passing_buffers`)."""
+        """All else that it needs to go on: optimizer state, position, and "buffers".
+
+        Those are the ones that a state_dict leaves out (`passing_buffers`).
+        """
 
     @abstractmethod
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -105,8 +117,7 @@ class Learner(ABC):
 
     @abstractmethod
     def meters(self) -> Sequence[Meter]:
-        """The meters of the workers that live here: this rank's, or the server's and its
-        clients'."""
+        """The meters of the workers here: this rank's, or the server's and its clients'."""
 
     def part(self) -> Any:
         """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
@@ -127,14 +138,18 @@ Value = TypeVar("Value")
 class Place:
     """What a world gives to a program that runs in it.
 
-    group: the ranks, and this one among them. trace: this process's timeline. report: sends an
-    event to whoever watches the run (rank 0 only). interrupted: whether the user asked to stop
-    (rank 0 only). clock_offset: seconds to add to this machine's clock to get rank 0's. kind: of
-    the world. devices: where this program computes, one for each of its workers; the first is its
-    own. ending: what has to end with the run, such as threads. conditions, carrier: of a
-    federation: what its clients are like, and, given the clients' side and the seed, who carries
-    messages between a coordinator and them. prepared: hands over the model that was made while the
-    run was prepared.
+    group: the ranks, and this one among them.
+    trace: this process's timeline.
+    report: sends an event to whoever watches the run (rank 0 only).
+    interrupted: whether the user asked to stop (rank 0 only).
+    clock_offset: seconds to add to this machine's clock to get rank 0's.
+    kind: of the world.
+    devices: where this program computes, one for each of its workers; the first is its own.
+    ending: what has to end with the run, such as threads.
+    conditions: what the clients of a federation are like.
+    carrier: what, given the clients' side and the seed, makes the carrier of messages between a
+        coordinator and its clients.
+    prepared: hands over the model that was made while the run was prepared.
     """
 
     group: Group
@@ -205,9 +220,11 @@ class World:
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        """Runs `program` on every rank and returns what it returned on rank 0 (or on this rank,
-        where each rank called `run` itself). Raises the first failure, when all ranks have
-        ended."""
+        """Runs `program` on every rank and returns what it returned on rank 0.
+
+        Where each rank called `run` itself, it returns what the program did on this rank. Raises
+        the first failure, when all ranks have ended.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method run")
 
 
@@ -242,6 +259,7 @@ class Strategy:
     @property
     def ranks(self) -> int | None:
         """How many ranks the fields ask for; None where any number will do."""
+        # As many as the default world starts.
         return 1 if self.alone else None
 
     @classmethod
@@ -254,8 +272,10 @@ class Strategy:
         return self.also.get(kind, self.label)
 
     def check(self, task: Task, workers: int | None) -> None:
-        """Raises ValueError, before any work, if the fields do not fit each other, the task or the
-        workers."""
+        """Raises ValueError, before any work, if the fields do not fit.
+
+        They may not fit each other, the task or the workers.
+        """
 
     def check_in(self, world: World) -> None:
         """Raises ValueError if a field makes no sense in the world."""
@@ -264,12 +284,13 @@ class Strategy:
         """Raises ValueError if the conditions of clients do not fit the strategy or the task."""
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError if it cannot train the task's model, which stays as it is: it is the
-        one that will be trained."""
+        """Raises ValueError if it cannot train the task's model.
+
+        The model stays as it is: it is the one that will be trained.
+        """
 
     def division(self, task: Task, seed: int) -> Description | None:
-        """How the training data lie with their owners, for the report; None where nobody owns a
-        part."""
+        """How the training data lie with their owners, for the report; None if nobody owns any."""
         return None
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
@@ -279,6 +300,7 @@ class Strategy:
 
 def seeded_model(task: Task, seed: int) -> nn.Module:
     """A fresh model under the run's seed: the same weights on every rank and for every strategy."""
+    # The factory draws under the run's seed; the caller's generators go on as if it had not.
     before = generators_state()
     seed_generators(seed, "model", everything=True)
     model = task.model()
@@ -301,7 +323,9 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:
     """(train, test) with floating-point tensors in the dtype of the model's parameters."""
+    # The first floating-point parameter speaks for all; a model without any has torch's default.
     dtype = next(
         (p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype()
     )
+    # Inputs in the model's dtype: a float64 model trains in float64.
     return task.train.to(dtype), None if task.test is None else task.test.to(dtype)

@@ -19,8 +19,10 @@ from dure.contracts.lr_schedule import LRSchedule
 from dure.data.examples import Examples, as_examples
 
 Metric = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
-"""metric(outputs, targets) gives the mean over the batch, or a pair (sum, count) that is added over
-batches."""
+"""metric(outputs, targets) gives the mean over the batch, or a pair (sum, count).
+
+Pairs are added over batches, and divided once.
+"""
 
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -38,8 +40,11 @@ def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> tupl
 
 
 def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`accuracy` where the outputs are scores of two classes or more for these targets; else
-    nothing is counted."""
+    """`accuracy` where the outputs are scores of two classes or more; else nothing is counted.
+
+    The accuracy that is measured unasked: outputs of another shape have none, and are no error.
+    """
+    # Scores have one dimension more than the targets, the second one, of the classes.
     fits = (
         isinstance(outputs, Tensor)
         and outputs.ndim == targets.ndim + 1
@@ -67,7 +72,7 @@ class Task:
         made in Python.
     lr_schedule: what the optimizer's learning rates are multiplied with at step t = 0, 1, ... of
         all workers, or of a worker that has steps of its own; in a federation at round t. A
-        function of t, as `lr_lambda` of torch's LambdaLR; None leaves them as they are.
+        function of t, like `lr_lambda` of torch's LambdaLR; None leaves them as they are.
     eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
     """
 
@@ -84,6 +89,8 @@ class Task:
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
+            # A module can be called: a model would pass for its factory, and all workers would
+            # train that one. A loss may be a module, since nothing in it is trained.
             if not callable(getattr(self, name)) or (
                 isinstance(getattr(self, name), (nn.Module, torch.optim.Optimizer))
                 and name != "loss"
@@ -101,15 +108,16 @@ class Task:
                 f"Task(eval_batch_size={self.eval_batch_size!r}) has to be a whole number, 1 or "
                 f"more"
             )
+        # The class is frozen for its users; here the data get the one form that all others know.
         object.__setattr__(self, "train", as_examples(self.train))
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
 
     @cached_property
     def measures(self) -> Mapping[str, Metric]:
-        """The metrics in force: those given, or the accuracy where the targets are class
-        indices."""
+        """The metrics in force: those given, or the accuracy where targets are class indices."""
         if self.metrics is not None:
             return self.metrics
+        # One example tells what kind the targets are; the test data's, where they are measured.
         data: Examples = self.test if self.test is not None else self.train
         _, targets = data.batch(torch.tensor([0]))
         is_class_index = (

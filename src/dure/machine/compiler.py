@@ -18,16 +18,17 @@ from typing import Any
 
 _NAME = "torch._dynamo"
 _NOTICE = "__dynamo_disable"
-"""Where torch keeps, for a function that the compiler is to stay away from, what to call
-instead."""
+"""The attribute of a function that the compiler is to stay away from: what to call instead."""
 
 _lock = threading.RLock()
 _users = 0
 
 
 class _StandIn(ModuleType):
-    """What torch's own code asks of torch._dynamo where nothing is compiled, and the way to the
-    rest of it."""
+    """Stands in for torch._dynamo, and leads to the real one.
+
+    It has what torch's own code asks for where nothing is compiled.
+    """
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -38,16 +39,20 @@ class _StandIn(ModuleType):
 
     def disable(self, function: Callable[..., Any], *how: Any, **more: Any) -> Callable[..., Any]:
         """The function as it is."""
+        # torch will keep this answer at the function and ask no more; `leave` takes it back.
         self._noticed.append(function)
         return function
 
     def __getattr__(self, name: str) -> Any:
+        # Much code looks at all modules in passing, for `__file__` and the like: that is no wish to
+        # compile. `__path__` is asked for by an import of a submodule, which needs the real one.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         return getattr(self._loaded(), name)
 
     def _loaded(self) -> ModuleType:
         with _lock:
+            # First: the import would find this stand-in again.
             self.leave()
             return importlib.import_module(_NAME)
 
@@ -57,6 +62,7 @@ class _StandIn(ModuleType):
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
             for function in self._noticed:
+                # Only what torch keeps because of us; the real compiler will be asked anew.
                 if getattr(function, _NOTICE, None) is function:
                     delattr(function, _NOTICE)
             self._noticed.clear()
@@ -71,6 +77,7 @@ def left_out() -> Iterator[None]:
     global _users
     with _lock:
         _users += 1
+        # The first user puts it there, the last one takes it away: runs may overlap in threads.
         if _NAME not in sys.modules:
             sys.modules[_NAME] = _StandIn()
     try:
@@ -78,6 +85,7 @@ def left_out() -> Iterator[None]:
     finally:
         with _lock:
             _users -= 1
+            # Still the stand-in where nobody has compiled meanwhile.
             there = sys.modules.get(_NAME)
             if not _users and isinstance(there, _StandIn):
                 there.leave()

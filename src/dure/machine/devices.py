@@ -32,6 +32,7 @@ def device_of(name: str) -> torch.device:
         raise ValueError(
             f"there is no {name} here: the CUDA devices are cuda:0 to cuda:{there - 1}"
         )
+    # With its number, so that "cuda" and "cuda:0" are equal.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
 
 
@@ -57,5 +58,7 @@ def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:
     """
     there = torch.cuda.device_count()
     if workers is None:
+        # At least two, so that there is something to divide on a small machine too.
         workers = there or max(2, cores)
+    # More workers than devices share them in turn.
     return tuple(f"cuda:{worker % there}" if there else "cpu" for worker in range(workers))

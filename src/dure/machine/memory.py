@@ -30,12 +30,18 @@ _MMAP_THRESHOLD = -3
 """Names of `mallopt`'s parameters."""
 
 _KEPT = (2**31 - 1, 32 << 20)
-"""Bytes at the end of the heap above which it is cut, and of a block above which it is one of the
-system's own. Larger blocks stay its own: in the heap an aligned one seldom fits where another was,
-and the heap would grow."""
+"""The thresholds while a model trains, in bytes.
+
+Of what is free at the end of the heap, above which the heap is cut; and of a block, above which the
+block is mapped by itself. Larger blocks stay mapped: in the heap an aligned one seldom fits where
+another was, and the heap would grow.
+"""
 
 _USUAL = (64 << 20, 32 << 20)
-"""The same, as far as glibc raises them by itself."""
+"""The same after a run: the most to which glibc raises them by itself, when large blocks go.
+
+To set one ends this raising, so they cannot be left to glibc again.
+"""
 
 _OWN = (
     "MALLOC_TRIM_THRESHOLD_",
@@ -44,6 +50,7 @@ _OWN = (
     "MALLOC_TOP_PAD_",
     "GLIBC_TUNABLES",
 )
+"""Variables by which a user sets these thresholds."""
 
 _lock = threading.Lock()
 _runs = 0
@@ -53,9 +60,11 @@ _runs = 0
 def memory_kept() -> Iterator[None]:
     """Keeps freed memory inside the block; blocks may overlap, in one thread or in several."""
     global _runs
+    # A user's own settings stand.
     if any(name in os.environ for name in _OWN):
         yield
         return
+    # The thresholds are the whole process's: the first run sets them, the last one puts them back.
     with _lock:
         _runs += 1
         if _runs == 1:

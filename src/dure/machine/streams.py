@@ -15,4 +15,5 @@ def open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
+            # Mostly open gives this very number, the lowest that is free.
             os.dup2(os.open(os.devnull, os.O_RDWR), number)

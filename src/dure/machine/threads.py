@@ -18,10 +18,11 @@ from contextlib import contextmanager
 import torch
 
 SMALL_STEP = 100e6
+"""Floating-point operations of a step below which it gets one thread."""
 
 
 def threads_for(flops: float) -> int:
-    """One thread if a step has so few operations, otherwise as many as torch has."""
+    """One thread if a step has fewer operations than `SMALL_STEP`, else as many as torch has."""
     return 1 if flops < SMALL_STEP else torch.get_num_threads()
 
 

@@ -1,5 +1,4 @@
-"""Makes torch.distributed know the backend `dure` as soon as both dure and torch.distributed are
-imported.
+"""Makes torch.distributed know the backend `dure` once both it and dure are imported.
 
 `import dure` is quick because it does not import torch. So where torch.distributed is there
 already, the backend is registered at once; else a finder waits for its import, and steps aside.
@@ -32,6 +31,7 @@ def register(module: str) -> None:
     if backends is None or "DURE" in backends._plugins:
         return
     usual = dict(backends.default_device_backend_map)
+    # extended_api: `create` also gets the options that a user gave (pg_options).
     backends.register_backend("dure", create, extended_api=True, devices=["cpu"])
     # Older torch makes the newest backend the usual one.
     backends.default_device_backend_map.update(usual)
@@ -56,9 +56,11 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != _AWAITED:
             return None
+        # First: find_spec, below, asks all finders again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
+            # The backend can be registered only when the module has run, so its loader is wrapped.
             spec.loader = _Loader(spec.loader, self._module)
         return spec
 
@@ -78,4 +80,4 @@ class _Loader(importlib.abc.Loader):
         register(self._module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # for those who ask for the source, as tracebacks do
+        return getattr(self._loader, name)  # such as the source, which tracebacks ask for

@@ -1,2 +1,1 @@
-"""What happened: counters, the timeline, the history, checkpoints, and the run folder that holds
-them."""
+"""What happened: counters, timeline, history, checkpoints, and the run folder that holds them."""

@@ -42,6 +42,7 @@ def pack_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
             tensors[str(len(tensors))] = node
             return {"$tensor": str(len(tensors) - 1)}
         if isinstance(node, Mapping):
+            # As pairs: keys of JSON are texts, and those of an optimizer's state are numbers.
             return {"$dict": [[pack(key), pack(value)] for key, value in node.items()]}
         if isinstance(node, tuple):
             return {"$tuple": [pack(item) for item in node]}
@@ -62,6 +63,7 @@ def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [unpack_tree(item, tensors) for item in packed]
     if not isinstance(packed, dict):
         return packed
+    # Every object has one entry, since pack_tree writes mappings as pairs.
     ((kind, content),) = packed.items()
     if kind == "$tensor":
         return tensors[content]
@@ -72,6 +74,7 @@ def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def tree_to_bytes(tree: Any) -> bytes:
     """A tree as one message to another rank."""
+    # Two parts, as in a checkpoint: tensors as raw bytes, the tree around them as JSON.
     packed, tensors = pack_tree(tree)
     return msgspec.msgpack.encode((json.dumps(packed).encode(), weights_to_bytes(tensors)))
 
@@ -84,10 +87,12 @@ def tree_from_bytes(content: bytes) -> Any:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file so that a reader sees the old content or the new one, even across a kill."""
+    # The number of the process: two that write the same file do not write into each other's.
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with open(beside, "wb") as file:
         file.write(content)
         file.flush()
+        # Else the name could be on the disk before the content, when the power fails.
         os.fsync(file.fileno())
     os.replace(beside, path)
 
@@ -108,6 +113,7 @@ def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tens
 def check_version(state: Mapping[str, Any], what: str) -> None:
     """Raises RunFolderError if a newer dure wrote this state, in a way that is not known here."""
     version = state.get("version", 1)
+    # Older ones are read (`dure.run.checkpoints`); a newer one may mean something else by a name.
     if version not in range(1, VERSION + 1):
         raise RunFolderError(
             f"{what} was written by dure {state.get('dure', '(unknown)')}, as version {version}; "
@@ -122,6 +128,7 @@ def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) 
     if final.exists():  # a run resumed here wrote it before, with the same bits
         return final
     beside = folder / f".{final.name}.partial"
+    # What a kill left half written.
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     for name, content in zip(_PARTS, parts, strict=True):
@@ -130,6 +137,7 @@ def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) 
             file.flush()
             os.fsync(file.fileno())
     os.rename(beside, final)
+    # Only after the new one is in place: at every moment there is a whole one.
     for other in folder.iterdir():
         if other != final:
             shutil.rmtree(other, ignore_errors=True)
@@ -137,8 +145,11 @@ def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) 
 
 
 def read_checkpoint(folder: Path) -> tuple[bytes, bytes, bytes] | None:
-    """The files of the newest checkpoint in `folder`, or None. Raises RunFolderError if they cannot
-    be read."""
+    """The files of the newest checkpoint in `folder`, or None.
+
+    Raises RunFolderError if they cannot be read.
+    """
+    # Without the half-written ones, whose names begin with a dot.
     names = sorted(p.name for p in folder.glob("[0-9]*")) if folder.is_dir() else []
     if not names:
         return None

@@ -17,6 +17,9 @@ import msgspec
 class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults=True):
     """After a step or round: cumulative counters of rank 0 (a federation's server).
 
+    A run keeps one for every step. With gc=False the garbage collector passes them over: they are
+    part of no cycle.
+
     loss: None where nothing was learned, such as in a round in which no update counted. numbers:
     what else the strategy says about the round, by name; None where it says nothing.
     """
@@ -84,8 +87,11 @@ FALL = (
 
 
 def lower_is_better(metric: str) -> bool:
-    """Losses, errors and the like (`FALL`) fall, also those of the worst tenth of clients; every
-    other metric rises."""
+    """Whether a metric falls: losses, errors and the like (`FALL`) do, every other one rises.
+
+    So do those of the worst tenth of clients, whose names end with _p10.
+    """
+    # At its end: "loss_scale" is no loss, and "client_loss" is one.
     return metric.removesuffix("_p10").endswith(FALL)
 
 
@@ -101,14 +107,18 @@ def steps_to_target(
 
     steps, values: the evaluations, in order. falling: lower values are better.
     """
+    # With the sign turned, a falling metric rises as well, and one rule serves both.
     sign = -1.0 if falling else 1.0
     best = float("-inf")
     before = 0.0
     for step, value in zip(steps, values, strict=True):
         better = max(best, sign * value)
         if better >= sign * target:
+            # The part of the way, from the best so far to this value, that lies below the target.
+            # Before the first evaluation there is none: what it reaches is reached there.
             share = 1.0 if best == float("-inf") else (sign * target - best) / (better - best)
             return before + share * (step - before) if best != float("-inf") else float(step)
+        # From the newest evaluation on, also where it was no better: the curve is flat until there.
         best = better
         before = float(step)
     return None
@@ -117,6 +127,7 @@ def steps_to_target(
 class History:
     """Records in the order in which they happened."""
 
+    # Made once: a type is compiled when its decoder is made.
     _decoder: ClassVar[msgspec.json.Decoder[Record]] = msgspec.json.Decoder(Record)
     _encoder: ClassVar[msgspec.json.Encoder] = msgspec.json.Encoder()
 
@@ -124,25 +135,29 @@ class History:
         self.records = list(records)
 
     def append(self, record: Record) -> None:
+        """Adds what happened last."""
         self.records.append(record)
 
     @property
     def steps(self) -> list[Step]:
+        """The lines of steps or rounds alone, in order."""
         return [record for record in self.records if isinstance(record, Step)]
 
     @property
     def evaluations(self) -> list[Evaluation]:
+        """The lines of evaluations alone, in order."""
         return [record for record in self.records if isinstance(record, Evaluation)]
 
     def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """(x, y) of a metric over the evaluations where it was finite; `against` is any field of
-        `Evaluation`, such as "bytes_sent"."""
+        """(x, y) of a metric over the evaluations where it was finite.
+
+        against: what x is: any field of `Evaluation`, such as "bytes_sent".
+        """
         pairs = [(float(getattr(e, against)), e.metrics.get(metric)) for e in self.evaluations]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps or rounds, values) of a number that the strategy reports with each of them, as
-        "primal_residual"."""
+        """(steps or rounds, values) of a number that the strategy reports: "primal_residual"."""
         pairs = [(step.step, (step.numbers or {}).get(name)) for step in self.steps]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
@@ -152,6 +167,7 @@ class History:
 
     def best(self) -> dict[str, float]:
         """The best value of every metric."""
+        # In order of first appearance, which is that of tables.
         names = dict.fromkeys(
             name for e in self.evaluations for name, v in e.metrics.items() if v is not None
         )
@@ -167,12 +183,12 @@ class History:
     @classmethod
     def decode(cls, text: bytes) -> History:
         """The history in `text`; a last line that was cut off by a kill is left out."""
+        # A line is whole if its end was written; a text without any has none.
         whole = text[: text.rfind(b"\n") + 1]
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
 
     def until(self, step: int) -> History:
-        """The records up to `step`: the history of a run that is resumed from the
-        checkpoint of that step."""
+        """The records up to `step`: the history of a run resumed from that step's checkpoint."""
         return History(record for record in self.records if record.step <= step)
 
     def encoded(self) -> bytes:

@@ -21,8 +21,10 @@ import msgspec
 from dure.record.trace import Trace
 
 MOST_INSIDE = 100_000
-"""Transfers inside computations that wait for the end of theirs; evaluations have some that nobody
-asks for."""
+"""How many transfers inside computations are kept until their computation has ended.
+
+A bound, since those of an evaluation wait for the next step, which throws them away.
+"""
 
 
 class Counters(msgspec.Struct):
@@ -39,12 +41,14 @@ class Counters(msgspec.Struct):
 
     def as_list(self) -> list[float]:
         """The values in the order of the fields, as ranks of one job tell each other."""
+        # As float64, in which bytes and messages are exact up to 2^53.
         return [float(value) for value in msgspec.structs.astuple(self)]
 
     @classmethod
     def from_list(cls, values: list[float]) -> Counters:
         """The inverse of `as_list`; an older dure had fewer fields."""
         fields = msgspec.structs.fields(cls)
+        # Each value in the type of its field again: counts travelled as floats.
         told = zip(fields, values, strict=False)
         return cls(**{field.name: type(field.default)(value) for field, value in told})
 
@@ -94,10 +98,12 @@ class Meter:
         self._inside_step: int | None = None
 
     def sent(self, nbytes: int) -> None:
+        """One message of so many payload bytes left the worker."""
         self.counters.bytes_sent += nbytes
         self.counters.messages_sent += 1
 
     def received(self, nbytes: int) -> None:
+        """So many payload bytes came in."""
         self.counters.bytes_received += nbytes
 
     def exchanged(self, sent: Sequence[int], received: Sequence[int]) -> None:
@@ -108,9 +114,12 @@ class Meter:
 
     def answered(self, down: int, up: int, transfer: float, compute: float) -> None:
         """A simulated client was sent `down` bytes and has answered with `up`; 0 is no answer.
-        transfer, compute: its device's seconds."""
+
+        transfer, compute: its device's seconds.
+        """
         counters = self.counters
         counters.bytes_received += down
+        # A client that does not answer has received the model and sent nothing.
         if up:
             counters.bytes_sent += up
             counters.messages_sent += 1
@@ -119,27 +128,34 @@ class Meter:
 
     def compute(self, name: str, start: float, end: float, step: int) -> None:
         """The worker computed from `start` to `end` (seconds of `time.perf_counter`)."""
+        # Transfers that lie within this span are communication; no second counts twice.
         inside = self._taken_out(start, step) if self._inside else 0.0
         self.counters.compute_seconds += end - start - inside
         self.counters.communication_seconds += inside
         self.mark(name, "compute", start, end, step)
 
     def inside(self, name: str, start: float, end: float) -> None:
-        """The worker was in a transfer, inside of what `compute` will be told of: it is
-        communication, not compute."""
+        """The worker was in a transfer, inside of what `compute` will be told of.
+
+        The time is communication, not compute.
+        """
         if self.trace is not None:  # else nobody may ever ask
             self._inside.append((name, start, end))
 
     def _taken_out(self, start: float, step: int) -> float:
-        """Seconds of the transfers since `start`; earlier ones were inside of what is not
-        counted."""
+        """Seconds of the transfers since `start`.
+
+        Earlier ones were inside of what is not counted, such as an evaluation.
+        """
         seconds = 0.0
         while self._inside:
             name, began, ended = self._inside.popleft()
+            # All that wait are taken from the queue, but only those of this span count.
             if began >= start:
                 seconds += ended - began
                 self.mark(name, "communication", began, ended, step, f"{self.name}, inside")
         self.inside_seconds += seconds
+        # A step may have several computations; it counts once.
         if seconds and step != self._inside_step:
             self.inside_steps += 1
             self._inside_step = step
@@ -159,13 +175,19 @@ class Meter:
         computed: until then the worker computed meanwhile, so that what was transferred is hidden,
         and nobody waited.
         """
+        # ready: when the last peer was there, so that the transfer could begin. free: when this
+        # worker had nothing more to compute. Both within the transfer: an arrival is read from
+        # another clock, which runs apart by a little.
         ready = start if arrival is None else min(max(arrival, start), end)
         free = start if computed is None else min(max(computed, start), end)
+        # Nothing to compute any more, and nobody to transfer with: idle.
         if ready > free:
             self.idle("wait", free, ready, step)
+        # Transferred while it still computed: hidden. Only one of the two can be.
         if free > ready:
             self.counters.hidden_seconds += free - ready
             self.mark(name, "communication", ready, free, step, f"{self.name}, beside")
+        # The rest: the worker only waited for the bytes.
         self.counters.communication_seconds += end - max(ready, free)
         self.mark(name, "communication", max(ready, free), end, step)
 
@@ -177,29 +199,37 @@ class Meter:
     def mark(
         self, name: str, category: str, start: float, end: float, step: int, lane: str | None = None
     ) -> None:
-        """A span on the timeline that no counter adds up: an evaluation, a checkpoint. lane: None
-        is the worker's."""
+        """A span on the timeline that no counter adds up: an evaluation, a checkpoint.
+
+        lane: None is the worker's.
+        """
         if self.trace is not None:
             self.trace.add(lane or self.name, name, category, start, end, step)
 
 
 def reset_peak_memory() -> None:
-    """Starts the measurement of peak memory anew, so that runs in one process are told apart (Linux
-    only)."""
+    """Starts the measurement of peak memory anew (Linux only).
+
+    So the runs of one process are told apart.
+    """
     try:
+        # By proc(5), 5 sets the high-water mark VmHWM to what is resident now.
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
 
 
 def peak_memory() -> int:
-    """Bytes of this process resident at the peak since `reset_peak_memory`; 0 where the system does
-    not tell."""
+    """Bytes of this process resident at the peak since `reset_peak_memory`.
+
+    0 where the system does not tell.
+    """
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         import resource
 
+        # Without /proc this is macOS, which counts bytes here, where Linux counts kilobytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for line in status.splitlines():
         if line.startswith("VmHWM:"):

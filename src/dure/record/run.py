@@ -28,8 +28,10 @@ from dure.record.weights import weights_from_bytes, weights_to_bytes
 from dure.tensors.buffers import load_weights
 
 _MAY_CHANGE = ("world", "label", "versions")
-"""What config.json may say otherwise when a run goes on: how many ranks there are follows from who
-is left."""
+"""What config.json may say otherwise when a run goes on.
+
+How many ranks there are follows from which are left, and the world and the label say it.
+"""
 
 
 MOMENT = 2.0
@@ -49,8 +51,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """A new folder with its config.json. Raises RunFolderError if there is something in it
-        already."""
+        """A new folder with its config.json.
+
+        Raises RunFolderError if there is something in it already.
+        """
+        # An empty folder will do: the command line makes it before anything else.
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunFolderError(
                 f"the run folder {path} is not empty: choose another with --out, or go on with "
@@ -73,15 +78,15 @@ class RunFolder:
 
     @classmethod
     def enter(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """The folder of this very run: a new one, or one in which it was begun, perhaps by another
-        number of ranks.
+        """The folder of this very run: a new one, or one in which it was begun.
 
-        Raises RunFolderError if something else is in it.
+        Perhaps another number of ranks began it. Raises RunFolderError if something else is in it.
         """
         if not (path / "config.json").is_file():
             return cls.create(path, config)
         folder = cls(path)
         begun = folder.read_json("config.json")
+        # As it would be read again: a tuple, for one, comes back as a list.
         asked = json.loads(json.dumps(config))
         other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
         if other:
@@ -90,16 +95,19 @@ class RunFolder:
                 f"folder with --out"
             )
         folder.write_json("config.json", config)
+        # A summary says that the run has ended, which is no longer so.
         (path / "summary.json").unlink(missing_ok=True)
         return folder
 
     def hold(self) -> None:
-        """Keeps other processes of this machine from going on with this run, until `close` or the
-        end of this one.
+        """Keeps other processes from going on with this run, until `close` or the end of this one.
 
-        Raises RunFolderError if somebody else holds it, who may have been killed a moment ago and
-        is waited for as long as that takes. Where the file system has no locks nobody is kept off.
+        Other processes of this machine, that is. Raises RunFolderError if one of them still holds
+        it after `MOMENT`, which the ranks of a process that was killed just now may take to notice.
+        Where the file system has no locks, nobody is kept off.
         """
+        # A lock on the folder itself leaves no lock file behind. The kernel takes it back when the
+        # process ends, however it ends.
         descriptor = os.open(self.path, os.O_RDONLY)
         until = time.monotonic() + MOMENT
         try:
@@ -124,6 +132,7 @@ class RunFolder:
         """
         self.hold()
         try:
+            # Both are read before anything is changed: damage is told while all is as it was.
             self.history()
             self._check_checkpoint()
             self.write_json("config.json", config)
@@ -132,6 +141,7 @@ class RunFolder:
             self.close()
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes a file of the folder, at once or not at all."""
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -146,12 +156,15 @@ class RunFolder:
 
     def append(self, record: Record) -> None:
         """Adds a line to history.jsonl; it is on disk within `flush_seconds` of the next append."""
+        # Encoded at once, so that nothing changes in it while it waits.
         self._waiting.append(History.encode(record))
         if time.monotonic() - self._flushed > self._flush_seconds:
             self.flush()
 
     def flush(self) -> None:
+        """Writes the lines of the history that wait in memory."""
         if self._file is None:
+            # Unbuffered, one write a flush: a kill cuts off no more than the end.
             self._file = open(self.path / "history.jsonl", "ab", buffering=0)  # noqa: SIM115, closed in close()
         if self._waiting:
             self._file.write(b"".join(self._waiting))
@@ -159,8 +172,10 @@ class RunFolder:
         self._flushed = time.monotonic()
 
     def history(self) -> History:
-        """What history.jsonl holds; nothing if there is no such file. Raises RunFolderError if it
-        is damaged."""
+        """What history.jsonl holds; nothing if there is no such file.
+
+        Raises RunFolderError if it is damaged.
+        """
         path = self.path / "history.jsonl"
         try:
             return History.decode(path.read_bytes()) if path.exists() else History()
@@ -169,18 +184,23 @@ class RunFolder:
 
     def rewrite_history(self, history: History) -> None:
         """Replaces history.jsonl, when a resumed run takes back what came after its checkpoint."""
+        # Before the first append of this process: an open file would be the replaced one.
         write_atomically(self.path / "history.jsonl", history.encoded())
 
     def save_checkpoint(self, step: int, parts: tuple[bytes, bytes, bytes]) -> None:
+        """Writes the checkpoint of `step`, whose files are `parts`, and removes the older ones."""
+        # The history first: whoever resumes finds in it all steps up to the checkpoint.
         self.flush()
         save_checkpoint(self.path / "checkpoint", step, parts)
 
     def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
+        """The files of the newest checkpoint; None if there is none."""
         return read_checkpoint(self.path / "checkpoint")
 
     def _check_checkpoint(self) -> None:
         parts = self.read_checkpoint()
         try:
+            # Read whole and thrown away: damage is to show before a rank is started.
             state = unpack_checkpoint(parts)[1] if parts is not None else {}
         except (SafetensorError, ValueError, LookupError, TypeError) as error:
             raise RunFolderError(
@@ -197,6 +217,7 @@ class RunFolder:
         self.flush()
         write_atomically(self.path / "model.safetensors", weights_to_bytes(weights))
         write_trace(self.path / "trace.json", lanes, str(summary["label"]))
+        # Last: where there is a summary, everything else is there too.
         self.write_json("summary.json", summary)
         self.close()
 
@@ -210,20 +231,24 @@ class RunFolder:
                 self._file = None
         finally:
             if self._lock is not None:
+                # Out of the set before it is closed: its number may be another file's right after.
                 _HELD.discard(self._lock)
                 os.close(self._lock)
                 self._lock = None
 
 
 _HELD: set[int] = set()
-"""Descriptors of the folders that this process holds. A child that is forked closes them: it may
-live longer."""
+"""Descriptors of the folders that this process holds.
+
+A child that is forked closes them: it may live longer.
+"""
 
 
 def _locked(descriptor: int) -> bool:
     """Whether the folder is now this process's, or can be nobody's."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # Somebody else has it. Any other error: the file system knows no locks.
     except BlockingIOError:
         return False
     except OSError:
@@ -232,6 +257,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _let_go() -> None:
+    # A lock belongs to the open folder, which a forked child shares: it lasts until both close it.
     while _HELD:
         os.close(_HELD.pop())
 
@@ -254,17 +280,20 @@ class Run:
 
     @property
     def label(self) -> str:
+        """What tables call the run."""
         return str(self.summary["label"])
 
 
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
-    """The ended run in a folder. model: the task's factory, whose weights are then replaced by the
-    trained ones.
+    """The ended run in a folder.
+
+    model: the task's factory, whose weights are then replaced by the trained ones.
 
     Raises RunFolderError if there is no ended run, or its weights are not those of this model.
     """
     folder = RunFolder.open(Path(path))
     summary = folder.read_json("summary.json")
+    # The factory draws its first weights from the caller's generators; they are replaced.
     network = model()
     weights = folder.path / "model.safetensors"
     try:

@@ -47,14 +47,14 @@ class Trace:
         found = self.lanes.get(lane)
         if found is None:
             found = self.lanes[lane] = Lane(lane, [])
+        # The first ones: they show how a run begins, and what comes later mostly repeats it.
         if len(found.spans) < self.limit:
             found.spans.append(Span(name, category, start, end, step))
         else:
             found.dropped += 1
 
     def packed(self, offset: float = 0.0) -> bytes:
-        """All lanes as bytes, their times moved by `offset` seconds onto another machine's
-        clock."""
+        """All lanes as bytes, for rank 0. offset: seconds from this machine's clock to rank 0's."""
         lanes = [
             Lane(
                 lane.name,
@@ -70,13 +70,17 @@ class Trace:
 
     @staticmethod
     def unpacked(packed: bytes) -> list[Lane]:
+        """The inverse of `packed`."""
         return msgspec.msgpack.decode(packed, type=list[Lane])
 
 
 def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
-    """Trace events of `lanes`, one thread a lane; `ts` and `dur` in microseconds since the first
-    span of all."""
+    """Trace events of `lanes`, one thread a lane.
+
+    `ts` and `dur` are in microseconds, `ts` since the first span of all.
+    """
     origin = min((span.start for lane in lanes for span in lane.spans), default=0.0)
+    # "M" events name things, "X" events are spans with a beginning and a length.
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": label}}
     ]
@@ -84,6 +88,7 @@ def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
         thread = {"pid": 1, "tid": tid}
         events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": lane.name}})
         if lane.dropped:
+            # A name of our own, which viewers pass over and the report reads.
             events.append(
                 {"ph": "M", "name": "spans_dropped", **thread, "args": {"count": lane.dropped}}
             )

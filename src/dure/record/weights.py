@@ -26,8 +26,10 @@ def weights_to_bytes(
     plain: dict[str, Tensor] = {}
     pairs: list[str] = []
     for name, value in weights.items():
+        # torch keeps conjugation and sign of complex tensors as flags, which raw bytes would lose.
         tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         pointer = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, such as views into one buffer.
         shares = pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes
         plain[name] = tensor.clone() if shares else tensor
         seen.add(pointer)
@@ -41,9 +43,13 @@ def weights_to_bytes(
 
 
 def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
-    """The inverse of `weights_to_bytes`. Raises SafetensorError or ValueError if the bytes are
-    something else."""
+    """The inverse of `weights_to_bytes`.
+
+    Raises SafetensorError or ValueError if the bytes are something else.
+    """
     tensors = load_tensors(content)
+    # A file begins with the length of its header, then comes the header as JSON. `load` does not
+    # give the metadata in it.
     length = int.from_bytes(content[:8], "little")
     for name in pairs_in(json.loads(content[8 : 8 + length]).get("__metadata__")):
         tensors[name] = torch.view_as_complex(tensors[name])

@@ -33,8 +33,11 @@ LANES = 12
 SPANS = 3_000
 SPANS_OF_ALL_RUNS = 24_000
 CELLS = 60_000
-"""How much is drawn at most: points of a curve, lanes, spans of a timeline and of all timelines,
-cells of a partition. A browser draws so much without delay."""
+"""How much is drawn at most; a browser draws so much without delay.
+
+POINTS: of a curve. LANES: of a timeline. SPANS: of a timeline, SPANS_OF_ALL_RUNS: of all timelines
+of the page. CELLS: of a partition.
+"""
 
 CLOCK = "virtual_seconds"
 """What a federation says of its clock: an axis, and no curve."""
@@ -105,6 +108,7 @@ def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
         for key, values in one["y"].items():
             if any(value is not None for value in values):
                 known[key] = None
+            # Drawn where it is anything but 0 or unknown.
             if any(values):
                 told[key] = None
     menu = dict.fromkeys([*metrics(runs), "train_loss", *told])
@@ -135,6 +139,7 @@ def _axis(key: str, name: str, title: str) -> JSON:
 def timelines(runs: Sequence[Run]) -> list[JSON]:
     """Per run with a trace: lanes, and spans by category, each bounded in number."""
     traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
+    # Many runs share what one page can hold.
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(traced), 1))
     return [_timeline(index, trace, most) for index, trace in traced]
 
@@ -145,6 +150,7 @@ def partitions(runs: Sequence[Run]) -> list[JSON]:
     for run in runs:
         if run.partition is None:
             continue
+        # Runs of one comparison mostly share a partition: it is drawn once.
         same = next((names for partition, names in users if partition == run.partition), None)
         if same is None:
             users.append((run.partition, [run.label]))
@@ -158,6 +164,7 @@ def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
     columns = {key: _column(lines, key) for key in _said(lines)}
     places: set[int] = set()
     for column in columns.values():
+        # Each metric keeps its own extremes; together they share the points of one curve.
         places |= set(_extremes(column, POINTS // len(columns)))
     kept = [lines[place] for place in sorted(places)]
     x = {
@@ -183,6 +190,7 @@ def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], cloc
     # One batch's loss jumps; a mean of a stretch of the run shows where the run goes.
     stretches = _stretches(len(lines), POINTS // 2)
     last = [lines[end - 1] for _, end in stretches]
+    # A step line knows rank 0's bytes only; an evaluation those of all workers.
     sent = _interpolated([(line.step, line.bytes_sent) for line in evaluations])
     x = {
         "epoch": [short(line.epoch) for line in last],
@@ -211,9 +219,11 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
     if len(values) <= most:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
+    # Two of each stretch, and the two ends.
     for start, end in _stretches(len(values), most // 2 - 1):
         numbered = zip(values[start:end], range(start, end), strict=True)
         known = [(value, index) for value, index in numbered if value is not None]
+        # A stretch of unknowns keeps one, so that the curve has a gap there.
         kept |= {min(known)[1], max(known)[1]} if known else {start}
     return sorted(kept)
 
@@ -232,6 +242,7 @@ def _interpolated(known: Sequence[tuple[float, float | None]]) -> Clock:
     steps = [step for step, _ in points]
 
     def at(step: float) -> float | None:
+        # The first known step that is not before this one.
         right = bisect_left(steps, step)
         if right == len(steps) or (right == 0 and steps[0] != step):
             return None
@@ -248,6 +259,7 @@ def _wide(series: Sequence[JSON], axis: str) -> bool:
     """Whether an axis starts out logarithmic: the runs end at very different values."""
     ends = [max(filter(None, one["x"][axis]), default=0) for one in series]
     ends = [end for end in ends if end > 0]
+    # Epochs are what runs have in common: linear, whatever the ends are.
     return axis != "epoch" and bool(ends) and max(ends) > 10 * min(ends)
 
 
@@ -258,6 +270,7 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
     # The lanes that start first, drawn in their own order: in a federation, the server and its
     # first clients.
     shown = sorted(sorted(starts, key=lambda lane: (starts[lane], lane))[:LANES])
+    # Spans are in the order of their starts, so the first ones are the earliest of all lanes.
     of_lanes = [span for span in trace.spans if span.lane in set(shown)]
     spans = of_lanes[:most]
     begin = spans[0].start
@@ -267,6 +280,7 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
     rows = {lane: row for row, lane in enumerate(shown)}
     bars: dict[str, list[list[Any]]] = {name: [] for name in (*CATEGORIES, "other")}
     for span in spans:
+        # A late start needs more digits than a length, to be as exact.
         start = short(span.start / per_unit, 8)
         length = short(span.duration / per_unit)
         name = html.escape(span.name, quote=False)
@@ -320,6 +334,7 @@ def _category(span: Span) -> str:
 def _partition(partition: Partition, users: Sequence[str]) -> JSON:
     clients = len(partition.counts)
     width = len(partition.classes) or 1
+    # Whole clients are left out, never single classes.
     every = max(1, -(-clients * width // CELLS))
     shown = range(0, clients, every)
     ordered = sorted(partition.counts)

@@ -5,6 +5,7 @@
 const common = (() => {
   const body = document.body;
   const errors = [];
+  // Kept in the page, where a test that opened it in a browser can read them.
   const fail = (what) => {
     errors.push(String(what));
     body.dataset.errors = JSON.stringify(errors);
@@ -16,6 +17,7 @@ const common = (() => {
   const $ = (id) => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
   const touch = matchMedia("(pointer: coarse)").matches;
+  // plotly reads a little HTML in texts: those from a run folder are escaped.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   // Colours: "var(--name)" anywhere in a figure becomes what the style sheet says now.
@@ -25,6 +27,7 @@ const common = (() => {
   };
   const coloured = (value) => {
     if (typeof value === "string") return value.startsWith("var(--") ? colour(value) : value;
+    // Arrays of numbers, which may be long, stay as they are.
     if (Array.isArray(value)) return value.some((v) => v && typeof v !== "number") ? value.map(coloured) : value;
     if (value && typeof value === "object")
       return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, coloured(inner)]));
@@ -43,6 +46,7 @@ const common = (() => {
     ...more,
   });
   const draw = (element, traces, wanted) =>
+    // react, not newPlot: to draw a chart again changes it, and makes no other in its place.
     Plotly.react(element, coloured(traces), coloured(layout(wanted)), { responsive: true, displayModeBar: false });
 
   // Runs as little lines: in the table, the legend and the headings.

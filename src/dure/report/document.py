@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dure.report.words import escape
 
+# Scripts and styles stand in the page itself ("inline"); images are those that plotly makes.
 _NO_NETWORK = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -37,11 +38,13 @@ def document(
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
             f"<style>{source(__file__, 'style.css')}{style}</style></head>",
+            # The scripts read the colours of style.css off the probe.
             '<body><span id="probe" hidden></span><main>',
             *filter(None, sections),
             "</main>",
             f'<script type="application/json" id="data">{_json(data)}</script>',
             f'<script id="plotly">{_script(plotly)}</script>',
+            # In this order: plotly, what scripts share, the page's own.
             f"<script>{_script(source(__file__, 'common.js'))}</script>",
             f"<script>{_script(script)}</script>",
             "</body></html>\n",
@@ -69,6 +72,7 @@ def plotly_source(what: str) -> str:
 
 def check_plotly(what: str) -> None:
     """Raises the same ImportError, before there is anything to draw."""
+    # Only looked for: its source is megabytes, which the caller may never need.
     if importlib.util.find_spec("plotly") is None:
         plotly_source(what)
 
@@ -80,6 +84,7 @@ def source(beside: str, name: str) -> str:
 
 def _json(data: object) -> str:
     """JSON that may stand inside a script element: it cannot close the element or open another."""
+    # allow_nan=False: a browser's JSON.parse knows no NaN, and would draw nothing at all.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

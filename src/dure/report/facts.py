@@ -16,6 +16,7 @@ def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
     """The ranks that told something of themselves; empty where one of them did not."""
     told = [mapping(facts) for facts in listing(summary.get("facts"))]
     workers = [mapping(worker) for worker in listing(summary.get("per_worker"))]
+    # Facts and workers are matched by their place: one too few, and all would be another's.
     if len(told) != len(workers):
         return []
     ranks: list[Rank] = []
@@ -30,6 +31,7 @@ def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
 def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Rank | None:
     place = mapping(facts.get("at"))
     at = [number(place.get(axis)) for axis in ("data", "pipeline", "tensor")]
+    # Facts without these are those of a federation's server.
     if None in at or not isinstance(facts.get("held"), dict):
         return None
     inside = mapping(facts.get("inside"))
@@ -41,6 +43,7 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
         stages=[_stage(mapping(stage)) for stage in listing(facts.get("stages"))],
         held=numbers(facts["held"]),
         peak_memory=number(worker.get("peak_memory")) or None,
+        # Per step; None where no layer is divided.
         inside=seconds / steps if seconds and steps else None,
         schedule=text_of(facts.get("schedule")),
     )
@@ -78,6 +81,7 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
 
 
 def _assignment(raw: Sequence[Any]) -> Assignment:
+    # A later dure may write more; what is too short raises, and `rows` leaves it out.
     client, round, began, ended, outcome = raw[:5]
     first = number(began)
     last = number(ended)

@@ -1,5 +1,6 @@
-"""Federations in the report: who took part when, how stale and how large updates were, and how fair
-the models are.
+"""Federations in the report.
+
+Who took part when, how stale and how large updates were, and how fair the models are.
 
     worst tenth = the value at a tenth of the clients, from the worst one on, interpolated linearly
     between clients
@@ -54,6 +55,7 @@ def spread(key: str, values: Sequence[float]) -> Spread:
     """values: the metric `key` of each client, of at least one."""
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
+    # From the worst one on: of a metric that falls, the highest values are the worst.
     worst_tenth = quantile(values, 0.1 if higher_is_better(key) else 0.9)
     return Spread(len(values), mean, worst_tenth, variance**0.5)
 
@@ -67,6 +69,7 @@ def in_a_line(run: Run) -> str | None:
         return None
     why = f" ({run.federation.why})" if run.federation.why else ""
     engine = f"{run.federation.engine} engine{why}" if run.federation.engine else None
+    # Virtual seconds, where the federation had a clock.
     now = _last(run, CLOCK)
     clock = None if now is None else f"{duration(now)} of virtual time"
     return "; ".join(filter(None, [engine, clock, _came(run, run.federation)]))
@@ -89,11 +92,13 @@ def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
     """
     refused = int(sum(line.metrics.get("refused") or 0 for line in run.steps))
     counts = {outcome: federation.outcomes.get(outcome, 0) for outcome in COLOURS}
+    # The server's account calls them accepted, since they came in time.
     counts["accepted"] -= refused
     counts["refused"] = refused
     for outcome, number in federation.outcomes.items():
         if outcome not in COLOURS:
             counts[outcome] = number
+    # A damaged account could give less than 0.
     return {outcome: number for outcome, number in counts.items() if number > 0}
 
 
@@ -157,9 +162,11 @@ def _facts(run: Run, federation: Federation) -> str:
     said = [in_a_line(run)]
     turns = federation.turns.values()
     if turns:
+        # How many clients there are is only known from the partition.
         known = f" of {count(len(run.partition.counts))}" if run.partition is not None else ""
         each = _between(min(turns), max(turns))
         said.append(f"{count(len(turns))}{known} clients gave updates, {each} each")
+    # Not str.capitalize, which would make all the rest small.
     whole = "; ".join(filter(None, said)) + "."
     return whole[0].upper() + whole[1:]
 
@@ -275,7 +282,9 @@ def _better(told: Sequence[Told], metric: str) -> str:
     for one in told:
         pairs = pairs_of(one.federation, metric)
         won = sum(
-            (own > theirs) == higher_is_better(metric) and own != theirs for theirs, own in pairs
+            # Better in the direction of the metric; equal is not better in either.
+            (own > theirs) == higher_is_better(metric) and own != theirs
+            for theirs, own in pairs
         )
         if pairs:
             parts.append(

@@ -19,6 +19,8 @@ ROWS = 60
 """Clients that are drawn with what they were asked."""
 
 UPDATES = 2_000
+"""Updates that are drawn of a run."""
+
 
 COLOURS = {
     "accepted": "compute",
@@ -92,6 +94,7 @@ def metrics_of(told: Sequence[Told]) -> list[str]:
     """For each run the metric to judge by, without its client_: the first that is not a loss."""
     chosen = []
     for one in told:
+        # Metrics of clients are named client_ for the global model, personal_ for their own.
         keys = [
             key.removeprefix("client_")
             for key in one.federation.by_client
@@ -162,10 +165,12 @@ def _flights(assignments: Sequence[Assignment], most: int) -> JSON | None:
 
 
 def _bar(one: Assignment, row: Mapping[int, int]) -> list[float | None]:
+    # Rounds count from 1 for people, from 0 in the account.
     return [row[one.client], short(one.began, 8), short(one.ended - one.began), one.round + 1]
 
 
 def _staleness(staleness: Mapping[int, int]) -> JSON | None:
+    # All of them fresh: a single bar at 0 says nothing.
     if not any(staleness):
         return None
     x = sorted(staleness)
@@ -188,7 +193,9 @@ class Thinned(NamedTuple):
 
 def _thinned(updates: Sequence[Sent]) -> Thinned:
     """Whole rounds are left out where there are too many updates."""
+    # Whole rounds: the updates of one round are to be compared with one another.
     every = max(1, -(-len(updates) // UPDATES))
+    # Every so many of those that have updates.
     rounds = set(sorted({sent.round for sent in updates})[::every])
     return Thinned([sent for sent in updates if sent.round in rounds], every)
 
@@ -217,6 +224,7 @@ def _points(
             )
     low = min(y for _, y in known)
     high = max(y for _, y in known)
+    # Above a ratio of 30 the small ones would lie on the axis; a logarithm needs all above 0.
     figure = _xy("round", name, series, log=log and 0 < 30 * low < high)
     return {**figure, "every": thinned.every}
 
@@ -225,8 +233,10 @@ def _clients(told: Sequence[Told], metric: str) -> JSON | None:
     """A curve for each model: its values over the clients, from the lowest on."""
     series = []
     for one, model, values in models_of(told, metric):
+        # Evenly over the clients: each client a point, or quantiles where there are too many.
         points = min(len(values), POINTS)
         shares = [place / max(points - 1, 1) for place in range(points)]
+        # The run's own colour for both of its models; the clients' own is dotted.
         look = style(one.place) | ({"dash": "dot"} if model == "own" else {})
         curve = {
             "x": [short(share) for share in shares],

@@ -9,6 +9,7 @@
     ...common.axis(more), title: { text: more.title || "", standoff: 10, font: { color: "var(--soft)", size: 13 } },
   });
   const draw = (element, traces, wanted) => {
+    // A page of paper is narrower than the window, and plotly does not notice that it is printed.
     const width = printing ? { width: Math.min(680, element.clientWidth) } : {};
     react(element, traces, { ...wanted, ...width });
   };
@@ -39,6 +40,7 @@
     let y = metrics[0];
     let lit = null;
     const values = (key) => series.flatMap((one) => (one.y[key] || []).filter((v) => v !== null));
+    // What starts out logarithmic: an axis of very different runs, and a falling metric of more than 30 times.
     const startLogs = () => {
       $("log-x").checked = x.log;
       const known = values(y.key);
@@ -48,6 +50,7 @@
     const curves = () => {
       const logX = $("log-x").checked;
       const drawn = series.filter((one) => one.y[y.key] && !hidden.has(one.run));
+      // A run without a place on this axis is named below the chart.
       const shown = (one) => one.x[x.key].some((v) => v !== null && (!logX || v > 0));
       // On a logarithmic axis zero lies infinitely far away: plotly would draw a line to it.
       const seen = (numbers, log) => (log ? numbers.map((v) => (v > 0 ? v : null)) : numbers);
@@ -73,6 +76,7 @@
         xaxis: axis({ title: x.title, ...scale(logX, traces.flatMap((trace) => trace.x)), ...(x.key === "bytes" ? { tickformat: "~s", ticksuffix: "B" } : {}),
           ...(logX ? {} : { rangemode: "tozero" }), nticks: narrow() ? 5 : 10 }),
         yaxis: axis({ ...scale($("log-y").checked, traces.flatMap((trace) => trace.y)), ...(y.share ? { tickformat: ".0%" } : {}) }),
+        // plotly keeps the zoom while this text stays the same: another axis begins anew.
         uirevision: [x.key, y.key, logX, $("log-y").checked].join(),
       });
       const off = [...new Set(drawn.filter((one) => !shown(one)).map((one) => data.runs[one.run].label))];
@@ -132,6 +136,7 @@
     const moves = {
       earlier: (a, b) => [a - (b - a) / 2, b - (b - a) / 2], later: (a, b) => [a + (b - a) / 2, b + (b - a) / 2],
       out: (a, b) => [a - (b - a) / 2, b + (b - a) / 2], in: (a, b) => [a + (b - a) / 4, b - (b - a) / 4],
+      // From the start of the run to the end of what is drawn.
       all: () => [Math.min(line.range[0], 0), line.end],
     };
     $("timeline-run").addEventListener("change", (event) => {
@@ -144,6 +149,7 @@
     });
     charts.push(() => {
       timeline();
+      // plotly makes `on` in the first drawing; a change of theme draws again, and must not listen twice.
       if ($("timeline").dataset.listens) return;
       $("timeline").dataset.listens = "yes";
       // A range dragged with the mouse is where the buttons go on from.
@@ -232,6 +238,7 @@
 
   const drawAll = () => drawEach(charts);
   onTheme(drawAll);
+  // On paper always in light colours.
   const print = (on) => () => {
     printing = on;
     root.style.colorScheme = on ? "light" : "";

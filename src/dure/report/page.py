@@ -21,6 +21,8 @@ from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
 
 _BARS = 6
+"""Bars of a run with many workers: its first, and five of the rest (`_chosen`)."""
+
 _FACTS = 3
 """Of runs that differ, so many values of a fact stand in the header."""
 
@@ -32,6 +34,7 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     out: the file to write.
     Raises ImportError if plotly is not installed, RunFolderError if a folder holds no run.
     """
+    # First: without plotly there is nothing to read the runs for.
     plotly = plotly_source("the report")
     runs = read_runs(folders)
     out = Path(out)
@@ -45,6 +48,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
     curves = charts.curves(runs.runs)
     timelines = charts.timelines(runs.runs)
     partitions = charts.partitions(runs.runs)
+    # What there is nothing of has no figure, and then no place in the page either.
     drawn = figures(runs.runs)
     data = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
@@ -94,6 +98,7 @@ def _header(runs: Runs, title: str) -> str:
     ]
     facts = []
     for name, fact in asked:
+        # What all runs have in common is said once.
         values = list(dict.fromkeys(filter(None, map(fact, runs.runs))))
         if values:
             more = f" and {len(values) - _FACTS} more" if len(values) > _FACTS else ""
@@ -114,6 +119,7 @@ def _repeat(runs: Sequence[Run]) -> str:
         line = command(run)
         code = f"<code>{escape(line)}</code>" if line else f"<span>{escape(settings(run))}</span>"
         rows.append(f"<dt>{escape(run.label)}</dt><dd>{code}</dd>")
+    # Of many runs the commands would fill the page.
     opened = " open" if len(runs) == 1 else ""
     if not rows:
         return ""
@@ -182,6 +188,7 @@ def _time_bars(runs: Sequence[Run]) -> str:
         workers = _chosen(run.result.workers)
         if workers:
             heading = f"<h3>{swatch(index)}<span>{escape(run.label)}</span></h3>"
+            # Each run to its own scale: seconds of different runs are compared in the table.
             longest = max(worker.total for _, worker in workers)
             rows = "".join(_time_row(name, worker, longest) for name, worker in workers)
             blocks.append(f'<div class="bars">{heading}<ul>{rows}</ul></div>')
@@ -215,11 +222,13 @@ def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
 
     Of many, the first (a federation's server), and five from the busiest to the least busy.
     """
+    # One or two more than that are drawn sooner than chosen from.
     if len(workers) <= _BARS + 2:
         return [(worker.name, worker) for worker in workers]
     rest = sorted(workers[1:], key=lambda worker: -(worker.compute + worker.communication))
     marks = ("busiest", "upper quartile", "median", "lower quartile", "least busy")
     chosen = [(workers[0].name, workers[0])]
+    # The quartiles of how busy they were, both ends included.
     for quarter, mark in enumerate(marks):
         worker = rest[round(quarter * (len(rest) - 1) / 4)]
         chosen.append((f"{worker.name}, {mark}", worker))

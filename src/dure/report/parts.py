@@ -14,11 +14,13 @@ def world(run: Run) -> str:
     asked = mapping(run.config.get("world"))
     name = str(asked.get("name", UNKNOWN))
     ranks = number(asked.get("ranks", asked.get("threads")))
+    # An ended run has said it in words; of a killed one config.json tells what was asked.
     return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
 
 
 def bar(worker: Worker, full: float) -> str:
     """A stacked bar; `full`: the seconds of the whole width."""
+    # The names are also those of the colours in style.css.
     parts = {"compute": worker.compute, "communication": worker.communication, "idle": worker.idle}
     segments = "".join(
         f'<i class="{name}" style="width:{100 * value / full:.2f}%"></i>'

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dure.parallel.pipeline.schedule import Action, Schedule
     from dure.parallel.pipeline.simulate import Simulation, Span, Times
 
+# Spans of a pipeline are named "forward 3.1": kind, stage, micro-batch, in the order of `Action`.
 _NAMED = re.compile(r"(forward|backward|input gradient|weight gradient) ([0-9]+)\.([0-9]+)\b")
 
 
@@ -46,6 +47,7 @@ def measured_step(run: Run) -> Measured | None:
 
     None for a run that has no pipeline, told nothing of it, or kept no full step.
     """
+    # Along the pipeline axis alone: data index 0, tensor index 0.
     ranks = [rank for rank in run.ranks if rank.at[0] == 0 and rank.at[2] == 0]
     text = run.ranks[0].schedule if run.ranks else None
     if len(ranks) < 2 or text is None or run.trace is None:
@@ -56,6 +58,7 @@ def measured_step(run: Run) -> Measured | None:
 
     try:
         schedule = Schedule.parse(text)
+    # The text is the folder's, which may be damaged.
     except ValueError:
         return None
     steps = _full_steps(run.trace, [rank.name for rank in ranks], schedule)
@@ -65,6 +68,7 @@ def measured_step(run: Run) -> Measured | None:
         return None
     found = {step: _simulation(spans, schedule.ranks) for step, spans in rest.items()}
     ordered = sorted(found, key=lambda step: (found[step].makespan, step))
+    # The lower median: a step that was measured, and no mean of two.
     step = ordered[(len(ordered) - 1) // 2]
     times = _mean_times(found[step].spans, schedule.stages)
     return Measured(step, ranks, measured=found[step], simulated=simulate(schedule, times))
@@ -74,6 +78,7 @@ def _simulation(spans: Sequence[Span], ranks: int) -> Simulation:
     """What was measured, as if it had been simulated."""
     from dure.parallel.pipeline.simulate import Simulation, peak_of
 
+    # In the order in which they ran: how many activations a rank held follows from that.
     actions = _by_rank(spans, ranks)
     return Simulation(ranks, tuple(spans), tuple(map(peak_of, actions)))
 
@@ -107,6 +112,7 @@ def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[
             end = start + span.duration / 1000
             steps[span.step].append(Span(place[span.lane], action, start, end))
     whole = [set(actions) for actions in schedule.computing]
+    # The number too: an action that was recorded twice would not show in a set.
     expected = sum(map(len, whole))
 
     def full(spans: Sequence[Span]) -> bool:
@@ -153,6 +159,7 @@ def in_a_line(run: Run) -> str | None:
 
 
 _STAGES_IN_A_LINE = 6
+"""More stages than these are cut short with an ellipsis."""
 
 
 # The section.
@@ -211,6 +218,7 @@ def _stage_table(step: Measured) -> str:
     for place, (stage, rank) in enumerate(stages):
         if place + 1 == len(stages):
             crossing = f"<td>{UNKNOWN}</td><td>{UNKNOWN}</td>"
+        # Interleaved: the next stage is on this rank as well, so nothing is sent.
         elif stages[place + 1][1] is rank:
             crossing = '<td colspan="2">stays on the rank</td>'
         else:

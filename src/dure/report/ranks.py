@@ -26,6 +26,7 @@ Column = tuple[str, Callable[[Rank], str]]
 
 def holdings(runs: Sequence[Run]) -> str:
     """The section with a table for each run whose ranks told what they hold; empty if none."""
+    # With its place among all runs, which its mark and colour follow.
     told = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not told:
         return ""
@@ -80,6 +81,7 @@ def _columns(run: Run) -> list[Column]:
     # Along each axis, how many places there are.
     degrees = [len(set(places)) for places in zip(*(rank.at for rank in run.ranks), strict=True)]
     columns: list[Column] = []
+    # With one axis that divides, the number of the rank says it all.
     if sum(degree > 1 for degree in degrees) > 1:
         columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]
     columns += [
@@ -100,5 +102,6 @@ def _inside(rank: Rank, run: Run) -> str:
         return UNKNOWN
     seconds = run.result.seconds
     steps = run.result.steps
+    # Of the mean step: seconds inside a step, times steps, over all seconds.
     share = f" ({100 * rank.inside * steps / seconds:.0f} %)" if seconds and steps else ""
     return duration(rank.inside) + share

@@ -1,5 +1,4 @@
-"""Run folder -> dataclasses: what `docs/run-folder.md` describes, read so that nothing left out
-stops it.
+"""Run folder -> dataclasses: what `docs/run-folder.md` describes, as far as it is there.
 
 A run may have been killed at any moment: `summary.json` and `trace.json` may be absent, the last
 line of `history.jsonl` may be half a line. What is missing is rebuilt from the history where that
@@ -32,6 +31,7 @@ def read_runs(folders: Sequence[Path]) -> Runs:
     """
     failed: dict[str, str] = {}
     found: list[Path] = []
+    # A run folder itself, or one with runs right below; nothing is searched deeper.
     for folder in map(Path, folders):
         if _is_run(folder):
             found.append(folder)
@@ -46,15 +46,18 @@ def read_runs(folders: Sequence[Path]) -> Runs:
         failed.update(broken)
     if not found and not failed:
         raise RunFolderError("no run folders given: a report needs at least one")
+    # dict.fromkeys: a folder that is given twice, or lies in one that is given, counts once.
     return Runs(_distinct_labels([read_run(folder) for folder in dict.fromkeys(found)]), failed)
 
 
 def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The run folders in a folder, and what failed with its reason, as far as a comparison says."""
     comparison = _object(folder / "comparison.json", [])
+    # No comparison, or a damaged one: whatever runs lie in the folder.
     if not comparison:
         inside = folder.iterdir() if folder.is_dir() else ()
         return sorted(filter(_is_run, inside), key=_natural), {}
+    # In the order in which they were asked, which the names of folders do not tell.
     names = [name for name in listing(comparison.get("runs")) if isinstance(name, str)]
     failed = {name: str(reason) for name, reason in mapping(comparison.get("failed")).items()}
     missing = [name for name in names if not _is_run(folder / name)]
@@ -90,6 +93,7 @@ def _is_run(folder: Path) -> bool:
 def _natural(folder: Path) -> list[tuple[int, str]]:
     """run-2 before run-10."""
     parts = re.split(r"(\d+)", folder.name)
+    # Pairs, so that numbers and texts compare; a text comes before a number.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
@@ -136,6 +140,7 @@ def _history(path: Path, notes: list[str]) -> tuple[list[Line], list[Line]]:
             if step is None:
                 damaged += 1
                 continue
+            # A resumed run did again what came after its checkpoint: the newer lines stand.
             while kind and kind[-1].step >= step:
                 kind.pop()
             kind.append(_line(step, raw))
@@ -168,13 +173,16 @@ def _result(
     steps: Sequence[Line],
     evaluations: Sequence[Line],
 ) -> Result:
+    # The last step, or an evaluation where the step lines end before it.
     newest = max((*steps[-1:], *evaluations[-1:]), key=lambda line: line.step, default=_NOTHING)
     evaluated = evaluations[-1] if evaluations else _NOTHING
     best = numbers(mapping(summary.get("best"))) or _best(evaluations)
+    # summary.json has final metrics next to everything else: those that have a best are metrics.
     final = numbers({key: summary.get(key) for key in best}) or numbers(evaluated.metrics)
     per_worker = [
         _worker(raw) for raw in listing(summary.get("per_worker")) if isinstance(raw, dict)
     ]
+    # Clients that were never chosen have spent no time.
     busy = [worker for worker in per_worker if worker.total > 0]
     everyone = _everyone(summary, evaluated, steps)
 
@@ -229,6 +237,7 @@ def _best(evaluations: Iterable[Line]) -> dict[str, float]:
 def _everyone(summary: Mapping[str, Any], evaluated: Line, steps: Sequence[Line]) -> Worker | None:
     """The time of all workers together; of a run killed before it evaluated, rank 0's alone."""
     total = _worker({**summary, "name": "all workers"})
+    # No summary: a killed run. Evaluations count all workers, steps rank 0 alone.
     if not total.total:
         total = _line_worker("all workers, at the last evaluation", evaluated)
     if not total.total and steps:
@@ -260,6 +269,7 @@ def _bytes_each(config: Mapping[str, Any], evaluated: Line) -> float | None:
     Not for federations, whose sum counts the server's bytes too.
     """
     ranks = number(mapping(config.get("world")).get("ranks"))
+    # A partition says that it is a federation.
     if not ranks or evaluated.bytes_sent is None or config.get("partition"):
         return None
     return evaluated.bytes_sent / ranks
@@ -299,6 +309,7 @@ def _trace(path: Path, notes: list[str]) -> Trace | None:
     if not spans:
         return None
     spans.sort(key=lambda span: span.start)
+    # A lane whose name was damaged still has its spans.
     nameless = {span.lane: f"lane {span.lane}" for span in spans}
     return Trace(nameless | lanes, spans, dropped)
 
@@ -316,6 +327,7 @@ def _spans(lane: int, event: Mapping[str, Any], arguments: Mapping[str, Any]) ->
             lane,
             name if step is None else f"{name} {step:.0f}",
             category=str(event.get("cat", "")),
+            # Chrome's trace events count microseconds.
             start=start / 1000,
             duration=length / 1000,
             step=None if step is None else int(step),
@@ -334,6 +346,7 @@ def _partition(config: Mapping[str, Any]) -> Partition | None:
     width = max(map(len, rows), default=0)
     histograms = None
     if width and len(rows) == len(counts):
+        # Short rows are filled up: the chart needs a rectangle.
         histograms = [row + [0] * (width - len(row)) for row in rows]
     names = [str(name) for name in listing(config.get("classes"))]
     classes = names if len(names) == width else [str(index) for index in range(width)]

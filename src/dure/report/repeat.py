@@ -29,10 +29,13 @@ def command(run: Run) -> str | None:
     system = strategy.get("from", strategy.get("name"))
     names = [text_of(task.get("name")), text_of(system)]
     workers = place.get("ranks" if place.get("name") == "processes" else "threads")
+    # A torchrun job, or a world of a user's own: which flags start it is not known here.
     if None in names or (workers is None and place.get("name") != "simulated"):
         return None
     flags = _fields(strategy)
     flags |= mapping(task.get("options"))
+    # All fields and options: the folder does not say which of them were set. Of limits and world
+    # only what differs from what is usual.
     flags |= {key: value for key, value in _asked(run, workers).items() if value is not None}
     words = ["dure", "train", *map(str, names)]
     for key, value in flags.items():
@@ -86,6 +89,7 @@ def _conditions(place: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: place[name]
         for name, value in usual.items()
+        # Compared as texts: numbers, words and null alike.
         if name in place and str(place[name]) != value
     }
 

@@ -10,8 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of history.jsonl. The counters of a step line are rank 0's, of an evaluation line
-    everybody's; the metrics of a step line are what the strategy says about it, as residuals."""
+    """One line of history.jsonl.
+
+    The counters of a step line are rank 0's, of an evaluation line everybody's; the metrics of a
+    step line are what the strategy says about it, such as residuals.
+    """
 
     step: float
     epoch: float | None
@@ -27,8 +30,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank, thread, client or server: where its time went, in seconds, and the bytes that
-    passed through it."""
+    """One rank, thread, client or server.
+
+    Where its time went, in seconds, and the bytes that passed through it.
+    """
 
     name: str
     compute: float
@@ -39,13 +44,16 @@ class Worker:
 
     @property
     def total(self) -> float:
+        """Seconds of all three kinds."""
         return self.compute + self.communication + self.idle
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing a lane did; `start` and `duration` in milliseconds since the run began. The name
-    ends with the step."""
+    """One thing a lane did; `start` and `duration` in milliseconds since the run began.
+
+    The name ends with the step.
+    """
 
     lane: int
     name: str
@@ -57,8 +65,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The timeline: the names of the lanes, their spans by start, and how many spans were not
-    kept."""
+    """The timeline: names of lanes, spans in order of their starts, and how many were not kept."""
 
     lanes: Mapping[int, str]
     spans: Sequence[Span]
@@ -67,8 +74,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Partition:
-    """How examples lie with clients. `histograms`: clients x classes, or None where there are no
-    labels."""
+    """How examples lie with clients.
+
+    `histograms`: clients x classes, or None where there are no labels.
+    """
 
     description: str
     counts: Sequence[int]
@@ -78,8 +87,11 @@ class Partition:
 
 @dataclass(frozen=True)
 class Stage:
-    """Of a pipeline: the module in which it begins, its parameters, and the bytes of a full step
-    over the boundary behind it, values there and gradients back."""
+    """A stage of a pipeline.
+
+    begins: the module in which it begins. there, back: bytes of a full step over the boundary to
+    the next stage, values there and gradients back.
+    """
 
     number: int
     begins: str
@@ -90,9 +102,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank of a mesh told of itself. at: data, pipeline and tensor index. held: bytes of
-    parameters, gradients, optimizer and buffers. inside: seconds of collectives in its layers, per
-    step."""
+    """What a rank of a mesh told of itself.
+
+    at: data, pipeline and tensor index. held: bytes of parameters, gradients, optimizer and
+    buffers. inside: seconds of collectives in its layers, per step.
+    """
 
     name: str
     at: tuple[int, int, int]
@@ -106,7 +120,9 @@ class Rank:
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What a client of a federation was asked in a round; began and ended in virtual seconds.
-    outcome: "accepted", "late", or why there was no update."""
+
+    outcome: "accepted", "late", or why there was no update.
+    """
 
     client: int
     round: int
@@ -117,8 +133,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A client's update, in the step to the model of `round` + 1: its norm, and the cosine between
-    it and that step; None where they are no numbers. lies: whether the client is an attacker."""
+    """A client's update, in the step to the model of `round` + 1.
+
+    Its norm, and the cosine between it and that step; None where they are no numbers. lies: whether
+    the client is an attacker.
+    """
 
     round: int
     client: int
@@ -196,8 +215,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Runs:
-    """All the runs of a report; `failed`: name -> reason, of a comparison's runs that came to
-    nothing."""
+    """All the runs of a report.
+
+    failed: name -> reason, of a comparison's runs that came to nothing.
+    """
 
     runs: Sequence[Run]
     failed: Mapping[str, str] = field(default_factory=dict)

@@ -27,8 +27,11 @@ TENTH = "_p10"
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what a run shows in it, by what it sorts, and which way is better (0:
-    neither)."""
+    """One column of the table.
+
+    html: what a run shows in it. value: by what it sorts. better: 1 where higher is better, -1
+    where lower is, 0 for neither. finished_only: whether only runs that ended can be the best.
+    """
 
     title: str
     html: Callable[[Run], str]
@@ -40,6 +43,7 @@ class Column:
 def table(runs: Runs) -> str:
     """The section with a row for each run, and one for each run that failed."""
     columns = _columns(runs.runs)
+    # Of each column over all runs, before any row is written.
     best = [_best(column, runs.runs) for column in columns]
     head = "".join(map(_heading, ("run, world", *(column.title for column in columns))))
     rows = ""
@@ -88,7 +92,9 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     keys = charts.metrics(runs)
     columns: list[Column] = []
     if keys:
+        # The metric to judge by has two columns; of the others the final value is enough.
         columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
+    # The loss has a column of its own below; the worst tenth a section.
     others = [key for key in keys[1:] if "loss" not in key and not key.endswith(TENTH)]
     columns += [_metric_column("final", key) for key in others]
     if len(keys) > 1 and "test_loss" in keys:
@@ -105,6 +111,7 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
             "epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"
         ),
         _number_column("time", lambda r: r.seconds, duration, -1),
+        # Sorts by the share of computing; neither more nor less of it is better.
         Column("where it went", lambda run: _share_cell(run.result.everyone), _compute_share),
         _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
         _number_column("peak memory", lambda r: r.peak_memory, size, -1),
@@ -156,6 +163,7 @@ def _target_columns(runs: Sequence[Run]) -> list[Column]:
     asked: dict[tuple[str, float], None] = {}
     for run in runs:
         asked.update(dict.fromkeys((target.metric, target.value) for target in run.result.targets))
+    # Steps and rounds do not compare.
     better = -1 if _one_unit(runs) else 0
     return [_target_column(metric, goal, better) for metric, goal in asked]
 
@@ -187,6 +195,7 @@ def _best(column: Column, runs: Sequence[Run]) -> str | None:
     known: list[tuple[float, str]] = []
     for run in runs:
         value = column.value(run)
+        # By the exact value, but marked by its text: all cells that read the same as the best.
         if isinstance(value, float) and _competes(column, run):
             known.append((value, column.html(run)))
     if not column.better or len({text for _, text in known}) < 2:

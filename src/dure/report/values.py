@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 def number(value: object) -> float | None:
     """A finite number, else None."""
+    # A bool is an int in Python, but no number in JSON.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
@@ -27,19 +28,23 @@ def whole(value: object) -> int:
 
 
 def numbers(raw: Mapping[str, Any]) -> dict[str, float]:
+    """The entries that are finite numbers."""
     pairs = {key: number(value) for key, value in raw.items()}
     return {key: value for key, value in pairs.items() if value is not None}
 
 
 def text_of(value: object) -> str | None:
+    """A text that says something, else None."""
     return value if isinstance(value, str) and value else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
+    """A JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def listing(value: object) -> Sequence[Any]:
+    """A JSON array, else an empty one."""
     return value if isinstance(value, list) else []
 
 

@@ -35,6 +35,7 @@ def size(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     for unit in ("B", "kB", "MB", "GB", "TB"):
+        # 999.5 and more would round to 1000, which the next unit says better.
         if abs(value) < 999.5 or unit == "TB":
             return f"{_three_digits(value)} {unit}"
         value /= 1000
@@ -45,6 +46,7 @@ def duration(seconds: float | None) -> str:
     """Seconds: 41 ms, 3.10 s, 4 min 12 s, 2 h 05 min."""
     if seconds is None:
         return UNKNOWN
+    # From there on three digits of milliseconds would read 1000.
     if 0 < seconds < 0.9995:
         return f"{_three_digits(seconds * 1000)} ms"
     if seconds < 120:
@@ -57,6 +59,7 @@ def duration(seconds: float | None) -> str:
 
 def metric_name(key: str) -> str:
     """The words of a metric's key: test_accuracy -> accuracy, test_loss -> test loss."""
+    # "test" goes without saying, but for a loss, which there is of training as well.
     words = key.replace("_", " ")
     bare = words.removeprefix("test ")
     return words if "loss" in bare else bare
@@ -89,6 +92,8 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 def _three_digits(value: float) -> str:
     if value == 0:
         return "0"
+    # The bounds are where rounding would give one digit more.
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     text = f"{value:.{digits}f}"
+    # Rounded to 0.00: then one digit of what it is.
     return text if float(text) else f"{value:.1g}"

@@ -29,9 +29,11 @@ from dure.record.run import RunFolder
 from dure.run.job import Job, Position
 
 CHECKPOINT_SECONDS = 10.0
-"""Without `checkpoint_every`, a checkpoint is written at the first evaluation after so many
-seconds; in an elastic job, where all that came after the checkpoint is lost together with a rank,
-after the first step."""
+"""Seconds between checkpoints, without `checkpoint_every`.
+
+One is written at the first evaluation after so many; in an elastic job, which loses all that came
+after its checkpoint whenever it loses a rank, at the first step.
+"""
 
 CHECKPOINT_SHARE = 0.05
 """Of the time that may go into such checkpoints; where writing one takes long, they are rarer."""
@@ -49,11 +51,15 @@ class Checkpoints:
         self._took = 0.0
 
     def due(self, step: int, evaluates: bool) -> bool:
-        """Whether one should be written after `step`. evaluates: whether the step ends with an
-        evaluation."""
+        """Whether one should be written after `step`.
+
+        evaluates: whether the step ends with an evaluation.
+        """
         if self.job.checkpoint_every is not None:
             return step % self.job.checkpoint_every == 0
+        # The newest write tells what the next one will take.
         pause = max(CHECKPOINT_SECONDS, self._took / CHECKPOINT_SHARE)
+        # Only rank 0 asks: ranks' clocks would not agree on it.
         late = time.monotonic() - self._written > pause
         return late and (self.job.elastic or evaluates)
 
@@ -67,8 +73,10 @@ class Checkpoints:
         self.group.meter.mark("checkpoint", "checkpoint", started, ended, position.step)
 
     def keep_last_good(self, position: Position) -> None:
-        """After a loss that was not finite: keeps the state before that step, unless it is spoilt
-        as well."""
+        """After a loss that was not finite: keeps the state before that step.
+
+        Not if that is spoilt as well.
+        """
         if self.folder is None or position.step == 0:
             return
         weights = self.learner.weights().values()
@@ -78,6 +86,7 @@ class Checkpoints:
 
     def _save(self, position: Position, workers: list[Counters]) -> None:
         learner = self.learner.state()
+        # Every rank sends its part, also those that do not write.
         if self.learner.parted:
             parts = self.group.gather_bytes(tree_to_bytes(self.learner.part()))
             learner = {**learner, "parts": [tree_from_bytes(part) for part in parts]}
@@ -90,17 +99,18 @@ class Checkpoints:
             "generators": generators_state(),
             "ranks": self.group.size,
         }
+        # On every rank: a model that is divided is put together here.
         weights = self.learner.weights()
         if self.folder is not None:
             self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state))
 
     def read(self) -> Position | None:
-        """Where the newest checkpoint stands, which every rank has taken over; None if there is
-        none.
+        """Every rank takes over the newest checkpoint; returns its position, None if there is none.
 
         Rank 0 sends it to the others, so that only rank 0 needs the folder. Raises RunFolderError
-        if another dure wrote it that this one does not know, or another number of ranks.
+        if a newer dure wrote it, or another number of ranks where each rank keeps its own part.
         """
+        # None travels too: only rank 0 can know that there is no checkpoint.
         parts = self.folder.read_checkpoint() if self.folder is not None else None
         leads = self.group.rank == 0
         packed = self.group.broadcast_bytes(msgspec.msgpack.encode(parts) if leads else None)
@@ -112,12 +122,15 @@ class Checkpoints:
         self._check_ranks(state.get("ranks", self.group.size))
         self.learner.restore(weights, state["learner"])
         self._take_over(list(map(_counters, state["workers"])))
+        # Rank 0's state, on every rank: what ranks draw in steps follows from the seed anyway.
         restore_generators(state["generators"])
         return msgspec.convert(state["position"], Position)
 
     def check_folder(self) -> None:
-        """Raises RunFolderError if a rank does not see the folder: it could not go on if it became
-        rank 0."""
+        """Raises RunFolderError if a rank does not see the folder.
+
+        Any rank may become rank 0 when the job starts again, and then has to go on from there.
+        """
         path = self.job.folder
         sees_it = float(path is not None and path.is_dir())
         told = self.group.all_gather_values([sees_it])
@@ -129,8 +142,7 @@ class Checkpoints:
             )
 
     def _check_ranks(self, before: int) -> None:
-        """Raises RunFolderError if the checkpoint is of another number of ranks, each of which held
-        its own part."""
+        """Raises RunFolderError if other ranks than these held the parts of the checkpoint."""
         now = self.group.size
         if before != now and self.learner.parted and not self.learner.resizes:
             raise RunFolderError(
@@ -140,13 +152,17 @@ class Checkpoints:
             )
 
     def _take_over(self, workers: list[Counters]) -> None:
-        """The meters of this place go on from a checkpoint's. Ranks that are gone leave their
-        counters to those that are there, so that sums over all workers go on; new ranks begin at
-        zero."""
+        """The meters of this place go on from a checkpoint's.
+
+        Ranks that are gone leave their counters to those that are there, so that sums over all
+        workers go on; new ranks begin at zero.
+        """
         meters = self.learner.meters()
+        # Several ranks have one meter each; a single one has those of all its workers.
         first = self.group.rank if self.group.size > 1 else 0
         everybody = self.group.size if self.group.size > 1 else len(meters)
         for index, meter in enumerate(meters, start=first):
+            # From 5 ranks to 2: rank 0 takes over 0, 2 and 4, rank 1 takes over 1 and 3.
             meter.counters = sum_of_counters(workers[index::everybody])
 
 

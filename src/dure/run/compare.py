@@ -1,5 +1,7 @@
-"""Many systems side by side: the same task, seed, initial weights and limits; one table, one
-report."""
+"""Many systems side by side, and one report.
+
+Task, seed, initial weights and limits are the same for all of them.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ Entry = Strategy | tuple[Strategy, World]
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: those that ended, in the order asked. failed: label to error. report: the page, if
-    `out` was given."""
+    """What a comparison came to.
+
+    runs: those that ended, in the order asked. failed: label to error. report: the page, if `out`
+    was given.
+    """
 
     runs: list[Run]
     failed: dict[str, DureError]
@@ -61,7 +66,7 @@ def compare(
     out: a new or empty folder that gets a run folder for each system, comparison.json and
         report.html.
     on_progress: called with the label of the system at work and the event that `dure.train`
-    reports.
+        reports.
 
     A system that fails does not end the comparison; it is in `failed`. Ctrl-C ends it after the
     step at hand: the report is written of what there is.
@@ -79,15 +84,18 @@ def compare(
         _prepared(task, strategy, world, stop, seed, evaluate_every=evaluate_every, model=model)
         for strategy, world in pairs
     ]
+    # A label names the run in tables, and its folder.
     labels = _unique([job.label for job, _ in prepared])
     folder = Path(out) if out is not None else None
     leads = all(world.leads for _, world in pairs)
     asked = {"task": task.name, "seed": seed, "stop": msgspec.to_builtins(stop)}
+    # Now, and not after hours of training: whether the report can be drawn at all.
     if folder is not None and leads:
         from dure.report.document import check_plotly
 
         check_plotly("the report")
         RunFolder.create(folder, asked)
+        # A config.json would make the folder of the comparison look like one of a run.
         (folder / "config.json").rename(folder / "comparison.json")
     for _, world in pairs:
         world.ready()  # before anything is measured
@@ -102,10 +110,12 @@ def compare(
         job = dataclasses.replace(job, label=label, folder=path)
         try:
             run = run_job(job, world, functools.partial(on_progress, label))
+        # Errors of dure alone: anything else is a bug, which has to be seen.
         except DureError as error:
             done.failed[label] = error
             continue
         done.runs.append(run)
+        # Ctrl-C is meant for the whole comparison.
         if run.summary["ended"] == "interrupt":
             break
     if folder is None or not leads:
@@ -140,6 +150,7 @@ def _unique(labels: Sequence[str]) -> list[str]:
     """The labels, numbered where several would have the same folder."""
     result: list[str] = []
     for label in labels:
+        # Labels that differ in signs only would share a folder.
         taken = set(map(_slug, result))
         numbered = label
         count = 1

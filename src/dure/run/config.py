@@ -40,8 +40,10 @@ class Asked(msgspec.Struct):
 
 
 def asked_of(folder: Path) -> Asked:
-    """What was asked of the run in `folder`. Raises RunFolderError if there is none, or its
-    config.json is damaged."""
+    """What was asked of the run in `folder`.
+
+    Raises RunFolderError if there is none, or its config.json is damaged.
+    """
     config = RunFolder.open(folder).read_json("config.json")
     try:
         return msgspec.convert(config, Asked)
@@ -52,6 +54,7 @@ def asked_of(folder: Path) -> Asked:
 def config_of(job: Job, world: World) -> dict[str, Any]:
     """The content of config.json: what was asked."""
     task = job.task
+    # Without a name the task has to be given again to resume the run.
     reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
     division = job.strategy.division(task, job.seed)
     # Most runs repeat themselves, and say nothing of it.
@@ -59,6 +62,7 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
     return {
         "label": job.label,
         "task": {
+            # title is for people, name for finding the task again.
             "name": reference["name"],
             "options": dict(reference["options"]),
             "title": task.name,

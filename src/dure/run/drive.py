@@ -1,5 +1,4 @@
-"""The loop that drives every learner: advance, record, evaluate, checkpoint, until a limit is
-reached.
+"""The loop that drives every learner: advance, record, evaluate, checkpoint, until a limit.
 
 It runs on every rank. What all ranks have to do together (an evaluation, a checkpoint, the end)
 follows from numbers that all of them know, or from a wish of rank 0 that travelled with the step's
@@ -29,6 +28,7 @@ from dure.run.job import Job, Outcome, Position
 from dure.run.summary import summarise
 
 REPORT_SECONDS = 0.1
+"""Between two reports of progress: nobody reads faster."""
 
 
 def drive(job: Job, place: Place) -> Outcome:
@@ -38,6 +38,7 @@ def drive(job: Job, place: Place) -> Outcome:
 
 
 def _drive(job: Job, place: Place) -> Outcome:
+    # A state of its own for each rank, for whatever draws outside of steps: those seed anew.
     before = generators_state()
     seed_generators(job.seed, "rank", place.group.rank, everything=True)
     reset_peak_memory()
@@ -45,24 +46,29 @@ def _drive(job: Job, place: Place) -> Outcome:
     driver: Driver | None = None
     try:
         place.group.step = "the start"
+        # The prepared model itself where this process has prepared it; elsewhere one made anew.
         if job.fresh is not None:
             place.prepared = job.fresh.take
         learner = job.strategy.learner(job.task, place, job.seed)
         driver = Driver(job, place, learner)
+        # After the driver is made: it notes how many threads evaluations may use.
         with threads(threads_for(learner.flops_per_step())):
             return driver.run()
     except LossNotFiniteError as error:
+        # The loss was seen before the update: the weights are still those of the step before.
         if driver is not None and error.intact:
             driver.checkpoints.keep_last_good(driver.position)
         raise
     except DureError:
         raise
     except Exception as error:
+        # An error of the user's own code, or of ours: told with the rank and the step.
         where = learner.where if learner is not None else f"rank {place.group.rank}"
         reason = f"{type(error).__name__}: {error}"
         raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error
     finally:
         try:
+            # First, since threads of the run may draw from the generators until they end.
             place.ending.close()
             restore_generators(before)  # the user's own draws go on as if there had been no run
         finally:
@@ -79,6 +85,7 @@ class Driver:
         self.group = place.group
         self.learner = learner
         self.leads = place.group.rank == 0
+        # None on all ranks but rank 0, whether or not the run has a folder.
         self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
         self.examples = len(job.task.train)
         self.all_threads = torch.get_num_threads()
@@ -88,15 +95,19 @@ class Driver:
         self._reported = 0.0
 
     def run(self) -> Outcome:
+        """From the start, or the newest checkpoint, to the first limit; called on every rank."""
+        # Held before anything is read: nobody else may change it meanwhile.
         if self.folder is not None:
             self.folder.hold()
         if self.job.elastic:
             self.checkpoints.check_folder()
         if self.job.resume:
             self._resume()
+        # A new run is measured untrained; a resumed one has been.
         if self.position.last_evaluation < 0:
             self._evaluate()
         limit = self.job.stop.seconds  # which a resumed run, on all ranks, may have used up
+        # Before the first step too: a run that is resumed may have reached its limits already.
         ended = self._limit(STOP if limit is not None and self.position.seconds >= limit else 0)
         while ended is None:
             ended = self._advance()
@@ -104,33 +115,42 @@ class Driver:
         makes_way = ended == "interrupt" and self.job.elastic
         if self.position.last_evaluation != self.position.step and not makes_way:
             self._evaluate()
+        # Asked of the job, not of the own folder: all ranks have to come, or none.
         if self.job.folder is not None and self.position.step > 0:
             self._checkpoint()
         return self._finish(ended)
 
     def _advance(self) -> str | None:
-        """One step or round and all that is due after it; returns the limit that ends the run, if
-        any."""
+        """One step or round and all that is due after it.
+
+        Returns the limit that ends the run, if any.
+        """
         position = self.position
         self.group.step = f"{self.learner.unit} {position.step + 1}"
         started = time.perf_counter()
         progress = self.learner.advance(self._wish() if self.leads else 0)
+        # Training time only: evaluations and checkpoints are left out.
         position.seconds += time.perf_counter() - started
         position.step += 1
         position.samples += progress.samples
+        # A round in which no update counted keeps the loss of the round before.
         position.loss = position.loss if progress.loss is None else progress.loss
         position.numbers = finite(progress.numbers or {})
         self._record(progress)
+        # Before the limit is looked at: a target is reached by an evaluation.
         if position.step % self.evaluate_every == 0:
             self._evaluate()
         ended = self._limit(progress.wish)
+        # At the end comes a checkpoint anyway, after the last evaluation.
         if progress.wish & CHECKPOINT and ended is None:
             self._checkpoint()
         return ended
 
     def _wish(self) -> int:
-        """What rank 0 wants all ranks to do after the next step; decided by its clock and its user
-        alone."""
+        """What rank 0 wants all ranks to do after the next step.
+
+        Its clock and its user alone decide that.
+        """
         wish = 0
         seconds = self.job.stop.seconds
         if self.place.interrupted():
@@ -138,6 +158,7 @@ class Driver:
         elif seconds is not None and self.position.seconds >= seconds:
             wish |= STOP
         if self.job.folder is not None:
+            # The wish travels with the step to come, and is about what follows that step.
             following = self.position.step + 1
             due = self.checkpoints.due(following, following % self.evaluate_every == 0)
             wish |= CHECKPOINT if due else 0
@@ -149,8 +170,10 @@ class Driver:
         return self.job.evaluate_every or self.learner.units_per_epoch
 
     def _limit(self, wish: int) -> str | None:
-        """The limit that was reached. Seconds and interrupts are rank 0's to see: it wished for the
-        stop."""
+        """The limit that was reached.
+
+        Seconds and interrupts are rank 0's to see: it wished for the stop.
+        """
         position = self.position
         stop = self.job.stop
         reached = stop.reached(
@@ -158,6 +181,7 @@ class Driver:
         )
         if self.group.size == 1:  # nobody else has to be told first
             wish |= self._wish()
+        # A limit that all ranks know comes before one that only rank 0 has seen.
         if reached is not None or not wish & STOP:
             return reached
         return "interrupt" if wish & INTERRUPT else "seconds"
@@ -201,9 +225,12 @@ class Driver:
         )
 
     def _all_counters(self) -> list[Counters]:
-        """Every worker's counters on every rank, in order of rank (the server first, then its
-        clients)."""
+        """Every worker's counters on every rank, in order of rank.
+
+        In a federation: the server's first, then its clients'.
+        """
         mine = self.learner.meters()
+        # The peak is the whole process's: one of its workers stands for all.
         mine[0].counters.peak_memory = peak_memory()
         values = [value for meter in mine for value in meter.counters.as_list()]
         workers: list[Counters] = []
@@ -215,6 +242,7 @@ class Driver:
         position = self.position
         if position.step == 0:
             self.group.step = "the first evaluation"
+        # Large batches, no gradients: more threads pay even where a step is small.
         with threads(self.all_threads):
             position.metrics = self.learner.evaluate()
         position.last_evaluation = position.step
@@ -237,6 +265,7 @@ class Driver:
         self.history.append(record)
         if self.folder is not None:
             self.folder.append(record)
+            # So that a run that is killed now keeps this evaluation.
             self.folder.flush()
         if self.leads:
             self._report()
@@ -246,11 +275,14 @@ class Driver:
         self.checkpoints.write(self.position, self._all_counters())
 
     def _resume(self) -> None:
-        """Goes on from the newest checkpoint, or from the start; what came after it is taken
-        back."""
+        """Goes on from the newest checkpoint, or from the start.
+
+        What the history says of later steps is taken back.
+        """
         position = self.checkpoints.read()
         self.position = position if position is not None else Position()
         if self.folder is not None:
+            # Steps after the checkpoint will be done again, and written again.
             self.history = self.folder.history().until(position.step) if position else History()
             self.folder.rewrite_history(self.history)
 
@@ -266,10 +298,12 @@ class Driver:
             ranks=self.group.size,
             everybody=workers,
         )
+        # Facts on all ranks or on none: the gathering is one of all ranks.
         facts = self.learner.facts()
         if facts is not None:
             told = self.group.gather_bytes(msgspec.json.encode(facts))
             summary["facts"] = [msgspec.json.decode(each) for each in told]
+        # Copies: the learner's own may be views of its flat buffers.
         weights = {name: tensor.detach().clone() for name, tensor in self.learner.weights().items()}
         buffers = {
             name: tensor.detach().clone()

@@ -16,9 +16,9 @@ from dure.tensors.copies import copy_of
 class FreshModel:
     """A model under the run's seed, as the task's factory has made it.
 
-    It is looked at while the run is prepared. A learner in this process takes it; at the end there
-    is one with the trained weights for the user, who gets none of what a learner has done to its
-    own, such as flat buffers and hooks. To other processes nothing of this travels: they make their
+    It is looked at while the run is prepared. Then a learner in this process takes it. At the end
+    the user gets a model with the trained weights, and without what a learner has done to its own,
+    such as flat buffers and hooks. To other processes the model does not travel: they make their
     own.
 
     keep: the model serves other runs as well, so that learners take copies of it.
@@ -32,6 +32,7 @@ class FreshModel:
         self._shell: _Shell | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled without its model, which would be the largest part of what a rank is sent.
         return FreshModel, (self.task, self.seed, None)
 
     def take(self) -> nn.Module:
@@ -41,14 +42,19 @@ class FreshModel:
             return seeded_model(self.task, self.seed)
         if self.keep:
             return another(model, self.task, self.seed)
+        # The learner gets the model itself, since it needs its memory anyway; the copy is what the
+        # user gets in the end, and takes no memory until then.
         twin = copy_of(model)
         self._shell = None if twin is None else _Shell(twin)
         self._model = None
         return model
 
     def trained(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
-        """The model with what was learned; as shapes alone where this process holds a part of the
-        weights, as a rank of torchrun may."""
+        """The model with what was learned.
+
+        As shapes alone where this process holds only a part of the weights, which ranks of a
+        torchrun job may.
+        """
         model = self._untouched()
         if weights:
             load_weights(model, weights)
@@ -58,8 +64,10 @@ class FreshModel:
         return model
 
     def _untouched(self) -> nn.Module:
+        # For other runs the model stays fresh; so the user gets a copy of it.
         if self._model is not None and self.keep:
             return another(self._model, self.task, self.seed)
+        # No learner took it: the ranks are other processes.
         if self._model is not None:
             return self._model
         if self._shell is not None:
@@ -79,6 +87,7 @@ class _Shell:
         self._emptied: list[tuple[Any, int]] = []
         for parameter in model.parameters():
             storage = parameter.untyped_storage()
+            # A storage that several parameters share is emptied, and filled again, once.
             if storage.resizable() and storage.nbytes():
                 self._emptied.append((storage, storage.nbytes()))
                 storage.resize_(0)

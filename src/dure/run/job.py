@@ -44,8 +44,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves. weights: on rank 0, elsewhere what that rank holds. buffers: those that
-    are not weights."""
+    """What a run leaves.
+
+    weights: of the whole model on rank 0, elsewhere what that rank holds. buffers: those that are
+    not weights.
+    """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -54,12 +57,17 @@ class Outcome:
 
 
 class Position(msgspec.Struct):
-    """Where a run stands; it goes into every checkpoint."""
+    """Where a run stands; it goes into every checkpoint.
+
+    seconds: of training alone. metrics: of the newest evaluation, after the step last_evaluation
+    (-1: there was none yet). numbers: what the strategy says about the newest step, by name.
+    """
 
     step: int = 0
     samples: int = 0
     seconds: float = 0.0
     loss: float | None = None
+    # msgspec copies a default that is empty, so no two positions share it.
     metrics: dict[str, float] = {}
     last_evaluation: int = -1
     numbers: dict[str, float | None] = {}

@@ -58,35 +58,45 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy called `name`, or the one that a reference finds. Raises ValueError with the
-    nearest name if there is none."""
+    """The strategy called `name`, or the one that a reference finds.
+
+    Raises ValueError with the nearest name if there is none.
+    """
     return _class("strategy", name, catalog.SYSTEMS, Strategy)
 
 
 def world_class(name: str) -> type[World]:
-    """The world called `name`, or the one that a reference finds. Raises ValueError with the
-    nearest name if there is none."""
+    """The world called `name`, or the one that a reference finds.
+
+    Raises ValueError with the nearest name if there is none.
+    """
     return _class("world", name, catalog.WORLDS, World)
 
 
 def _class(
     what: str, name: str, known: Mapping[str, catalog.System | catalog.World], base: type[Base]
 ) -> type[Base]:
+    # A reference has a colon, which no name of dure's own has.
     if references.is_reference(name):
         return references.load(name, base)
     if name not in known:
         raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}")
+    # The catalog knows modules by name alone; only this one is imported.
     entry = known[name]
     found: type[Base] = getattr(importlib.import_module(entry.module), entry.kind)
     return found
 
 
 def default_world(strategy: Strategy) -> World:
-    """Where a strategy lives if nothing is said: the torchrun job if there is one, this machine
-    otherwise."""
+    """Where a strategy lives if nothing is said.
+
+    The torchrun job if there is one, this machine otherwise.
+    """
     check_kind(strategy, Strategy)
+    # Also under torchrun, where the world itself says that it is one process.
     if strategy.kind == "clients":
         return world_class("simulated")()
+    # Ranks are there already: a strategy that can live in them does.
     if under_torchrun() and "ranks" in strategy.dwellings():
         return world_class("torchrun")()
     if strategy.kind == "threads":
@@ -95,14 +105,17 @@ def default_world(strategy: Strategy) -> World:
 
 
 def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
-    """Raises ValueError if the thing is no strategy, or no world: as one of a user's own may be
-    that was written without the base class."""
+    """Raises ValueError if the thing is no strategy, or no world.
+
+    A user's own may have been written without the base class, or without its name.
+    """
     name = type(thing).__name__
     if not isinstance(thing, base) or not dataclasses.is_dataclass(thing):
         raise ValueError(
             f"{name} is no dure.{base.__name__}: derive its class from dure.{base.__name__}, as a "
             f"frozen dataclass, and give an instance"
         )
+    # What the base class declares without a value, each subclass has to give.
     missing = [one for one in base.__annotations__ if not hasattr(thing, one)]
     if missing:
         raise ValueError(f"{name} does not say its {', '.join(missing)}")
@@ -114,6 +127,7 @@ def encode(thing: Strategy | World) -> dict[str, Any]:
     values = {name: _plain(getattr(thing, name)) for name in names}
     if _is_built_in(thing):
         return {"name": thing.name, **values}
+    # A class that is found but cannot be filled again is as good as lost.
     readable = _UNWRITTEN not in values.values()
     return {
         "name": thing.name,
@@ -124,6 +138,7 @@ def encode(thing: Strategy | World) -> dict[str, Any]:
 
 def _is_built_in(thing: Strategy | World) -> bool:
     entry = (catalog.WORLDS if isinstance(thing, World) else catalog.SYSTEMS).get(thing.name)
+    # By class and not by name alone: a user's own may have taken the name of a built-in one.
     kind = type(thing)
     return entry is not None and (entry.module, entry.kind) == (kind.__module__, kind.__name__)
 
@@ -133,6 +148,7 @@ _UNWRITTEN = "(has no text)"
 
 
 def _plain(value: Any) -> Any:
+    # Before msgspec, which would write their fields and not their text.
     if isinstance(value, tuple(TEXTS)):
         return str(value)
     try:
@@ -155,6 +171,7 @@ def decode_world(written: Mapping[str, Any]) -> World:
 
 def is_lost(written: Mapping[str, Any]) -> bool:
     """Whether only the one who made the strategy or world has its class."""
+    # Without the entry: built in. With a text: found by it. With null: nowhere to be found.
     return written.get("from", "") is None
 
 
@@ -165,10 +182,12 @@ def _reference(written: Mapping[str, Any]) -> str:
 
 
 def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:
+    # Annotations are texts until they are asked for in this way.
     hints = typing.get_type_hints(kind)
     values = {key: value for key, value in written.items() if key not in ("name", "from")}
     _check_fields(kind, values)
     try:
+        # The class checks its own values as it is made, and raises ValueError itself.
         return kind(**{key: _typed(value, hints[key]) for key, value in values.items()})
     except msgspec.ValidationError as error:
         raise ValueError(f"{kind.__name__}: {error}") from error
@@ -182,13 +201,15 @@ def _check_fields(kind: type[Any], names: Iterable[str]) -> None:
 
 
 def _typed(value: Any, hint: Any) -> Any:
+    # What has a text form checks itself; msgspec checks that it is a text, and all the rest.
     parse = TEXTS.get(hint)
     return msgspec.convert(value, hint) if parse is None else parse(msgspec.convert(value, str))
 
 
 def parse_strategy(text: str) -> Strategy:
-    """A strategy from "name" or "name,field=value,…", as `dure compare` takes it:
-    "fed-avg,clients=20". The name may be a reference: "my_systems.py:FedNova".
+    """A strategy from "name" or "name,field=value,…", as `dure compare` takes it.
+
+    For example "fed-avg,clients=20". The name may be a reference: "my_systems.py:FedNova".
 
     Values are read as JSON where the field is no text; null and None are None. A mesh is written by
     its degrees: "parallel,data=2,pipeline=2". Raises ValueError for what does not fit.
@@ -214,12 +235,14 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
         field, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
+        # data=2 is short for an entry of the field mesh, where a strategy has one.
         of_mesh = field in AXES and "mesh" in hints
         if of_mesh and not isinstance(written.setdefault("mesh", {}), dict):
             raise ValueError(f"{text!r}: a mesh is given by its degrees, or by mesh=")
         if not of_mesh:
             _check_fields(kind, [field])
         try:
+            # An axis of a mesh has no hint of its own: its degree is read as JSON.
             read = _value(value, hints.get(field))
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
@@ -232,6 +255,7 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
 
 def _value(text: str, hint: Any) -> Any:
     """A field's value as JSON has it. Raises msgspec.DecodeError if it is none."""
+    # Also for texts: "None" as Python writes it, "null" as JSON does.
     if text in ("None", "null"):
         return None
     return text if _is_text(hint) else msgspec.json.decode(text.encode())
@@ -239,10 +263,12 @@ def _value(text: str, hint: Any) -> Any:
 
 def _divided(text: str) -> list[str]:
     """The text between commas, of which those inside brackets divide nothing."""
+    # The commas in mesh={"data":2,"pipeline":2} divide no settings.
     parts = [""]
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
+        # Below 0 too: one bracket too many must not join all that follows.
         if sign == "," and depth <= 0:
             parts.append("")
         else:
@@ -252,6 +278,7 @@ def _divided(text: str) -> list[str]:
 
 def _is_text(hint: Any) -> bool:
     """Whether a field of this type is text, or words, and not JSON."""
+    # The words of a Literal, or the parts of a union such as str | None.
     inner = typing.get_args(hint)
     return (
         hint is str or hint in TEXTS or any(word is str or isinstance(word, str) for word in inner)

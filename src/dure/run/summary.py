@@ -19,7 +19,7 @@ SUMS = (
     "idle_seconds",
     "hidden_seconds",
 )
-"""What is added over all who took part."""
+"""The counters that are added over all ranks, or all workers of one rank."""
 
 
 def summarise(
@@ -32,12 +32,17 @@ def summarise(
     ranks: int,
     everybody: list[Counters],
 ) -> dict[str, Any]:
-    """The content of summary.json. everybody: the counters of all ranks, or of those who live in
-    one: the server or master, and its clients or threads."""
+    """The content of summary.json.
+
+    everybody: the counters of all ranks; of a single rank, those of all its workers: the server and
+    its clients, or the master and its threads.
+    """
     meters = learner.meters()
+    # Several ranks count as one worker each; a single one has workers that live in it.
     names = [f"rank {rank}" for rank in range(ranks)] if ranks > 1 else [m.name for m in meters]
     senders = everybody
     count = ranks
+    # Bytes per worker: a server or a master sends too, but is no worker to divide by.
     if ranks == 1:
         pairs = zip(meters, everybody, strict=True)
         senders = [counters for meter, counters in pairs if meter.is_worker]

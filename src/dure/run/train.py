@@ -86,9 +86,11 @@ def train(
         checkpoint_every=checkpoint_every,
         label=label,
     )
+    # Every rank of a torchrun job comes here; one of them leads.
     folder = Path(out) if out is not None else None
     elastic = world.starts_again and folder is not None
     if folder is not None and world.leads:
+        # An elastic job that torchrun starts again finds its own folder there: no error.
         (RunFolder.enter if elastic else RunFolder.create)(folder, config)
         tell_of_resuming(folder, config)
     return run_job(
@@ -97,8 +99,10 @@ def train(
 
 
 def tell_of_resuming(folder: Path, config: Mapping[str, Any]) -> None:
-    """Warns, before anything is trained, where a run can only be resumed by the one who has the
-    class of its strategy or world."""
+    """Warns where only the owner of the strategy's or world's class can resume the run.
+
+    It warns before anything is trained.
+    """
     lost = [what for what in ("strategy", "world") if is_lost(config[what])]
     if lost:
         wanted = ", ".join(f"{what}=..." for what in lost)
@@ -107,6 +111,7 @@ def tell_of_resuming(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} can be resumed only as dure.resume({str(folder)!r}, {wanted}): the "
             f"{' and '.join(lost)} {names} is made where no other process finds it, or has a "
             f"field that cannot be written; a class in a file of its own is found again",
+            # The line of the user who called `train` or `compare`.
             stacklevel=3,
         )
 
@@ -120,8 +125,7 @@ def resume(
     stop: Stop | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
-    """Goes on with the run in `folder` from its newest checkpoint, or from the start if it has
-    none.
+    """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
 
     The result has the same bits as if the run had never been interrupted. task: needed only for a
     task that was made in Python and not loaded by its name. strategy, world: needed only for those
@@ -145,6 +149,7 @@ def resume(
         if is_lost(asked.strategy):
             raise _made_in_python(path, "strategy")
         strategy = decode_strategy(asked.strategy)
+    # A class of one's own is given again; whether it is the one meant, its name tells.
     elif strategy.name != asked.strategy["name"]:
         raise RunFolderError(f"{path} was trained by {asked.strategy['name']}, not {strategy.name}")
     if world is None:
@@ -161,6 +166,7 @@ def resume(
         checkpoint_every=asked.checkpoint_every,
         label=asked.label,
     )
+    # Only checks and config.json here: rank 0 holds the folder once it runs.
     if world.leads:
         RunFolder(path).begin_again(new_config)
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
@@ -176,7 +182,9 @@ def _made_in_python(folder: Path, what: str) -> RunFolderError:
 
 def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already."""
+    # `prepare` made it, in this process.
     assert job.fresh is not None
+    # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).
     outcome = world.run(functools.partial(drive, job), on_progress)
     model = job.fresh.trained(outcome.weights, outcome.buffers)
     return Run(model, outcome.history, outcome.summary, job.folder)
@@ -194,11 +202,13 @@ def prepare(
     label: str | None = None,
     model: nn.Module | None = None,
 ) -> tuple[Job, dict[str, Any]]:
-    """The job and the content of config.json. Raises ValueError if anything asked does not fit
-    together.
+    """The job and the content of config.json.
+
+    Raises ValueError if anything asked does not fit together.
 
     model: the task's under the seed, where other runs need it as well; it stays as it is.
     """
+    # First: all that follows calls their methods.
     _check_kinds(strategy, world)
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and every < 1:
@@ -209,7 +219,9 @@ def prepare(
     stop.check(strategy.unit)
     _check_target(stop, task)
     _check_first_example(task)
+    # A model that was given serves other runs too: learners take copies of it.
     keep = model is not None
+    # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
     parameters = _checked_model(task, strategy, world, model)
@@ -243,6 +255,7 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
 def _check_target(stop: Stop, task: Task) -> None:
     """Raises ValueError for a target that no evaluation measures."""
     measured: set[str] = set()
+    # Without test data nothing is evaluated, so no target could ever be reached.
     if stop.target and task.test is not None:
         measured = {"test_loss", *(f"test_{name}" for name in task.measures)}
     for name in stop.target or ():
@@ -256,8 +269,10 @@ def _check_target(stop: Stop, task: Task) -> None:
 def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Module) -> int:
     """How many parameters the model has. Raises ValueError if it cannot be trained."""
     strategy.check_model(task, model, world.workers)
+    # Conditions are of clients; other worlds have none.
     if world.conditions is not None:
         strategy.check_under(task, model, world.conditions)
+    # A list: it is gone through more than once.
     parameters = list(model.parameters())
     if task.lr_schedule is not None:
         check_schedule(task.lr_schedule, task.optimizer(parameters))
@@ -267,25 +282,29 @@ def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Modul
 
 
 def _label(strategy: Strategy, world: World) -> str:
-    """What tables call the run: the strategy, its workers, and what clients' conditions are not
-    ideal."""
+    """What tables call the run: the strategy, its workers, and conditions that are not ideal."""
     name = strategy.label_in(world.kind)
     workers = world.workers or 1
     told = world.conditions.told() if world.conditions is not None else []
     label = ", ".join([f"{name} ×{workers}" if workers > 1 else name, *told])
+    # Whole numbers lose their ".0": 5.0 reads 5.
     return re.sub(r"(?<=\d)\.0(?!\d)", "", label)
 
 
 def _check_first_example(task: Task) -> None:
-    """Raises ValueError if a dataset's is no pair; what else is wrong with it is said when it is
-    learned from."""
+    """Raises ValueError if the first example of a dataset is no pair.
+
+    What else is wrong with it is said when it is learned from.
+    """
     if not isinstance(task.train, DatasetExamples):
         return
+    # Reading an example may draw random numbers, such as a crop; the run is not to feel it.
     before = generators_state()
     try:
         task.train.batch(torch.tensor([0]))
     except ValueError:
         raise
+    # Where it is learned from, the same error names the worker and the step.
     except Exception:
         return
     finally:

@@ -61,8 +61,9 @@ def digits(model: Literal["mlp", "cnn", "logistic"] = "mlp", lr: float = 0.1) ->
 def mnist(
     data: Path, model: Literal["2nn", "cnn", "logistic", "resnet"] = "cnn", lr: float = 0.1
 ) -> Task:
-    """70,000 handwritten digits of 28x28 pixels, scaled to [0, 1] and standardised (mean 0.1307,
-    deviation 0.3081).
+    """70,000 handwritten digits of 28x28 pixels.
+
+    Scaled to [0, 1] and standardised (mean 0.1307, deviation 0.3081).
 
     Args:
         data: folder of the four IDX files, with gzip or without.
@@ -83,8 +84,9 @@ def mnist(
 def fashion_mnist(
     data: Path, model: Literal["2nn", "cnn", "logistic", "resnet"] = "cnn", lr: float = 0.1
 ) -> Task:
-    """70,000 garments of 28x28 pixels, scaled to [0, 1] and standardised (mean 0.2860, deviation
-    0.3530).
+    """70,000 garments of 28x28 pixels.
+
+    Scaled to [0, 1] and standardised (mean 0.2860, deviation 0.3530).
 
     Args:
         data: folder of the four IDX files, with gzip or without.
@@ -214,17 +216,21 @@ def _labelled_images(
         raise DataError(
             f"{image_file} has images of {images.shape[1]}x{images.shape[2]} pixels, expected 28x28"
         )
+    # Now, by the name of the file: on a GPU a label too large would end the process.
     if not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
         raise DataError(
             f"{label_file} has labels {int(labels.min())} to {int(labels.max())}, expected 0 to 9"
         )
+    # In place: one float copy of the images, not four.
     pixels = images.float().div_(255).sub_(mean).div_(deviation)
     return Examples(pixels.unsqueeze(1), labels, classes=classes)
 
 
 def _require(folder: Path, files: Sequence[tuple[str, ...]], published: str) -> list[Path]:
-    """The files, each by the first of its names that is in the folder; DataError lists the missing
-    ones."""
+    """The files, each by the first of its names that is in the folder.
+
+    Raises DataError with a list of the missing ones. published: where they are to be had.
+    """
     found = [
         next((folder / name for name in names if (folder / name).is_file()), None)
         for names in files
@@ -238,6 +244,7 @@ def _require(folder: Path, files: Sequence[tuple[str, ...]], published: str) -> 
     return [file for file in found if file is not None]
 
 
+# The same names as in dure.catalog, which the command line reads before torch is loaded.
 _FACTORIES: dict[str, TaskFactory] = {
     "digits": digits,
     "mnist": mnist,
@@ -267,6 +274,7 @@ def load_task(reference: str, **options: Any) -> Task:
         task = found(**options)
     if not isinstance(task, Task):
         raise ValueError(f"{reference} returned {_kind(task)}, not a dure.Task")
+    # Also for a Task that was found as such: it may have been made without a reference.
     return dataclasses.replace(task, reference=_record(reference, options))
 
 
@@ -275,6 +283,7 @@ def task_factory(reference: str) -> TaskFactory | Task:
 
     Raises ValueError if there is no such name, file, module or attribute, or if it is neither.
     """
+    # No colon: a name, or a file of which the task is not said.
     if ":" not in reference:
         return _built_in(reference)
     found = references.find(reference, _may_be_task)
@@ -286,10 +295,12 @@ def task_factory(reference: str) -> TaskFactory | Task:
 
 
 def _may_be_task(value: Any) -> bool:
+    # For suggestions: a class can be called too, but is mostly one that the file imports.
     return isinstance(value, Task) or inspect.isfunction(value)
 
 
 def _built_in(name: str) -> TaskFactory:
+    # "fashion_mnist" is what Python calls it, and is meant.
     known = name.replace("_", "-")
     if known in _FACTORIES:
         return _FACTORIES[known]
@@ -303,17 +314,21 @@ def _built_in(name: str) -> TaskFactory:
 
 
 def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that the factory is called with, paths made absolute; ValueError if they do not
-    fit."""
+    """The options that the factory is called with, paths made absolute.
+
+    Raises ValueError if they do not fit.
+    """
     parameters = inspect.signature(factory).parameters.values()
     names = [
         parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
     ]
+    # A function with **options checks names itself.
     takes_any = len(names) < len(parameters)
     for name in options:
         if name not in names and not takes_any:
             hint = suggestion(name, names) if names else ": it takes no options"
             raise ValueError(f"the task {reference} has no option {_flags([name])}{hint}")
+    # Told here, by the names of the flags, before the function itself complains of arguments.
     required = [parameter.name for parameter in parameters if _is_required(parameter)]
     missing = [name for name in required if name not in options]
     hints = hints_of(factory)
@@ -324,6 +339,8 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
         )
         raise ValueError(f"the task {reference} needs {flags}")
     return {
+        # Absolute, since a resumed run may start in another folder. A text where the function wants
+        # a path: from config.json, or from Python.
         name: Path(value).expanduser().resolve()
         if isinstance(value, Path) or (isinstance(value, str) and _is_path(hints.get(name)))
         else value
@@ -338,9 +355,11 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 def hints_of(factory: TaskFactory) -> dict[str, Any]:
     """The factory's type hints; none if they cannot be evaluated, which is the user's right."""
+    # A partial has no hints of its own.
     target = factory.func if isinstance(factory, functools.partial) else factory
     try:
         return typing.get_type_hints(target)
+    # Such as names that exist for type checkers only.
     except Exception:
         return {}
 
@@ -350,15 +369,16 @@ def _is_path(hint: Any) -> bool:
 
 
 def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
-    """What finds the task again from another folder; None if the options cannot be written as
-    JSON."""
+    """What finds the task again from another folder; None if JSON cannot hold the options."""
     place, colon, attribute = reference.rpartition(":")
+    # A module stays as it is: it is found by the import path.
     if colon and references.is_file(place):
         reference = f"{Path(place).resolve()}:{attribute}"
     written = {
         name: str(value) if isinstance(value, Path) else value for name, value in options.items()
     }
     try:
+        # NaN is no JSON: other readers of config.json would fail at it.
         json.dumps(written, allow_nan=False)
     except (TypeError, ValueError):
         return None

@@ -38,14 +38,17 @@ def evaluate(
     if examples is None:
         return {}
     started = time.perf_counter()
+    # One list for sums and one for counts, in this order, so that ranks need tell only numbers.
     names = ["loss", *task.measures]
     totals = [0.0] * len(names)
     counts = [0.0] * len(names)
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
+    # A model without parameters computes on the CPU.
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.eval()
+    # With more ranks than examples some have an empty share, of which torch.split makes one piece.
     for indices in torch.split(share, task.eval_batch_size):
         if len(indices) == 0:
             continue
@@ -57,9 +60,11 @@ def evaluate(
     # The first share is the largest: no rank has more batches than rank 0.
     most = -(-len(shares[0]) // task.eval_batch_size)
     mine = -(-len(share) // task.eval_batch_size)
+    # In a model that ranks run together, all have to make the same calls, or some would wait.
     for _ in range(most - mine):
         idle()
     model.train(was_training)
+    # Sums and counts travel, not means: shares differ in size, and targets may be ignored.
     parts = group.all_gather_values(totals + counts)
     sums = [sum(column) for column in zip(*parts, strict=True)]
     group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), step)

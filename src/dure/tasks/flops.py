@@ -26,6 +26,7 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
     was_training = model.training
     model.eval()
     try:
+        # 1 forward; 2 backward: the gradients of the inputs, and those of the weights.
         return 3 * batch * _forward_flops(model, inputs)
     except Exception:
         return float("inf")
@@ -42,6 +43,7 @@ def _forward_flops(model: nn.Module, inputs: Any) -> float:
         nonlocal recurrent
         data = given[0]
         packed = isinstance(data, PackedSequence)
+        # A packed sequence holds no padding: one row a position. Else (B, T, features) or the like.
         positions = data.data.shape[0] if packed else data.numel() / data.shape[-1]
         recurrent += 2 * positions * sum(parameter.numel() for parameter in layer.parameters())
 
@@ -51,6 +53,7 @@ def _forward_flops(model: nn.Module, inputs: Any) -> float:
         if isinstance(layer, nn.RNNBase)
     ]
     try:
+        # left_out: nothing is compiled here, so nothing has to be loaded for it.
         with left_out(), FlopCounterMode(display=False) as counter:
             model(inputs)
     finally:

@@ -1,6 +1,10 @@
-"""By how much a batch's loss counts among those of others: when a mean over all of them is
-reported, and when parts of a batch are computed apart, by ranks or as micro-batches, and their
-gradients are to add up to that of the whole.
+"""By how much the loss of a batch, or of a part of one, counts among those of others.
+
+This is asked when a mean over several batches is reported; and when parts of a batch are computed
+apart, by ranks or as micro-batches, and their gradients are to add up to that of the whole.
+
+    loss of the batch = sum over its parts of share · loss of the part
+    share = what the part's loss divides by / what the batch's loss divides by
 
 A loss is the mean over its batch. For most, that is over the examples. Cross-entropy takes it over
 the targets that it does not ignore, each with the weight of its class, so a batch of which half is
@@ -41,6 +45,8 @@ class Shares:
 
     def __init__(self, loss: Loss, examples: Examples) -> None:
         self._loss = loss
+        # All targets are looked at once. Mostly all of them count alike: then a share is a number
+        # of examples, for which no batch's targets have to be read.
         targets = getattr(examples, "targets", None)
         unequal = isinstance(targets, Tensor) and _counts_unequally(loss, targets)
         self._targets: Tensor | None = targets if unequal else None
@@ -48,17 +54,20 @@ class Shares:
     def of(self, part: Tensor, batch: Tensor) -> float:
         """part, batch: indices of examples. 0 where nothing in the part counts: see `loss_of`."""
         whole = _counted(self._loss, self._targets[batch]) if self._targets is not None else None
-        # A batch of which nothing counts has no mean, no matter who computes it.
+        # A batch of which nothing counts has no mean, whichever rank computes it.
         if self._targets is None or not whole:
             return len(part) / len(batch)
         return (_counted(self._loss, self._targets[part]) or 0.0) / whole
 
 
 def loss_of(loss: Loss, outputs: Any, targets: Any, share: float) -> Tensor:
-    """The loss of a part of a batch; of one that counts nothing, where it would be 0/0, 0 with
-    gradients of 0."""
+    """The loss of a part of a batch; 0, with gradients of 0, where nothing in the part counts.
+
+    There the loss itself would be 0/0.
+    """
     if share:
         return loss(outputs, targets)
+    # The outputs times 0: backward runs as ever, for the hooks and ranks that wait for it.
     sums = [
         leaf.sum()
         for leaf in tree_leaves(outputs)
@@ -82,6 +91,7 @@ def _counted(loss: Loss, targets: Any) -> float | None:
     settings = _settings(loss)
     if settings is None or not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
+    # Classes may be smaller integers, which do not index weights.
     targets = targets.long()
     counted = targets[targets != settings.get("ignore_index", -100)]
     weight = settings.get("weight")
@@ -91,8 +101,11 @@ def _counted(loss: Loss, targets: Any) -> float | None:
 
 
 def _settings(loss: Loss) -> dict[str, Any] | None:
-    """The settings of a cross-entropy that takes the mean, as torch has them; None for any other
-    loss."""
+    """The settings of a cross-entropy that takes the mean; None for any other loss.
+
+    By torch's own names: ignore_index, weight.
+    """
+    # The type itself: a subclass may compute something else.
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
         found = {name: getattr(loss, name) for name in ("ignore_index", "weight", "reduction")}
     elif loss in (F.cross_entropy, F.nll_loss):
@@ -101,5 +114,6 @@ def _settings(loss: Loss) -> dict[str, Any] | None:
         found = dict(loss.keywords)
     else:
         return None
+    # torch's names before "reduction", which still win over it.
     older = found.get("size_average") is not None or found.get("reduce") is not None
     return found if found.get("reduction", "mean") == "mean" and not older else None

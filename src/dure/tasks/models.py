@@ -58,8 +58,9 @@ class TwoNN(nn.Module):
 
 
 class CNN(nn.Module):
-    """The FedAvg paper's CNN: 5x5 convolutions to 32 and 64 channels, 2x2 max pooling after each,
-    512 units.
+    """The FedAvg paper's CNN.
+
+    5x5 convolutions to 32 and 64 channels, 2x2 max pooling after each, then 512 units.
 
     Padding keeps the size ("same"), which is what gives the paper's number of parameters:
     (25 in_channels + 1) 32 + (25 * 32 + 1) 64 + (64 (size / 4)^2 + 1) 512 + 513 classes; 1,663,370
@@ -74,6 +75,7 @@ class CNN(nn.Module):
             raise ValueError(
                 f"the CNN halves the image twice: its size has to be a multiple of 4, not {size}"
             )
+        # padding=2 keeps the size under a 5x5 kernel; each pooling halves it.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 32, kernel_size=5, padding=2),
             nn.ReLU(),
@@ -100,6 +102,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, stride: int, groups: int) -> None:
         super().__init__()
+        # bias=False: the norm after each convolution has a bias of its own.
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.GroupNorm(groups, channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -112,13 +115,15 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: (B, in_channels, H, W). Returns (B, channels, H / stride, W / stride)."""
         hidden = F.relu(self.norm1(self.conv1(inputs)))
         return F.relu(self.shortcut(inputs) + self.norm2(self.conv2(hidden)))
 
 
 class ResNet(nn.Module):
-    """The residual network for small images: depth = 6n + 2 layers, n blocks at each of w, 2w and
-    4w channels.
+    """The residual network for small images.
+
+    depth = 6n + 2 layers, n blocks at each of w, 2w and 4w channels.
 
     Group normalisation in the place of batch normalisation: nothing depends on who else is in the
     batch, so there are no running statistics to average over clients whose data differ.
@@ -150,8 +155,10 @@ class ResNet(nn.Module):
         channels = width
         for stage in range(3):
             for block in range((depth - 2) // 6):
+                # Stages after the first begin by halving the image and doubling the channels.
                 stride = 2 if stage > 0 and block == 0 else 1
                 blocks.append(ResidualBlock(channels, width << stage, stride, groups))
+                # w, 2w, 4w.
                 channels = width << stage
         self.blocks = nn.Sequential(*blocks)
         self.classifier = nn.Linear(channels, classes)
@@ -159,6 +166,7 @@ class ResNet(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs: (B, in_channels, height, width), any size."""
         hidden = self.blocks(F.relu(self.norm(self.stem(inputs))))
+        # The mean over the image, so that any size of image fits the classifier.
         scores: Tensor = self.classifier(hidden.mean(dim=(2, 3)))
         return scores
 
@@ -175,20 +183,25 @@ class PeepholeLSTM(nn.Module):
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
+        # As torch initialises its own LSTM.
         bound = 1 / math.sqrt(width)
         self.weight_ih = nn.Parameter(torch.empty(4 * width, features).uniform_(-bound, bound))
         self.weight_hh = nn.Parameter(torch.empty(4 * width, width).uniform_(-bound, bound))
         self.peepholes = nn.Parameter(torch.empty(3, width).uniform_(-bound, bound))
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
-        """inputs: (B, T, features). Returns the hidden states (B, T, width), and None for nn.LSTM's
-        state."""
+        """inputs: (B, T, features). Returns the hidden states, (B, T, width), and None.
+
+        The None stands where nn.LSTM returns its state.
+        """
+        # One product for all positions and gates: what does not depend on the step before.
         projected = F.linear(inputs, self.weight_ih)
         hidden = cell = inputs.new_zeros(len(inputs), self.weight_hh.shape[1])
         p_i, p_f, p_o = self.peepholes
         outputs = []
         for at_t in projected.unbind(1):
             i, f, g, o = (at_t + F.linear(hidden, self.weight_hh)).chunk(4, dim=1)
+            # The peepholes of i and f see the old cell, that of o the new one.
             cell = torch.sigmoid(f + p_f * cell) * cell + torch.sigmoid(
                 i + p_i * cell
             ) * torch.tanh(g)
@@ -198,8 +211,9 @@ class PeepholeLSTM(nn.Module):
 
 
 class CharLSTM(nn.Module):
-    """The FedAvg paper's character model: embedding of 8, two LSTM layers of 256 units, a linear
-    output layer.
+    """The FedAvg paper's character model.
+
+    An embedding of 8, two LSTM layers of 256 units, and a linear output layer.
 
     A gate has one bias, as in the paper and in Keras, where torch's LSTM has two that are only ever
     added. Here it is the weight of one more input that is always 1, so that torch's fast kernels
@@ -218,6 +232,7 @@ class CharLSTM(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, embedding)
+        # One input more for each layer: that of the biases.
         sizes = (embedding + 1, width + 1)
         self.layers = nn.ModuleList(
             PeepholeLSTM(size, width)
@@ -231,6 +246,7 @@ class CharLSTM(nn.Module):
         """indices: int64 (B, T). Returns scores of the next character, (B, vocabulary, T)."""
         hidden = self.embedding(indices)
         for layer in self.layers:
+            # The one more input, always 1, whose weights are the biases.
             hidden, _ = layer(F.pad(hidden, (0, 1), value=1.0))
         scores: Tensor = self.output(hidden)
         return scores.transpose(1, 2)
@@ -257,10 +273,12 @@ class TransformerBlock(nn.Module):
         return hidden + self._drop(self.contract(expanded))
 
     def _attend(self, hidden: Tensor) -> Tensor:
+        # (B, T, width) to (B, heads, T, width / heads), which the attention takes.
         query, key, value = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2)
             for part in self.query_key_value(hidden).chunk(3, dim=2)
         )
+        # A function does not know whether the model trains.
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
@@ -273,8 +291,9 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder as GPT-2's: learned positions, normalisation before each sublayer, causal
-    attention, GELU.
+    """A decoder like GPT-2's.
+
+    Learned positions, normalisation before each sublayer, causal attention, GELU.
 
     Parameters, V symbols, context C, L layers, width w: V w + C w + L (12 w^2 + 13 w) + 2 w, and V
     w more for the output layer unless its weights are tied to the embedding's.
@@ -306,13 +325,19 @@ class Transformer(nn.Module):
         self.output = nn.Linear(width, vocabulary, bias=False)
         self._initialise()
         if tied:
+            # After the initialisation: the embedding's values stand.
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """GPT-2's: normal of deviation 0.02, and biases 0; what enters the residual stream is
-        divided by sqrt(2 L), so that the stream's variance does not grow with the depth."""
+        """GPT-2's: weights normal with deviation 0.02, biases 0.
+
+        What enters the residual stream is divided by sqrt(2 L), for there are 2 such layers a
+        block: so the stream's variance does not grow with the depth.
+        """
         for name, parameter in self.named_parameters():
+            # Weights of linear layers and embeddings; the norms' own, of one dimension, stay 1.
             if parameter.ndim == 2:
+                # The last layers of attention and MLP, whose outputs are added to the stream.
                 enters_stream = name.endswith(("projection.weight", "contract.weight"))
                 nn.init.normal_(
                     parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if enters_stream else 0.02
@@ -321,8 +346,9 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """indices: int64 (B, T), T <= context. Returns scores of the next symbol, (B, vocabulary,
-        T).
+        """indices: int64 (B, T), T <= context.
+
+        Returns scores of the next symbol, (B, vocabulary, T).
 
         Raises ValueError if T is greater than the context.
         """

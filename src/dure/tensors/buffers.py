@@ -27,6 +27,7 @@ class Buffers:
 
         Raises ValueError if it lacks one.
         """
+        # All names: a forward pass may have put one tensor in the place of two.
         found = dict(model.named_buffers(remove_duplicate=False)) if self.names else {}
         missing = next((name for name in self.names if name not in found), None)
         if missing is not None:
@@ -48,8 +49,10 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     modules = dict(model.named_modules())
     for name, value in weights.items():
+        # The module that has the tensor, and its name there.
         place, _, own = name.rpartition(".")
         buffers = modules[place]._buffers if place in modules else {}
+        # load_state_dict calls a buffer that is None here, but has a value there, unexpected.
         if own in buffers and buffers[own] is None:
             buffers[own] = value.to(device, copy=True)
     model.load_state_dict(weights)
@@ -77,6 +80,7 @@ def copy_buffers(source: nn.Module, target: nn.Module) -> None:
 
 def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state_dict leaves out (`persistent=False`), by name."""
+    # keep_vars: only the names are wanted, so nothing is detached for them.
     kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 

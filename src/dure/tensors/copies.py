@@ -57,6 +57,8 @@ class _Look:
 
         Those that lie apart in one storage, such as parameters in a flat buffer, do not mind.
         """
+        # In order of their beginnings, an overlap anywhere is an overlap of two neighbours. A span
+        # covers the gaps of a strided tensor as well: at worst a model is made again for nothing.
         places = sorted(self._places)
         return any(end > start for (_, end), (start, _) in pairwise(places))
 
@@ -68,8 +70,10 @@ class _Look:
         if isinstance(value, Tensor):
             return self._is_plain_tensor(value)
         if isinstance(value, FunctionType):
+            # A deep copy has the same function: what its closure holds would be the original's.
             return value.__closure__ is None and _has_plain_defaults(value)
         if isinstance(value, MethodType):
+            # Deep copies bind a method to the copy of its object.
             return self.is_plain(value.__self__)
         if isinstance(value, partial):
             return self._are_plain([value.func, *value.args, *value.keywords.values()])
@@ -77,6 +81,7 @@ class _Look:
             return self._are_plain([*value.keys(), *value.values()])
         if isinstance(value, (list, tuple, set, frozenset)):
             return self._are_plain(value)
+        # It may hold anything out of sight: in slots, or in C.
         if not hasattr(value, "__dict__"):
             return False
         return self._are_plain(one for name, one in vars(value).items() if name != _OF_LSTMS)
@@ -86,10 +91,12 @@ class _Look:
 
     def _is_plain_tensor(self, tensor: Tensor) -> bool:
         hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+        # deepcopy refuses tensors with a history; of others than strided ones no place is known.
         if hooks or not tensor.is_leaf or tensor.layout is not torch.strided:
             return False
         if tensor.nbytes:
             spans = zip(tensor.shape, tensor.stride(), strict=True)
+            # From the first element to the last, in elements.
             last = sum((size - 1) * stride for size, stride in spans)
             start = tensor.data_ptr()
             self._places.append((start, start + (last + 1) * tensor.element_size()))

@@ -48,12 +48,15 @@ class FlatParameters:
         for group in by_dtype(moved).values():
             buffer = torch.cat([parameter.detach().reshape(-1) for parameter in group])
             for parameter, view in zip(group, views_of(buffer, group), strict=True):
+                # The parameter stays the same object: optimizers, hooks and modules still hold it.
                 parameter.data = view
             self.buffers.append(buffer)
 
     def copy(self) -> list[Tensor]:
+        """The weights as they are now, a tensor for each buffer."""
         return [buffer.clone() for buffer in self.buffers]
 
     def load(self, values: Sequence[Tensor]) -> None:
+        """Sets the weights to `values`, which are what `copy` returned, or like it."""
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)

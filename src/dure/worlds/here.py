@@ -51,7 +51,9 @@ def run_here(
     """
     trace = Trace()
     asked: list[bool] = []
+    # No process group: a group of one sends nothing.
     group = Group(None, Meter(name, trace, is_worker))
     place = Place(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
+    # The step at hand is finished: the driver looks at `asked` between steps.
     with on_interrupt(lambda: asked.append(True)):
         return program(place)

@@ -31,9 +31,11 @@ def on_interrupt(
         if asked is None:
             asked = time.monotonic()
             ask()
+        # A run that does not get to the end of its step is ended by pressing again.
         elif time.monotonic() - asked > _SAME_KEYSTROKE:
             raise KeyboardInterrupt
 
+    # The handlers of the caller are put back afterwards.
     before = {number: signal.signal(number, handle) for number in signals}
     try:
         yield

@@ -43,6 +43,7 @@ class Threads(World):
         given = self.devices
         if not given:
             given = devices_here(self.threads, available_cores())
+        # Wrong names are told now, before any work.
         for name in given:
             device_of(name)
         count = self.threads if self.threads is not None else len(given)
@@ -50,7 +51,9 @@ class Threads(World):
             raise ValueError(
                 f"{len(given)} devices are too many for {count} threads: each thread has one"
             )
+        # Written as they are, so that a run folder says what None came to on this machine.
         object.__setattr__(self, "threads", count)
+        # A device for each thread, however few were named.
         in_turn = tuple(given[worker % len(given)] for worker in range(count))
         object.__setattr__(self, "devices", in_turn)
 
