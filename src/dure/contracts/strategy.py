@@ -248,6 +248,9 @@ class Strategy:
     deterministic: ClassVar[bool] = True
     """Whether its runs repeat themselves to the last bit."""
 
+    oldest_checkpoint: ClassVar[int] = 1
+    """The oldest version of checkpoints (`dure.record.checkpoint.VERSION`) that it can read."""
+
     alone: ClassVar[bool] = False
     """Whether it is one worker, whatever the machine has."""
 
@@ -303,8 +306,10 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
     # The factory draws under the run's seed; the caller's generators go on as if it had not.
     before = generators_state()
     seed_generators(seed, "model", everything=True)
-    model = task.model()
-    restore_generators(before)
+    try:
+        model = task.model()
+    finally:
+        restore_generators(before)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"the task's model function returned a {type(model).__name__}, not an nn.Module"

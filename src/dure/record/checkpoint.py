@@ -110,14 +110,17 @@ def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tens
     )
 
 
-def check_version(state: Mapping[str, Any], what: str) -> None:
-    """Raises RunFolderError if a newer dure wrote this state, in a way that is not known here."""
+def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
+    """Raises RunFolderError if the dure that wrote this state meant something else by its names.
+
+    oldest: the first version that can be read; a newer one than `VERSION` never can.
+    """
     version = state.get("version", 1)
-    # Older ones are read (`dure.run.checkpoints`); a newer one may mean something else by a name.
-    if version not in range(1, VERSION + 1):
+    if version not in range(oldest, VERSION + 1):
+        writer = state.get("dure", "0.1.0 or older")
         raise RunFolderError(
-            f"{what} was written by dure {state.get('dure', '(unknown)')}, as version {version}; "
-            f"this dure reads versions up to {VERSION}: go on with the one that wrote it"
+            f"{what} was written by dure {writer}, as version {version}; this dure reads versions "
+            f"{oldest} to {VERSION}: go on with the one that wrote it"
         )
 
 

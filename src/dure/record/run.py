@@ -124,17 +124,17 @@ class RunFolder:
         self._lock = descriptor
         _HELD.add(descriptor)
 
-    def begin_again(self, config: Mapping[str, Any]) -> None:
+    def begin_again(self, config: Mapping[str, Any], oldest_checkpoint: int = 1) -> None:
         """Before a run that was interrupted, or has ended, goes on.
 
         Raises RunFolderError, and changes nothing, while somebody holds it or if its checkpoint or
-        history is damaged.
+        history is damaged, or the checkpoint of an older version than `oldest_checkpoint`.
         """
         self.hold()
         try:
             # Both are read before anything is changed: damage is told while all is as it was.
             self.history()
-            self._check_checkpoint()
+            self._check_checkpoint(oldest_checkpoint)
             self.write_json("config.json", config)
             (self.path / "summary.json").unlink(missing_ok=True)
         finally:
@@ -197,18 +197,20 @@ class RunFolder:
         """The files of the newest checkpoint; None if there is none."""
         return read_checkpoint(self.path / "checkpoint")
 
-    def _check_checkpoint(self) -> None:
+    def _check_checkpoint(self, oldest: int) -> None:
         parts = self.read_checkpoint()
+        if parts is None:
+            return
         try:
             # Read whole and thrown away: damage is to show before a rank is started.
-            state = unpack_checkpoint(parts)[1] if parts is not None else {}
+            _, state = unpack_checkpoint(parts)
         except (SafetensorError, ValueError, LookupError, TypeError) as error:
             raise RunFolderError(
                 f"the newest checkpoint in {self.path / 'checkpoint'} is damaged "
                 f"({type(error).__name__}: {error}): "
                 "put back a copy of it, or remove it to train from the start"
             ) from error
-        check_version(state, f"the newest checkpoint in {self.path / 'checkpoint'}")
+        check_version(state, f"the newest checkpoint in {self.path / 'checkpoint'}", oldest)
 
     def finish(
         self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]

@@ -118,7 +118,8 @@ class Checkpoints:
         if received is None:
             return None
         weights, state = unpack_checkpoint(received)
-        check_version(state, f"the checkpoint of {self.job.folder}")
+        oldest = self.job.strategy.oldest_checkpoint
+        check_version(state, f"the checkpoint of {self.job.folder}", oldest)
         self._check_ranks(state.get("ranks", self.group.size))
         self.learner.restore(weights, state["learner"])
         self._take_over(list(map(_counters, state["workers"])))

@@ -78,14 +78,15 @@ class FreshModel:
 class _Shell:
     """A model whose parameters take no memory until they are needed.
 
-    It is a copy, so that nobody else holds its storages; `load_state_dict` refuses to leave one of
-    them out.
+    It is a copy, so that nobody else holds its storages. It is filled by `load_state_dict`, which
+    refuses to leave a parameter out; a model that saves or loads in a way of its own may leave some
+    out, and keeps its memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._emptied: list[tuple[Any, int]] = []
-        for parameter in model.parameters():
+        for parameter in model.parameters() if _is_saved_whole(model) else ():
             storage = parameter.untyped_storage()
             # A storage that several parameters share is emptied, and filled again, once.
             if storage.resizable() and storage.nbytes():
@@ -97,3 +98,21 @@ class _Shell:
         for storage, nbytes in self._emptied:
             storage.resize_(nbytes)
         return self._model
+
+
+_SAVING = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def _is_saved_whole(model: nn.Module) -> bool:
+    """Whether all parameters are saved and loaded, in torch's own way."""
+    for module in model.modules():
+        if any(vars(module)[hooks] for hooks in _HOOKS):
+            return False
+        ways = [getattr(type(module), name) for name in _SAVING]
+        if not all(way.__module__.startswith("torch.") for way in ways):
+            return False
+    return True

@@ -168,7 +168,7 @@ def resume(
     )
     # Only checks and config.json here: rank 0 holds the folder once it runs.
     if world.leads:
-        RunFolder(path).begin_again(new_config)
+        RunFolder(path).begin_again(new_config, strategy.oldest_checkpoint)
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
     return run_job(job, world, on_progress)
 

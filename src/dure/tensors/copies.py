@@ -2,8 +2,9 @@
 
 A deep copy is one unless something in the model knows the model in a way that `copy.deepcopy` does
 not see: a function that was made inside of it and computes with its layers would go on to compute
-with those of the original. A hook on a tensor is not copied at all. A model in which there is
-something of the kind has no copy here, and is made again where a second one is needed.
+with those of the original. A hook on a tensor is not copied at all. A class may say itself what a
+copy of it is, and leave something out or share it. A model in which there is something of the kind
+has no copy here, and is made again where a second one is needed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ import torch
 from torch import Tensor, nn
 
 _ATOMS = (
-    *(str, bytes, int, float, complex, type(None), type, Enum, numpy.ndarray, numpy.generic),
+    *(str, bytes, int, float, complex, type(None), type, Enum, numpy.generic),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
-    *(BuiltinFunctionType, ModuleType),
+    ModuleType,
 )
 """Types of values that hold nothing of a model."""
+
+_OWN_COPIES = (
+    *("__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__"),
+    *("__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"),
+)
+"""By which a class says what a copy of it is."""
+
+_TRUSTED = ("torch", "builtins", "collections")
 
 _OF_LSTMS = "_flat_weight_refs"
 """Where recurrent layers of torch keep weak references to their weights; they renew them."""
@@ -34,14 +43,17 @@ _OF_LSTMS = "_flat_weight_refs"
 def copy_of(model: nn.Module) -> nn.Module | None:
     """A copy of a model that was not used yet; None where there can be none."""
     look = _Look()
-    if not look.is_plain(model) or look.shares_memory():
-        return None
+    copied: dict[int, Any] = {}
     try:
-        twin = copy.deepcopy(model)
-    except Exception:  # a parameter without a shape, say, or a class that forbids it
+        if not look.is_plain(model) or look.shares_memory():
+            return None
+        twin = copy.deepcopy(model, copied)
+        # deepcopy forgets what tells parameters apart. What they know of each other, as an average
+        # of theirs, is the copy's own.
+        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            mine.__dict__.update(copy.deepcopy(vars(theirs), copied))
+    except Exception:  # a parameter without a shape, a class that forbids it, a nest too deep
         return None
-    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        mine.__dict__.update(theirs.__dict__)  # deepcopy forgets what tells parameters apart
     return twin
 
 
@@ -69,6 +81,11 @@ class _Look:
         self._seen[id(value)] = value  # kept, so that no other value gets its id
         if isinstance(value, Tensor):
             return self._is_plain_tensor(value)
+        if isinstance(value, numpy.ndarray):
+            return not value.dtype.hasobject
+        if isinstance(value, BuiltinFunctionType):
+            # A function of a module, as torch.relu; a method would go on with the original's value.
+            return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
         if isinstance(value, FunctionType):
             # A deep copy has the same function: what its closure holds would be the original's.
             return value.__closure__ is None and _has_plain_defaults(value)
@@ -77,6 +94,8 @@ class _Look:
             return self.is_plain(value.__self__)
         if isinstance(value, partial):
             return self._are_plain([value.func, *value.args, *value.keywords.values()])
+        if _says_how_to_copy(type(value)):
+            return False
         if isinstance(value, Mapping):
             return self._are_plain([*value.keys(), *value.values()])
         if isinstance(value, (list, tuple, set, frozenset)):
@@ -90,6 +109,8 @@ class _Look:
         return all(map(self.is_plain, values))
 
     def _is_plain_tensor(self, tensor: Tensor) -> bool:
+        if type(tensor).__module__.partition(".")[0] != "torch":
+            return False
         hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
         # deepcopy refuses tensors with a history; of others than strided ones no place is known.
         if hooks or not tensor.is_leaf or tensor.layout is not torch.strided:
@@ -101,6 +122,12 @@ class _Look:
             start = tensor.data_ptr()
             self._places.append((start, start + (last + 1) * tensor.element_size()))
         return self._are_plain(vars(tensor).values())
+
+
+def _says_how_to_copy(kind: type) -> bool:
+    """Whether a class says what a copy of it is; those of torch and plain containers do it well."""
+    own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _TRUSTED]
+    return any(not vars(each).keys().isdisjoint(_OWN_COPIES) for each in own)
 
 
 def _has_plain_defaults(function: FunctionType) -> bool:
