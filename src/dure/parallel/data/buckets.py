@@ -55,10 +55,10 @@ class Kind(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """An all-reduce that has ended: the message's number in the plan, and its seconds of
-    `time.perf_counter`.
+    """An all-reduce that has ended.
 
-    Where several were under way at once, it starts when the one before has ended.
+    number: the message's in the plan. start, end: in seconds of `time.perf_counter`. Where several
+    were under way at once, it starts when the one before has ended.
     """
 
     number: int
@@ -132,6 +132,7 @@ def filled(
     for index in order:
         kind = kinds[index]
         if kind.nbytes >= long:
+            # Buckets of small gradients stay open meanwhile: they are not full.
             buckets.append(Bucket((index,), alone=True))
             continue
         members = started.setdefault((kind.dtype, kind.device), [])
@@ -140,6 +141,7 @@ def filled(
         if sum(kinds[member].nbytes for member in members) >= limit:
             buckets.append(Bucket.of(kinds, started.pop((kind.dtype, kind.device))))
     left = [Bucket.of(kinds, members) for members in started.values()]
+    # stable, so that all ranks have the same order; the last one may carry the tail
     left.sort(key=lambda bucket: _can_carry(kinds, bucket))
     buckets += left
     return Plan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))
