@@ -50,9 +50,11 @@ def save(
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
+    # Rank 0 may name the parts in an index only when all of them are there.
     group.all_gather_values([0.0], "waiting for all parts of a checkpoint")
     if group.rank == 0:
         _write_index(folder, model, shares, division, ranks=group.size)
+    # Nobody goes on, to end or to write the next one, before this one is whole.
     group.all_gather_values([0.0], "waiting for the index of a checkpoint")
 
 
@@ -73,6 +75,7 @@ def _part(shares: Sequence[Share], division: Division) -> bytes:
             if piece is None:
                 continue
             runs[name] = {"start": piece.start, "stop": piece.stop}
+            # the master: nothing is lost where parameters are gathered in fewer digits
             tensors[f"weights/{name}"] = share.of(share.master, piece)
             for key, value in division.state_of(parts.get(index)).items():
                 if isinstance(value, Tensor):
@@ -90,6 +93,7 @@ def _write_index(
         for share in shares
         for name, p in zip(share.block.names, share.parameters, strict=True)
     }
+    # with keep_vars, so that parameters are known by identity, shared ones by all of their names
     state = model.state_dict(keep_vars=True)
     settings, tensors = pack_tree(division.groups())
     rest = {
@@ -155,10 +159,13 @@ def _check_version(index: Mapping[str, Any], folder: Path) -> None:
 
 
 class Checkpoint:
-    """A checkpoint to read from, as a context. Raises RunFolderError if there is none, or a part of
-    it is missing."""
+    """A checkpoint to read from, as a context.
+
+    Raises RunFolderError if there is none, or a part of it is missing.
+    """
 
     def __init__(self, folder: Path) -> None:
+        # If one file cannot be opened, those that were are closed again.
         with ExitStack() as stack:
             try:
                 index = json.loads((folder / "index.json").read_bytes())
@@ -174,6 +181,7 @@ class Checkpoint:
                 raise RunFolderError(
                     f"{folder} holds no whole checkpoint of ZeRO: {error}"
                 ) from error
+            # All are open: they stay so until `__exit__`.
             self._open = stack.pop_all()
         self.names: dict[str, str] = index["names"]
         self.order: list[str | None] = index["order"]
@@ -191,6 +199,8 @@ class Checkpoint:
         self._numbers: dict[str, dict[str, Any]] = {}
         self._keys: dict[str, set[str]] = {}
         for file, has in zip(self._files, self._has, strict=True):
+            # Numbers, such as a count of steps, are written by each rank that has a piece; the
+            # first rank's count.
             self._numbers = {**json.loads(file.metadata()["numbers"]), **self._numbers}
             for key in has:
                 kind, _, name = key.removeprefix("state/").partition("/")
@@ -204,14 +214,17 @@ class Checkpoint:
         self._open.close()
 
     def read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
-        """The elements [start, stop) of `key` of a parameter; a single number as it is; None if
-        there is none."""
+        """The elements [start, stop) of `key` of a parameter; None if there are none.
+
+        A single number comes as it is.
+        """
         parts = []
         for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
             first, last = runs.get(name, _NOTHING)
             low = max(start, first)
             high = min(stop, last)
             if first < last and f"{key}/{name}" in has:
+                # A slice reads from the file only the elements that are asked for.
                 own = file.get_slice(f"{key}/{name}")
                 if not own.get_shape():
                     return file.get_tensor(f"{key}/{name}")  # type: ignore[no-any-return]
@@ -219,11 +232,13 @@ class Checkpoint:
                     parts.append(own[low - first : high - first])
         if not parts:
             return None
+        # Files are in order of rank, and so are the pieces of a parameter.
         whole = torch.cat(parts)
         return torch.view_as_complex(whole) if f"{key}/{name}" in self._pairs else whole
 
     def weights(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of a parameter."""
+        # a frozen parameter, which was not divided when this was written
         if name not in self.shapes:
             return self.rest[name].reshape(-1)[start:stop]
         found = self.read("weights", name, start, stop)
@@ -251,6 +266,7 @@ def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Divi
     """
     with Checkpoint(folder) as checkpoint:
         _check_model(model, checkpoint, folder)
+        # The optimizer first: it may refuse, and then nothing has changed yet.
         states: dict[int, dict[str, Any]] = {}
         for share in shares:
             for held in share.held:
