@@ -53,6 +53,7 @@ def check_cut(cut: CutModel, replicas: int, recompute: bool, evaluates: bool) ->
     if evaluates:
         try:
             # Batches of evaluation have lengths of their own; two examples stand for all.
+            # raises where the traces of evaluation and of training do not go together
             cut.homes(2, False)
         except ValueError as error:
             raise ValueError(f"in evaluation, {error}") from error

@@ -69,6 +69,7 @@ class Mesh:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
+        # the tensor index runs fastest, so that neighbours have consecutive ranks
         rest, tensor = divmod(rank, self.tensor)
         return Coordinates(*divmod(rest, self.pipeline), tensor)
 
@@ -81,6 +82,8 @@ class Mesh:
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             at = self.coordinates(rank)
+            # Ranks that agree in the other two coordinates are one group; in order of rank, and so
+            # of the index along the axis.
             found.setdefault((*at[:place], *at[place + 1 :]), []).append(rank)
         return list(found.values())
 
@@ -134,6 +137,7 @@ class Groups:
 
 def groups_on(mesh: Mesh, group: Group) -> Groups:
     """The groups of this rank; all ranks of `group` call it together."""
+    # In the order of AXES on every rank: to make a group is collective.
     made = {axis: group.parted(mesh.groups(axis)) for axis in AXES}
     return Groups(
         at=mesh.coordinates(group.rank),

@@ -64,6 +64,7 @@ def names_of(held: Held) -> dict[str, str]:
     """The model's names of its parameters, by ZeRO's names: in stage 1 the places in a list."""
     assert held.zero is not None
     names = list(held.parameters)
+    # An nn.ParameterList calls its parameters "0", "1", …
     known = map(str, range(len(names))) if held.zero.stage == 1 else names
     return dict(zip(known, names, strict=True))
 
