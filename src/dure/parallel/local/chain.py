@@ -41,8 +41,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def check_chain(task: Task, model: nn.Module, stages: int) -> None:
-    """Raises ValueError unless the task's model is a chain of layers that `stages` threads can
-    divide.
+    """Raises ValueError unless the model is a chain of layers that `stages` threads can divide.
 
     It is one if its layers, one after the other, compute what it computes, in training mode, on two
     examples.
@@ -107,6 +106,7 @@ def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float
     costs = []
     for layer in layers:
         training = layer.training
+        # In evaluation mode nothing draws, and no running statistics change.
         layer.eval()
         with FlopCounterMode(display=False) as counter:
             hidden = layer(hidden)
@@ -124,6 +124,7 @@ def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
     for layer in layers:
         training = layer.training
         layer.eval()
+        # torch counts in `_version` how often a tensor was written to.
         before = [(tensor, tensor._version) for tensor in _tensors(hidden)]
         hidden = layer(hidden)
         layer.train(training)
@@ -182,6 +183,7 @@ def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
     least[0][0] = 0.0
     for stage in range(1, stages + 1):
         for end in range(stage, n + 1):
+            # so many layers at least for the stages before
             for start in range(stage - 1, end):
                 dearest = max(least[stage - 1][start], sums[end] - sums[start])
                 if dearest < least[stage][end]:

@@ -123,6 +123,7 @@ def _im2col(images: Tensor, over: Window) -> Tensor:
     oh, ow = over.outputs(height, width)
     ph, pw = over.padding
     padded = pad(images, (pw, pw, ph, ph)) if ph or pw else images
+    # channels first, so that a row of the columns is one channel's pixel under one tap
     channels = padded.transpose(0, 1)
     columns = images.new_empty(c, kh, kw, b, oh, ow)
     # One strided copy for each element of the kernel: there are far fewer than patches.
@@ -144,7 +145,9 @@ def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> 
     padded = columns.new_zeros(b, c, height + 2 * ph, width + 2 * pw)
     channels = padded.transpose(0, 1)
     for i, j, rows, across in over.taps(height, width):
+        # Patches overlap: where several meet a pixel, their parts add up.
         channels[:, :, rows, across] += patches[:, i, j]
+    # What fell on the padding belongs to no pixel.
     return padded[:, :, ph : ph + height, pw : pw + width]
 
 
@@ -174,6 +177,8 @@ class _Convolution(torch.autograd.Function):
         outputs = images.new_empty(len(images), co, oh, ow)
         pieces = zip(torch.split(images, at_once), torch.split(outputs, at_once), strict=True)
         for some, into in pieces:
+            # made anew in backward too: kept, they would take kh·kw/s² times the memory of the
+            # images
             columns = _im2col(some, over)
             products = matrices @ columns.view(groups, -1, columns.shape[1])
             into.copy_(products.view(co, len(some), oh, ow).transpose(0, 1))
@@ -194,6 +199,7 @@ class _Convolution(torch.autograd.Function):
             if d_matrices is not None:
                 columns = _im2col(some, ctx.over)
                 of_groups = columns.view(ctx.groups, -1, columns.shape[1])
+                # added inside the product, piece by piece of the batch
                 d_matrices.baddbmm_(d_outputs, of_groups.transpose(1, 2))
             if d_images is not None:
                 d_columns = matrices.transpose(1, 2) @ d_outputs

@@ -203,6 +203,7 @@ class PipelineLearner(SingleLearner):
         if strategy.balance == "counted":
             costs = counted_costs(layers, self.train_examples)
         else:
+            # on a micro-batch, since operators are less efficient on small ones
             costs = measured_costs(layers, self.train_examples, self.size)
         self.division = divided_layers(costs, stages)
         writes = writers(layers, self.train_examples)
@@ -213,6 +214,8 @@ class PipelineLearner(SingleLearner):
             of_stages.append(layers[own])
             if any(writes[own]):
                 writing.add(stage)
+        # The same modules as the model's, so that the optimizer and checkpoints know nothing of
+        # stages.
         self.chain = Chain(of_stages, place.devices, writing)
         self.team = team_at(place, self.flops_per_step() / stages, "stage")
         self.sheets = [
@@ -250,6 +253,7 @@ class PipelineLearner(SingleLearner):
         """All micro-batches forward and backward; leaves the gradients in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         belt = Belt(len(self.division))
+        # All at once: the first stage never waits for the master.
         for microbatch in microbatches:
             belt.forwards[0].put(microbatch)
         draws = self._draws(len(sizes), own)
@@ -278,8 +282,11 @@ class PipelineLearner(SingleLearner):
         try:
             work = Work()
             begun = []
+            # All forward, then all backward, as in GPipe: the graphs of all micro-batches are held
+            # in between.
             for number, draw in enumerate(draws):
                 begun.append(self._forward(stage, number, belt=belt, work=work, draw=draw))
+            # The last stage has all outputs now; the loss may be any function of the joint batch.
             if stage + 1 == len(self.division):
                 ends = [outputs for _, outputs in begun]
                 grads = work.timed("loss", lambda: self._loss(ends, sizes, targets, work))
@@ -301,6 +308,7 @@ class PipelineLearner(SingleLearner):
         draw: inside it the micro-batch's generators are drawn from, where those of the stage before
         have stopped.
         """
+        # This stage's graph begins here: two threads must not go backward through one graph.
         leaves = parts.detached(belt.taken(belt.forwards[stage]))
 
         def compute() -> Any:
@@ -310,6 +318,7 @@ class PipelineLearner(SingleLearner):
         outputs = work.timed(f"forward of micro-batch {number}", compute)
         if stage + 1 < len(self.division):
             work.handed_on += parts.nbytes(outputs)
+            # with its graph; the next stage cuts it, and begins one of its own
             belt.forwards[stage + 1].put(outputs)
         return leaves, outputs
 

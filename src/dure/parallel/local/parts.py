@@ -28,6 +28,7 @@ def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
                 "tensors"
             )
     pieces = [leaf.split(list(sizes)) for leaf in leaves]
+    # inputs without any tensor, such as an empty tuple
     if not pieces:
         return [tree_unflatten([], structure) for _ in sizes]
     return [tree_unflatten(list(own), structure) for own in zip(*pieces, strict=True)]

@@ -78,6 +78,7 @@ class Worker:
 
     def forward(self) -> None:
         """From `inputs` to `outputs` and their values `leaves`: the master's graph begins there."""
+        # A model may write into its inputs, which are views of the batch.
         self.outputs = self.model(copied(self.inputs))
         self.leaves = parts.detached(self.outputs)
 
@@ -103,6 +104,7 @@ class ReplicasLearner(SingleLearner):
         self.clip_norm = clip_norm
         self.precision = precision
         self.where = "master"
+        # the most examples that one worker gets
         self.share = -(-self.batches.batch_size // len(place.devices))
         self.team = team_at(place, self.flops_per_step())
         self.workers: list[Worker] = []
@@ -133,6 +135,7 @@ class ReplicasLearner(SingleLearner):
         busy = self._scatter(inputs, sizes)
         mixed = self.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
+            # Forward may be done twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
             loss, value = self._loss(busy, sizes, targets)
         self._begin_backward(loss, busy)
@@ -143,6 +146,7 @@ class ReplicasLearner(SingleLearner):
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
         """Hands each worker its inputs and the weights; the workers that got some."""
         started = time.perf_counter()
+        # A small batch leaves the last workers without examples.
         busy = self.workers[: len(sizes)]
         for worker, mine in zip(busy, parts.divided(inputs, sizes), strict=True):
             worker.inputs = to_device(mine, worker.device)
@@ -275,6 +279,7 @@ def add_gradient(weight: Tensor, gradient: Tensor) -> None:
     if weight.grad is None:
         weight.grad = gradient
     elif weight.grad.is_sparse:
+        # a sparse tensor cannot take a dense one in place
         weight.grad = weight.grad + gradient
     else:
         weight.grad.add_(gradient)

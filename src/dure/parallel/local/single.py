@@ -130,6 +130,8 @@ class SingleLearner(Learner):
             Meter(f"loader {loader}", place.trace, is_worker=False) for loader in range(loaders)
         ]
         self.prefetch: Prefetch | None = None
+        # Each batch is read under its step's seed, so that its draws are the same whoever reads it,
+        # and when.
         if loaders:
             self.prefetch = prefetch(
                 self.train_examples,
@@ -149,6 +151,7 @@ class SingleLearner(Learner):
         """One step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
         if self.device.type == "cuda":
+            # `seed_generators` seeds the CPU's generator alone.
             torch.cuda.manual_seed_all(derive(self.seed, "step", self.step, self.group.rank))
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
@@ -175,8 +178,10 @@ class SingleLearner(Learner):
         return Progress(loss, len(indices), wish)
 
     def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward over `indices`; gradients are those of share x mean loss. Returns
-        the mean loss."""
+        """Forward and backward over `indices`; returns the mean loss.
+
+        Gradients are those of share x mean loss.
+        """
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)

@@ -64,6 +64,8 @@ class Team:
     def __init__(self, devices: Sequence[torch.device], threads: int, name: str = "worker") -> None:
         self.devices = tuple(devices)
         self.name = name
+        # One inbox a worker, so that each gets its own job; one outbox, since whoever is done first
+        # is heard first.
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self.devices]
         self._outbox: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._members = [
@@ -72,6 +74,7 @@ class Team:
             )
             for worker in range(len(self.devices))
         ]
+        # daemons, so that a worker that hangs does not keep the process alive
         for member in self._members:
             member.start()
         self.set_threads(threads)
@@ -95,6 +98,7 @@ class Team:
         WorkerFailedError for what is not dure's own.
         """
         asked = list(range(len(self)) if workers is None else workers)
+        # as the caller has it now
         mixed = _mixed_precision(self.devices[0].type)
         for worker in asked:
             self._inboxes[worker].put((work, mixed))
@@ -104,6 +108,8 @@ class Team:
             outcomes[outcome.worker] = outcome
         failed = [outcomes[worker] for worker in asked if outcomes[worker].error is not None]
         if failed:
+            # stable: the first worker's own error comes before those of workers that only gave up
+            # because of it
             failed.sort(key=lambda outcome: isinstance(outcome.error, AbandonedError))
             self._fail(failed[0], step)
         return [done for worker in asked if (done := outcomes[worker].done) is not None]
@@ -146,6 +152,7 @@ class Team:
             with mixed():
                 value = work(worker)
             if self.devices[worker].type == "cuda":
+                # else `Done.end` would tell when the work was queued
                 torch.cuda.synchronize(self.devices[worker])
         except BaseException as error:
             return _Outcome(worker, None, error)

@@ -94,6 +94,7 @@ def crossing_bytes(trace: Trace) -> list[int]:
     steps = numpy.zeros(len(place) + 2, dtype=numpy.int64)
     for node, until in last.items():
         if isinstance(node.meta["val"], Tensor):
+            # What is taken out of a tuple was made when the tuple was.
             made = place[origin_of(node)]
             steps[made + 1] += trace.value(node).nbytes
             steps[until + 1] -= trace.value(node).nbytes
@@ -118,6 +119,7 @@ def inside_divided(trace: Trace) -> list[bool]:
 def _estimated(trace: Trace, node: fx.Node) -> float:
     """Seconds, forward and backward."""
     elements = sum(leaf.numel() for leaf in _tensors(node.meta["val"]))
+    # Backward computes two products for each one of forward, so three in all.
     return 3 * (_flops(trace, node) + WORK_OF_AN_ELEMENT * elements) / SPEED
 
 
@@ -163,6 +165,7 @@ def _products(trace: Trace, node: fx.Node) -> float:
 def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
     """Seconds of each operation, forward and backward, on this micro-batch: best of `repeats`."""
     before = generators_state()
+    # Measuring must change nothing: neither buffers nor generators.
     buffers = {name: buffer.clone() for name, buffer in trace.module.named_buffers()}
     best = [float("inf")] * len(trace.moving)
     for _ in range(repeats):
@@ -220,6 +223,7 @@ def _memory(trace: Trace) -> list[float]:
     counted: set[fx.Node] = set()
     costs = []
     for node in trace.moving:
+        # A parameter that several operations use is held once; the first of them pays.
         new = [source for source in trace.attributes(node) if source not in counted]
         counted.update(new)
         weights = sum(t.nbytes for t in map(trace.tensor, new) if isinstance(t, nn.Parameter))
@@ -242,6 +246,7 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
     if n < stages:
         raise ValueError(f"a model of {n} operations cannot be cut into {stages} stages")
     sums = numpy.concatenate([[0.0], numpy.cumsum(costs.own)])
+    # Nothing leaves the last stage.
     leaving = numpy.append(numpy.asarray(costs.crossing, dtype=float), 0.0)
 
     def dearest(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:

@@ -82,6 +82,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
     if stages_per_rank == 1:
         return one_f_one_b(ranks, microbatches)
     turns: list[tuple[int, int]] = []
+    # The turns go up to a multiple of p; micro-batches that are too many are taken out below.
     for first in range(0, microbatches, ranks):
         for chunk in range(stages_per_rank):
             turns += [(chunk, number) for number in range(first, first + ranks)]
@@ -150,6 +151,7 @@ def forward_only(home: Sequence[int], microbatches: int) -> Schedule:
     order: list[Action] = []
     for stage in range(len(home)):
         order += _forwards(stage, microbatches)
+    # A micro-batch is in stage s at time m + s; of those at one time the oldest comes first.
     order.sort(key=lambda action: (action.stage + action.microbatch, action.microbatch))
     computing: list[list[Action]] = [[] for _ in range(max(home) + 1)]
     for action in order:

@@ -67,6 +67,7 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
                 f"no operation belongs to a module {name!r}, where a stage was to begin; there are "
                 f"{known}"
             )
+        # It would begin with the stage before it, or earlier; the first stage begins at 0.
         if places[0] <= (starts[-1] if starts else 0):
             before = names[len(starts) - 1] if starts else "the first operation"
             raise ValueError(
@@ -193,6 +194,8 @@ class CutModel:
         key = (examples, training)
         if key not in self._homes:
             trace = self.trace(examples, training)
+            # The same operations on the same parameters: the same places fit. A trace of another
+            # mode may lack some, such as dropout.
             if kinds_of(trace) == self._kinds:
                 self._homes[key] = stages_of(trace, self.starts)
             else:
@@ -279,6 +282,8 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
     for place, node in enumerate(trace.moving):
         names = _names_used(trace, node)
         homes = {name: holders[name] for name in names if name in holders}
+        # On to the next stage that has this parameter, until all parameters of the operation are
+        # here.
         while any(stage not in stages for stages in homes.values()):
             name, stages = next(item for item in homes.items() if stage not in item[1])
             later = [home for home in stages if home > stage]
@@ -288,6 +293,7 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
                     f"it together with or after what lies in stage {stage}: cut it elsewhere"
                 )
             stage = later[0]
+        # What takes a result apart stays with the operation that made it.
         stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
 
@@ -302,6 +308,7 @@ def forget(model: nn.Module, names: Sequence[str]) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in own:
             with torch.no_grad():
+                # The object stays, for the optimizer and the trace hold it.
                 tensor.data = _untouched(tensor)
 
 

@@ -50,6 +50,7 @@ class Stream:
         self, operation: Callable[..., Any], number: int, on_shards: bool = False
     ) -> Callable[..., Any]:
         """The operation, drawing from where it has to. on_shards: each rank for itself."""
+        # It draws from the one generator, whose state has come with the values.
         if self.carried:
             return operation
 

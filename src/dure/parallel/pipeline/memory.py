@@ -86,6 +86,7 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         shared: list[fx.Node] = []
         if node.op == "call_function":
+            # Their schemas do not say that the result may be the argument itself.
             if node.target in DROPOUTS:
                 shared = node.all_input_nodes[:1]
             elif isinstance(node.target, torch._ops.OpOverload):
@@ -93,6 +94,7 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             elif node.target is operator.getitem:
                 shared = node.all_input_nodes[:1]
             else:
+                # An operation with a graph inside may give back what it changes.
                 shared = changed_by(node)
         root[node] = root[shared[0]] if shared else node
     return root
@@ -105,6 +107,8 @@ def settle(module: fx.GraphModule) -> None:
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         changed.update(root[value] for value in changed_by(node))
+    # Three passes: inputs that change are copied; names of one memory become one; buffers are
+    # written early.
     for node in list(graph.nodes):
         if node.op == "placeholder" and node in changed:
             with graph.inserting_after(node):
@@ -118,6 +122,7 @@ def settle(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(changed_by(node)[0])
     for node in list(graph.nodes):
         if node.target is aten.copy_.default and node.args[0].op == "get_attr":
+            # After the second pass it copies a buffer into itself: the buffer was changed in place.
             if node.args[0] is node.args[1]:
                 graph.erase_node(node)
             else:
@@ -128,6 +133,7 @@ def _gives_what_it_changes(node: fx.Node) -> bool:
     """Whether an operation's result is, in shape too, the one argument that it changes."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in NORMS:
         return False
+    # such as transpose_, whose result has another shape than what was there
     if torch.Tag.inplace_view in node.target.tags:
         return False
     changed = changed_by(node)

@@ -54,6 +54,8 @@ def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
+        # Several stages may begin at one place if that could not be parted; those are then empty,
+        # and refused (`CutModel.decide`).
         while stage < len(starts) and place >= starts[stage] and place not in trace.inseparable:
             stage += 1
         stage_of[node] = stage_of.get(origin_of(node), stage)
@@ -68,6 +70,7 @@ def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) ->
             if source in trace.names:
                 names[stage_of[node]][trace.names[source]] = None
     for leaf in trace.outputs:
+        # A model may give back a parameter as it is; the last stage then needs it.
         if isinstance(leaf, fx.Node) and leaf in trace.names:
             names[stages - 1][trace.names[leaf]] = None
     return [list(own) for own in names]
@@ -104,6 +107,7 @@ def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list
             last_use[leaf] = stages - 1
     crossed: list[list[fx.Node]] = [[] for _ in range(stages - 1)]
     for node in trace.moving:
+        # over every boundary from where it is made to where it is used last
         for boundary in range(stage_of[node], last_use.get(node, 0)):
             crossed[boundary].append(node)
     return crossed
@@ -190,6 +194,7 @@ class _Builder:
             if node.op == "get_attr" and node in needed:
                 self._attribute(node)
         own_set = set(own)
+        # In the order of the trace: an operation may change memory that a later one reads.
         for node in trace.operations:
             if node in own_set or (node in trace.constant and node in needed):
                 self._operation(node)
@@ -211,6 +216,7 @@ class _Builder:
         )
 
     def _attribute(self, node: fx.Node) -> None:
+        # by the model's name, so that tied parameters are one attribute
         target = self.trace.names.get(node, str(node.target))
         self.attributes[target] = self.trace.tensor(node)
         self.copies[node] = self.graph.create_node("get_attr", target, name=node.name)
@@ -218,6 +224,7 @@ class _Builder:
     def _operation(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, lambda source: self.copies[source])
         self.copies[node] = copy
+        # the divided layer itself, in the place of the operation that stood for it
         if is_opaque(node):
             copy.target = behind(node, self.trace.layers)
         elif node in self.numbers:

@@ -252,8 +252,10 @@ def with_transfers(
     coming: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, actions in enumerate(computing):
         for action in actions:
+            # in the order in which this rank makes them
             if send := send_after(action, home):
                 coming[rank, home[send.counterpart.stage]].append(send.counterpart)
+    # what is sent at all; a computation may need what no action makes
     made = set().union(*coming.values())
     lists = []
     for rank, actions in enumerate(computing):

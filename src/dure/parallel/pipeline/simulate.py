@@ -145,8 +145,10 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     clocks = [0.0] * schedule.ranks
     arrivals: dict[Action, float] = {}
     spans = []
+    # In an order that can happen, so each send comes before its receive, and one walk is enough.
     for rank, action in running_order(schedule):
         if action.kind in SENDS:
+            # A send takes none of the rank's time.
             arrivals[action] = clocks[rank] + times.of(action)
             continue
         start = clocks[rank]

@@ -93,6 +93,7 @@ class Stage:
         self.number = number
         self.last = last
         self.trains = trains
+        # The last stage goes backward right after forward: to compute again would save nothing.
         self.recompute = recompute and not last
         self.program_for = program_for
         self._structure_for = structure_for
@@ -128,6 +129,7 @@ class Stage:
             ends = self._run(program, batch, values)
         elif self.recompute:
             kept.state = self._stream.state() if self._stream.carried else None
+            # Recomputation has to see the buffers as they were before this forward changed them.
             kept.buffers = {
                 name: program.module.get_buffer(name).clone() for name in program.written
             }
@@ -138,6 +140,7 @@ class Stage:
         if self.last:
             self.losses[number] = float(ends[0].item())
             return []
+        # The graph stays here; only values go on.
         return [end.detach() for end in ends]
 
     def _run(self, program: Program, batch: Microbatch, values: Sequence[Tensor]) -> list[Tensor]:
@@ -180,6 +183,8 @@ class Stage:
             self._compute_again(kept, number, batch, program)
         if self.last:
             ends = kept.ends
+            # The loss is a mean over the micro-batch; its share makes the sum over micro-batches
+            # that of the batch.
             gradients = [torch.full_like(kept.ends[0], batch.share)]
         else:
             leaving = zip(kept.ends, program.leaving, strict=True)
@@ -219,6 +224,7 @@ class Stage:
         kept = self._kept.pop(number)
         program = self.program_for(batch.examples)
         return [
+            # The stage before waits for a gradient of each, whether there is one or not.
             tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor, value in zip(kept.received, program.received, strict=True)
             if value.differentiable

@@ -103,12 +103,14 @@ class Trace:
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         self.module, self.layers = exported(model, inputs)
+        # First, for it rewrites the graph that all of the following look at.
         settle(self.module)
         self._on_shards = modules_on_shards(model)
         nodes = list(self.module.graph.nodes)
         self.root = families(self.module.graph)
         self.changed: set[fx.Node] = set()
         for node in nodes:
+            # Memory that some operation changes, by the value that it belongs to.
             self.changed.update(self.root[value] for value in changed_by(node))
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.operations = [node for node in nodes if node.op == "call_function"]
@@ -132,6 +134,7 @@ class Trace:
         # All are taken for constant at first; those that need something else are taken out until
         # nothing changes, for an operation's company may come after it.
         constant = {node for node in self.operations if not draws(node)}
+        # Of what the model holds: all but parameters, which are learned, and memory that changes.
         constant.update(
             node
             for node in self.module.graph.nodes
@@ -181,6 +184,7 @@ class Trace:
                 written.update(
                     self.root[value] for value in changed_by(node) if value.op != "get_attr"
                 )
+        # A view that was made before the write shows what was written.
         found |= {node for node in self.operations if self.root[node] in written and _floats(node)}
         return frozenset(found & self._wanted(found))
 
@@ -245,12 +249,14 @@ def leaves_of(inputs: Any) -> list[Any]:
 
 def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     """The graph, and what its opaque operations stand for."""
+    # torch.export runs the model, which may draw; what comes after must not notice.
     before = generators_state()
     try:
         with warnings.catch_warnings(), _settings():
             warnings.simplefilter("ignore")
             with hidden(model) as layers, unseen(model) as lost:
                 module = torch.export.export(model, (inputs,), strict=False).module()
+    # It says already what is wrong, and callers tell it from the rest.
     except LengthError:
         raise
     except Exception as error:
@@ -298,6 +304,7 @@ def names_of(
     names: dict[fx.Node, str] = {}
     for node in nodes:
         if node.op == "get_attr" and str(node.target) in targets:
+            # A tied parameter has several names in a graph, and one here: the model's first.
             names[node] = known.get(id(targets[str(node.target)]), str(node.target))
     return names
 
@@ -317,6 +324,7 @@ def draws(node: fx.Node) -> bool:
     given.update(zip((argument.name for argument in schema.arguments), node.args, strict=False))
     for argument in schema.arguments:
         given.setdefault(argument.name, argument.default_value)
+    # attention's dropout_p is 0 where it is off; other dropouts have a flag "train" as well
     for chance in ("dropout_p", "p", "dropout"):
         if chance in given and ("train" in given or chance == "dropout_p"):
             return bool(given[chance]) and bool(given.get("train", True))

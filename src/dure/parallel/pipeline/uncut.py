@@ -36,6 +36,7 @@ class UncutModel:
         self.learned = frozenset(name for name, _ in model.named_parameters())
         inputs = tree_flatten(((sample(1),), {}))[1]
         self._flat = _Flat(model, inputs)
+        # any of them, for no trace tells: see `Held.speaking`
         written = tuple(name for name, _ in model.named_buffers())
         self._program = Program(
             module=self._flat,

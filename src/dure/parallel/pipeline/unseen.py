@@ -30,6 +30,7 @@ as they are."""
 def unseen(model: nn.Module) -> Iterator[list[str]]:
     """Inside, what a trace of the model loses is put on the list, each as the end of a sentence."""
     found: list[str] = []
+    # What a trace cannot have is seen by comparing before and after.
     drawn = _drawn()
     counted = numbers_of(model)
     after = dict(counted)

@@ -55,6 +55,7 @@ def check(schedule: Schedule, require_backward: bool = True) -> None:
 
     require_backward: False where forwards alone are enough.
     """
+    # In this order: each check may rely on those before it, and the first thing wrong is told.
     _check_homes(schedule)
     for rank in range(schedule.ranks):
         _check_belongs(schedule, rank)
@@ -244,6 +245,8 @@ def _check_messages(schedule: Schedule) -> None:
         for place, action in enumerate(actions):
             if action.kind in RECEIVES:
                 source = schedule.home[action.counterpart.stage]
+                # There are as many sends as receives: each has its counterpart, and nothing is
+                # there twice.
                 send = next(queues[source])
                 if send != action.counterpart:
                     said = (
@@ -293,6 +296,7 @@ def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> Schedul
         return schedule.home[schedule.actions[rank][places[rank]].counterpart.stage]
 
     chain = [min(stuck)]
+    # From rank to the rank it waits for, until one comes again: these are the circle.
     while awaited(chain[-1]) not in chain:
         if awaited(chain[-1]) not in stuck:  # it has come to its end without that send
             rank = chain[-1]
