@@ -88,12 +88,15 @@ def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> Non
             copied(inputs)
     except LengthError:
         raise
+    # Not an answer: the model may do what tensors without data cannot, and is not wrong for that.
     except Exception:
         return
 
 
 def _alone(model: nn.Module, degree: int) -> At:
     """The place of the first of so many ranks, of which no other is there."""
+    # A group of one that says that it has more ranks: parts are cut by its size, and nothing is
+    # sent.
     group = Group()
     group.size = degree
     return At(group, False, Draws(group, _device_of(model)))
@@ -164,6 +167,7 @@ def fits(name: str, pattern: str) -> bool:
 
 def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
     """Parameters that were one remain one. Raises ValueError if they are divided differently."""
+    # by the id of the undivided parameter: who divided it first, what it became, and how
     divided: dict[int, tuple[str, nn.Parameter, object]] = {}
     for name, module in model.named_modules():
         layer = layers.get(id(module))
@@ -195,6 +199,7 @@ def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
     """However a forward pass ends, what comes after it draws as all ranks do."""
 
     def before(module: nn.Module, inputs: Any) -> None:
+        # What a pass that failed has left under way is over.
         draws.forget()
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -37,6 +37,7 @@ class Division:
 
     def lengths(self, size: int) -> list[int]:
         """What every rank holds of it."""
+        # as `tensor_split` cuts: the first slices are one longer
         of_blocks = [lengths_of(block, size) for block in self.blocks]
         return list(map(sum, zip(*of_blocks, strict=True)))
 

@@ -3,9 +3,8 @@
 All ranks have seeded torch's generator alike, and outside of such regions they draw alike. On the
 way in every rank draws one number from it, the same on all ranks, and goes on with a generator
 seeded by (that number, its rank); on the way out the common generator goes on after that number.
-Nothing has to be
-remembered between steps: a run resumes, and a checkpointed layer is computed once more, with the
-same bits, if the common generator's state is what it was.
+Nothing has to be remembered between steps: a run resumes, and a checkpointed layer is computed once
+more, with the same bits, if the common generator's state is what it was.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", appendix B.2.
 """
@@ -31,6 +30,8 @@ class Draws:
         self._common: list[Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Draws:
+        # One object for all layers of a model, and for its copies: regions begin in one layer and
+        # end in another.
         return self
 
     def _state(self) -> list[Tensor]:

@@ -100,9 +100,11 @@ class _Column(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         if how.enters and how.sequence is not None and how.group.size > 1:
+            # Kept for backward as it is gathered here: memory for one all-gather less.
             tensor = gathered(tensor, how.group, along(tensor, how.sequence, how.group))
         ctx.how = how
         ctx.shape = tensor.shape
+        # as one matrix: batch and sequence are rows alike
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         outputs = _product(rows, weight if how.transposed else weight.t(), bias)
@@ -117,6 +119,7 @@ class _Column(Function):
         rows, weight = ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
         # The input's gradient is on its way while the weight's and the bias's are computed.
+        # a stand-in for a gradient that nobody asks for
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
             arrive = _begin_input(how, gradient, weight, ctx.shape)
@@ -133,9 +136,12 @@ def _begin_input(
     """Begins the gradient of a column-parallel layer's input; what is returned waits for it."""
     matrix = (weight.t() if how.transposed else weight).conj()
     group = how.group
+    # What has not entered here is summed by whoever has entered (`enter`), for several layers at
+    # once.
     if not how.enters or group.size == 1:
         inputs = torch.mm(gradient, matrix)
         return lambda: inputs.view(shape)
+    # computed where it is summed, so that nothing is copied into shared memory
     inputs = room((gradient.shape[0], matrix.shape[1]), gradient, group)
     torch.mm(gradient, matrix, out=inputs)
     if how.sequence is not None:
@@ -176,6 +182,7 @@ class _Row(Function):
             # The shard is summed already, so that each rank adds the bias once.
             own = reduce_scattered(whole, group, how.sequence)
             return own if bias is None else own.add_(bias)
+        # Without the bias: it would be added N times.
         reduced_in_place(outputs, group)
         if bias is not None:
             outputs.add_(bias)
@@ -198,6 +205,8 @@ class _Row(Function):
         of_weight = (
             _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
         )
+        # Along a sequence the gradient was gathered above, so the bias has that of all shards, on
+        # every rank.
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None
 
@@ -278,6 +287,7 @@ class ColumnParallel(DividedLinear):
                 "outputs"
             )
         what = f"{name} with {self.out_features} outputs"
+        # 1 where every rank has units of its own
         self.sharers = 1
         if shares and len(blocks) > 1:
             raise ValueError(
@@ -302,6 +312,7 @@ class ColumnParallel(DividedLinear):
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
         weight: Tensor = self.weight  # type: ignore[assignment]
+        # a rank gets the outputs of all that share its unit
         own = self.sharers * weight.shape[1 if self._how.transposed else 0]
         shape = [*given[:-1], self.out_features if self.gather_output else own]
         if self._how.sequence is None or not self._how.enters:
@@ -312,6 +323,8 @@ class ColumnParallel(DividedLinear):
         """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
+        # After the product: what follows is divided, and draws for itself until the row-parallel
+        # layer.
         if self.draws is not None and self.training:
             self.draws.enter()
         if self.sharers > 1:
@@ -350,6 +363,7 @@ class RowParallel(DividedLinear):
             f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit
         )
         self.divide("weight", weight, Division(dim, (self.in_features,)))
+        # whole on every rank, and added once, after the sum
         self.divide("bias", bias, None)
         self.input_is_parallel = input_is_parallel
         self._how = _How(

@@ -41,6 +41,7 @@ def _opaque(
 
 @_opaque.register_fake
 def _(tensor: Tensor, weights: list[Tensor], number: int, shape: list[int], opens: int) -> Tensor:
+    # an embedding's input is of integers, and its output of the weights' dtype
     like = weights[0] if weights else tensor
     return like.new_empty(shape)
 
@@ -95,6 +96,7 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
     _under_way.append(found)
     layers = [module for module in model.modules() if isinstance(module, Divided)]
     for layer in layers:
+        # on the instance, which hides the class's own until it is deleted
         layer.forward = _stub(layer)
     try:
         yield found
@@ -105,6 +107,7 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
 
 
 def _stub(layer: Divided) -> Callable[[Tensor], Tensor]:
+    # the class's own, bound: not the stub
     function = type(layer).forward.__get__(layer)
 
     def stub(tensor: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class Checked:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             try:
+                # Frozen: a value that is converted, such as a list to a tuple, is put back this
+                # way.
                 object.__setattr__(self, name, msgspec.convert(value, hint))
             except msgspec.ValidationError as error:
                 raise ValueError(f"{type(self).__name__}({name}={value!r}): {error}") from None
@@ -98,6 +100,8 @@ class Column(Checked):
             shares=self.shares,
             name=name,
         )
+        # With gathered outputs no divided region follows; along a sequence, or after an Enter,
+        # somebody else begins it.
         if self.enters and not self.gather_output and self.sequence is None:
             layer.draws = at.draws
         return layer
@@ -187,6 +191,7 @@ class Attributes(Checked):
     units: Positive | None = None
 
     def __init__(self, *names: str, units: int | None = None) -> None:
+        # `Attributes("heads", "width")`: names by place, which a dataclass would not write so.
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "units", units)
         self.__post_init__()
@@ -213,6 +218,7 @@ class Attributes(Checked):
                 )
             parts[each] = value // degree
 
+        # Later: a plan is checked as a whole before anything is changed.
         def divide() -> None:
             for each, part in parts.items():
                 setattr(module, each, part)
@@ -308,6 +314,7 @@ class OnShards:
         def watch(module: nn.Module, inputs: Any = None) -> None:
             for parameter in () if is_tracing() else module.parameters():
                 hooks: Any = parameter._backward_hooks or {}
+                # once for each parameter, though this runs at every call
                 if parameter.requires_grad and over_ranks not in hooks.values():
                     parameter.register_hook(over_ranks)  # type: ignore[no-untyped-call]
 
@@ -326,6 +333,7 @@ class OwnDraws:
     """Inside the module every rank draws for itself."""
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        # of its own: `at.draws` is left by the row-parallel layers inside
         draws = Draws(at.group, at.draws.device)
 
         def before(module: nn.Module, inputs: Any) -> None:

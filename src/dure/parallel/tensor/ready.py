@@ -125,6 +125,7 @@ def _transformer(model: Any, sequence: bool, gather: bool) -> Plan:
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         "embedding": Vocabulary(along),
         "blocks.*": Attributes("heads"),
+        # three blocks, each divided by heads, so that a rank's queries meet its keys and values
         "blocks.*.query_key_value": Column(blocks=3, unit=width, sequence=along),
         "blocks.*.projection": Row(unit=width, sequence=along),
         "blocks.*.expand": Column(sequence=along),
@@ -168,6 +169,7 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
     along = 1 if sequence else None
     width = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim
     keys = model.config.num_key_value_heads
+    # Keys and values: where their heads are fewer than ranks, neighbours share one.
     shared = Column(unit=width, enters=False, shares=True)
     gate = Column(enters=False)
     plan: dict[str, Kind | tuple[Kind, ...]] = {
@@ -224,6 +226,7 @@ def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
     first: str | None = None
     places = list(layers._modules.items())
     for name, layer in places:
+        # A layer that is used twice would have to be divided in both ways at once.
         once = sum(layer is other for _, other in places) == 1
         if layer is not None and once and _is_linear(layer):
             if first is not None:

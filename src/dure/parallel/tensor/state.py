@@ -60,6 +60,7 @@ def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any
     for name, value in model.state_dict(keep_vars=True).items():
         division, group = divided.get(name, (None, None))
         if id(value) not in known:
+            # Each tensor is gathered once, in the order of the model, which is that of all ranks.
             known[id(value)] = _whole(value, division, group)
         state[name] = known[id(value)]
     ranks = {group.rank for _, group in divided.values()}
@@ -85,6 +86,7 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
     own = model.state_dict()
     _check_names("misses", own.keys() - state.keys())
     _check_names("has beside the model's", state.keys() - own.keys())
+    # Everything is checked and cut first, so that an error leaves the model as it was.
     parts = {}
     for name, value in state.items():
         division, group = divided.get(name, (None, None))
@@ -122,6 +124,7 @@ def gradient_norm(
     alike: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
+            # All ranks have the same of what is replicated: it counts once, and is not sent.
             (mine if name in divided else alike).append(parameter.grad)
     squares = _squares(mine)
     if group.size > 1:

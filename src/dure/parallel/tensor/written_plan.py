@@ -26,6 +26,7 @@ READY = "ready"
 
 def _known() -> dict[str, Any]:
     """The kinds of things that a plan can say, by name."""
+    # Not at the top: most runs have no plan, and that module imports all divided layers.
     from dure.parallel.tensor import plan
 
     return {kind.__name__: kind for kind in (*get_args(plan.Replacement), *get_args(plan.Change))}
@@ -61,6 +62,7 @@ class TensorPlan:
                 "None: ready"
             )
         object.__setattr__(self, "entries", entries)
+        # A run folder keeps the text, and a run must go on with the same plan.
         if isinstance(written, Mapping) and not self._is_read_again():
             raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
 
@@ -157,6 +159,7 @@ def _kinds(tree: ast.expr) -> list[Kind]:
             f"the plan's {ast.unparse(tree)} cannot be made: write its arguments one by one"
         )
     try:
+        # Literals only: a plan may come from a file, and is never executed.
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return [known[name](*arguments, **named)]
