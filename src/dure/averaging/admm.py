@@ -160,6 +160,7 @@ class ADMMLearner(Learner):
         ranks = self.group.size
         round = self.round + 1
         asked = self.strategy
+        # of every rank, for shards may be of unequal length
         steps = [
             asked.local_steps or asked.local_epochs * shard.steps_per_pass for shard in self.shards
         ]
@@ -179,6 +180,7 @@ class ADMMLearner(Learner):
         went = self._agree()
         # Rounding may leave the difference a little below zero.
         primal = math.sqrt(max(0.0, met.numbers[0] - ranks * went))
+        # with the rho of this round; it is adapted afterwards
         dual = self.rho * math.sqrt(ranks * went)
         numbers = {"primal_residual": primal, "dual_residual": dual, "rho": self.rho}
         self._adapt(primal, dual)
@@ -195,6 +197,7 @@ class ADMMLearner(Learner):
 
         def pull(parameters: Sequence[Tensor]) -> None:
             for parameter, point in zip(parameters, points, strict=True):
+                # a new tensor, which may become the gradient
                 away = (parameter.detach() - point).mul_(rho)
                 gradient = parameter.grad
                 parameter.grad = away if gradient is None else away.add_(gradient)
@@ -234,6 +237,7 @@ class ADMMLearner(Learner):
     def _adapt(self, primal: float, dual: float) -> None:
         if not self.strategy.adaptive:
             return
+        # ranks disagree: draw them closer; or the consensus moves too much: let go
         if primal > BALANCE * dual:
             factor = FACTOR
         elif dual > BALANCE * primal:

@@ -111,6 +111,7 @@ class DiLoCoLearner(LocalSGDLearner):
     """Local SGD with an outer optimizer, the same on every rank."""
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: DiLoCo) -> None:
+        # Rounds of local SGD; only `move` differs.
         super().__init__(task, place, seed, strategy.rounds())
         self.outer = strategy
         # v of the outer optimizer: made of sums that all ranks have, so it never travels
@@ -134,4 +135,5 @@ class DiLoCoLearner(LocalSGDLearner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         super().restore(weights, state)
+        # the same on all ranks, so it is in the common state
         self.velocity = list(state["velocity"])

@@ -125,11 +125,13 @@ class LocalSGDLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: steps alone, then the mean."""
         steps = range(self.step, self.step + self.strategy.steps_of_round_at(self.step))
+        # A generator: each batch is read only when its step comes.
         trained = self.replica.train(self._parts(steps))
         # Of all ranks: each counts by what it has learned from, also where the last batch of an
         # epoch does not divide.
         examples = sum(len(self.batches.at(step)) for step in steps)
         weight = trained.examples / examples
+        # into the message itself: `bodies` are views of it
         for body, mine, common in zip(
             self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True
         ):

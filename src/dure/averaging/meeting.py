@@ -176,6 +176,7 @@ class Meeting:
         """
         entered = time.perf_counter()
         self._find_buffers()
+        # only averaged states travel
         states = states_of(self.replica) if self.momentum == "average" else []
         self._fill(weight, states)
         self._write_tail(loss, wish, numbers)
@@ -254,6 +255,7 @@ class Meeting:
         if self.momentum == "reset":
             optimizer = self.replica.optimizer
             groups = optimizer.state_dict()["param_groups"]
+            # The settings stay as they are, such as a learning rate that a schedule has changed.
             optimizer.load_state_dict({"state": copy.deepcopy(self._fresh), "param_groups": groups})
 
     def _take_changed(self, changed: Sequence[float], round: int) -> None:
@@ -296,6 +298,7 @@ def packed(
     carrier = next(
         (dtype for dtype in lengths if dtype in (torch.float32, torch.float64)), torch.float32
     )
+    # after all that travels in this dtype
     lengths[carrier] = lengths.get(carrier, 0) + tail
     make = empty_shared if group.backend(torch.device("cpu")) == "dure" else torch.empty
     buffers = {dtype: make(length, dtype=dtype) for dtype, length in lengths.items()}
@@ -323,6 +326,7 @@ def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
         names.update(name for name, value in kept.items() if _belongs(name, value, parameter))
     found: list[tuple[Tensor | None, Tensor]] = []
     for name in sorted(names):
+        # for every trained parameter, so that messages are equally long on all ranks
         found += [(state.get(one, {}).get(name), one) for one in replica.trained]
     return found
 

@@ -139,6 +139,7 @@ class ParallelSGDLearner(Learner):
 
     def advance(self, wish: int) -> Progress:
         """One pass of every rank over its own examples."""
+        # Shards may be of unequal length: a round is one pass, in as many steps as it takes.
         passes = self.shard.steps_per_pass
         trained = self.replica.train(self.shard.steps(self.round * passes, passes))
         entered = time.perf_counter()
@@ -170,8 +171,10 @@ class ParallelSGDLearner(Learner):
         # Evaluating and saving in one round combine once.
         if self.combined_at == self.round:
             return self.combined
+        # Combinations after the first belong to the measurement.
         group = self.group.unmetered() if self.counted else self.group
         started = time.perf_counter()
+        # The rank's own model goes on untouched: what is combined is a copy.
         copy_model(self.replica.model, self.combined)
         (self._average if self.strategy.combine == "average" else self._best)(group)
         if not self.counted:
@@ -210,6 +213,7 @@ class ParallelSGDLearner(Learner):
         total = 0.0
         counted = 0.0
         examples = self.replica.train_examples
+        # Dropout off, and the buffers as they are.
         self.combined.eval()
         for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
             inputs, targets = examples.batch(indices)
@@ -246,6 +250,7 @@ class ParallelSGDLearner(Learner):
         load_passing_buffers(self.combined, state["buffers"])
         # the rank's own model, which the combined one does not tell
         self.replica.restore(weights, state["parts"][self.group.rank])
+        # what was loaded is the combination of that round
         self.round = self.combined_at = state["round"]
         self.counted = state["counted"]
 

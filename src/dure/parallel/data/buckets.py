@@ -84,6 +84,7 @@ class Bucket:
         Those whose bytes are a multiple of a line come first, so that the next one begins on a line
         too.
         """
+        # A sort that is stable keeps the order of finishing within both kinds.
         return cls(tuple(sorted(members, key=lambda member: kinds[member].nbytes % LINE != 0)))
 
 

@@ -36,6 +36,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     layers: list[nn.Module] = []
     # Not by `children`: a Sequential may have the same layer twice, which is called twice.
     for child in model if isinstance(model, nn.Sequential) else model.children():
+        # Only Sequentials are opened: what other modules do with their children is their own
+        # affair.
         layers += layers_of(child) if isinstance(child, nn.Sequential) else [child]
     return layers
 
@@ -129,6 +131,7 @@ def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
         hidden = layer(hidden)
         layer.train(training)
         wrote = any(tensor._version != version for tensor, version in before)
+        # In evaluation some layers do not write, such as dropout, but say that they work in place.
         found.append(wrote or any(getattr(module, "inplace", False) for module in layer.modules()))
     return found
 
@@ -142,6 +145,7 @@ def measured_costs(
     for layer in layers:
         training = layer.training
         layer.eval()
+        # the best of several, for others may use the cores meanwhile
         seconds = []
         for _ in range(repeats):
             given = copied(hidden)
@@ -152,6 +156,7 @@ def measured_costs(
             parts.backward(outputs, ones)
             seconds.append(time.perf_counter() - started)
         layer.train(training)
+        # Measuring leaves no gradients.
         layer.zero_grad(set_to_none=True)
         hidden = parts.detached(outputs)
         costs.append(min(seconds))

@@ -58,6 +58,7 @@ class Window(NamedTuple):
         return sizes[0], sizes[1]
 
     def _outputs(self, axis: int, size: int) -> int:
+        # pixels from the kernel's first to its last element
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
 
@@ -71,6 +72,7 @@ class Window(NamedTuple):
         dh, dw = self.dilation
         for i in range(self.kernel[0]):
             for j in range(self.kernel[1]):
+                # Rows that the kernel's element (i, j) meets: one for each output row, `sh` apart.
                 rows = slice(i * dh, i * dh + (oh - 1) * sh + 1, sh)
                 yield i, j, rows, slice(j * dw, j * dw + (ow - 1) * sw + 1, sw)
 
@@ -174,6 +176,7 @@ class _Convolution(torch.autograd.Function):
         co = len(kernels)
         oh, ow = over.outputs(*images.shape[2:])
         matrices = kernels.reshape(groups, co // groups, -1)
+        # Written piece by piece, so that only one piece's columns are there at a time.
         outputs = images.new_empty(len(images), co, oh, ow)
         pieces = zip(torch.split(images, at_once), torch.split(outputs, at_once), strict=True)
         for some, into in pieces:
@@ -195,6 +198,7 @@ class _Convolution(torch.autograd.Function):
         for first in range(0, len(images), ctx.at_once):
             which = slice(first, first + ctx.at_once)
             some = images[which]
+            # channels first, and then by groups, as the columns are
             d_outputs = gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1)
             if d_matrices is not None:
                 columns = _im2col(some, ctx.over)
@@ -246,6 +250,7 @@ def conv2d_im2col(
     oh, ow = over.outputs(images.shape[2], images.shape[3])
     if at_once is None:
         of_an_image = images.shape[1] * kernels.shape[2] * kernels.shape[3] * oh * ow
+        # so many images that their columns have about AT_ONCE elements; one at least
         at_once = AT_ONCE.get(images.device.type, AT_ONCE["cuda"]) // max(of_an_image, 1)
     outputs: Tensor = _Convolution.apply(images, kernels, bias, over, groups, max(at_once, 1))  # type: ignore[no-untyped-call]
     return outputs

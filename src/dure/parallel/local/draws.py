@@ -76,6 +76,7 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
+        # A generator that the caller has given is the caller's affair.
         own = self.own.get(device)
         if own is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -134,6 +135,7 @@ class Draws:
         # The pass is done on trial: if it has drawn, it is done again from the same state.
         common = global_generators(self.devices).values()
         before = [generator.get_state() for generator in common]
+        # by module and name, since a forward pass may put another tensor in a buffer's place
         buffers: list[tuple[nn.Module, str, Tensor | None]] = []
         for model in self.models:
             for module in model.modules():

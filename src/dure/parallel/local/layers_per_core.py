@@ -155,6 +155,7 @@ class Belt:
         return item
 
     def stop(self) -> None:
+        # All lines: nobody knows which one a stage is waiting at.
         for line in (*self.forwards, *self.backwards):
             line.put(_FAILED)
 
@@ -212,6 +213,7 @@ class PipelineLearner(SingleLearner):
         for stage, numbers in enumerate(self.division):
             own = slice(numbers.start, numbers.stop)
             of_stages.append(layers[own])
+            # Such a stage gets copies, or it would write into what another thread still needs.
             if any(writes[own]):
                 writing.add(stage)
         # The same modules as the model's, so that the optimizer and checkpoints know nothing of
@@ -251,6 +253,7 @@ class PipelineLearner(SingleLearner):
         self, microbatches: list[Any], sizes: list[int], targets: Any, own: Own
     ) -> list[Work]:
         """All micro-batches forward and backward; leaves the gradients in the parameters."""
+        # here, since a pass may be done twice (`Draws.run`)
         self.optimizer.zero_grad(set_to_none=True)
         belt = Belt(len(self.division))
         # All at once: the first stage never waits for the master.
@@ -353,6 +356,7 @@ class PipelineLearner(SingleLearner):
                 sheet.did(name, start, end, self.step + 1)
             for other, handed in ((stage + 1, work.handed_on), (stage - 1, work.handed_back)):
                 if handed:
+                    # as if memory were not shared
                     sheet.meter.sent(handed)
                     self.sheets[other].meter.received(handed)
 

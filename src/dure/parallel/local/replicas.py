@@ -85,6 +85,7 @@ class Worker:
     def backward(self) -> None:
         """From the gradients of `leaves` to those of the replica's weights."""
         parts.backward(self.outputs, parts.gradients(self.leaves))
+        # lets go of the graph
         self.inputs = self.outputs = self.leaves = None
 
 
@@ -109,6 +110,7 @@ class ReplicasLearner(SingleLearner):
         self.team = team_at(place, self.flops_per_step())
         self.workers: list[Worker] = []
         for number, device in enumerate(place.devices):
+            # Worker 0 computes on the model itself: no copy, and its gradients are in place.
             own = self.model
             if number > 0:
                 own = replica(self.model, another(self.model, task, seed), device)
@@ -134,6 +136,8 @@ class ReplicasLearner(SingleLearner):
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
         mixed = self.precision == "bf16"
+        # around forward and loss, as autograd follows what they did; workers take it over
+        # (`Team.each`)
         with torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
             # Forward may be done twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
@@ -160,6 +164,7 @@ class ReplicasLearner(SingleLearner):
         self._at_once("forward", busy, lambda number: self._forward(number, own))
 
     def _forward(self, number: int, own: Callable[[int], AbstractContextManager[Any]]) -> None:
+        # as rank `number` of data parallel would draw
         with own(derive(self.seed, "step", self.step, number)):
             self.workers[number].forward()
 
@@ -176,6 +181,7 @@ class ReplicasLearner(SingleLearner):
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes(worker.leaves))
+        # The loss sees the batch as one, in the order of its examples.
         outputs = parts.joined([to_device(worker.leaves, self.device) for worker in busy], sizes)
         gathered = self._moved("gather", started)
         loss = self.task.loss(outputs, targets)
@@ -205,6 +211,7 @@ class ReplicasLearner(SingleLearner):
             for weight, mine in weights:
                 if mine.grad is not None:
                     add_gradient(weight, mine.grad.to(weight.device))
+                    # dropped at once: by the next step it would only hold memory
                     mine.grad = None
         self._moved("reduce", started)
         if self.clip_norm is not None:

@@ -140,6 +140,7 @@ class SingleLearner(Learner):
                 device=self.device,
                 seed=self._seed_step,
             )
+            # Loaders end with the run, however it ends.
             place.ending.callback(self.prefetch.close)
 
     def flops_per_step(self) -> float:
@@ -186,6 +187,7 @@ class SingleLearner(Learner):
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.model(inputs), targets)
+        # on a GPU this waits for forward, so that the times of forward and backward are their own
         value = float(loss.item())
         forwarded = time.perf_counter()
         (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
@@ -205,6 +207,7 @@ class SingleLearner(Learner):
             return inputs, targets
         loaded = self.prefetch.at(self.step)
         self.group.meter.idle("wait for a batch", started, time.perf_counter(), self.step + 1)
+        # the loader's time, not this worker's, which was idle if it waited
         self.loaders[loaded.loader].compute("read", loaded.start, loaded.end, self.step + 1)
         return loaded.batch
 

@@ -103,6 +103,8 @@ class Team:
         for worker in asked:
             self._inboxes[worker].put((work, mixed))
         outcomes: dict[int, _Outcome] = {}
+        # All are waited for, also after a failure: no worker of this call is at work when it
+        # returns.
         for _ in asked:
             outcome = self._next()
             outcomes[outcome.worker] = outcome
@@ -127,6 +129,7 @@ class Team:
     def _fail(self, outcome: _Outcome, step: str) -> None:
         error = outcome.error
         assert error is not None
+        # dure's own errors say enough; an interrupt is not a failure of the worker
         if isinstance(error, DureError) or not isinstance(error, Exception):
             raise error
         text = "".join(traceback.format_exception(error))
@@ -161,6 +164,7 @@ class Team:
     def close(self) -> None:
         """Ends the threads."""
         for inbox in self._inboxes:
+            # what ends `_live`
             inbox.put(None)
         until = time.monotonic() + CLOSE_SECONDS
         for member in self._members:
@@ -197,6 +201,7 @@ def team_at(place: Place, flops: float, name: str = "worker") -> Team:
     They divide the cores; an operator of theirs uses one thread if their steps are small
     (`dure.machine.threads`).
     """
+    # Workers compute at the same time, and must not use more threads than there are cores.
     share = max(1, torch.get_num_threads() // len(place.devices))
     team = Team(place.devices, min(threads_for(flops), share), name)
     place.ending.callback(team.close)

@@ -124,6 +124,7 @@ def keepers_of(
     keepers: dict[str, list[int]] = {}
     for name in names:
         stages = cut.holders.get(name)
+        # what no stage uses in training may still be used in evaluation, by any stage
         ranks = everywhere if stages is None else [schedule.home[stage] for stage in stages]
         keepers[name] = sorted(set(ranks))
     return keepers

@@ -99,6 +99,7 @@ def crossing_bytes(trace: Trace) -> list[int]:
             steps[made + 1] += trace.value(node).nbytes
             steps[until + 1] -= trace.value(node).nbytes
     crossing = [int(nbytes) for nbytes in steps.cumsum()[: len(place)]]
+    # places where no stage may begin cost more than any message
     never = [
         inside or place in trace.inseparable for place, inside in enumerate(inside_divided(trace))
     ]
@@ -112,6 +113,7 @@ def inside_divided(trace: Trace) -> list[bool]:
     for node in trace.moving:
         inside.append(open_)
         change = opens(node)
+        # An operation that neither opens nor closes leaves it as it was.
         open_ = change > 0 or (open_ and change == 0)
     return inside
 
@@ -171,6 +173,8 @@ def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[floa
     for _ in range(repeats):
         timer = _Timer(trace)
         with torch.no_grad():
+            # Leaves go in as they are: the trace's own flattening of inputs and outputs is left
+            # out.
             timer.run(*inputs, enable_io_processing=False)
         seconds = [timer.seconds[node] for node in trace.moving]
         best = list(map(min, best, seconds))
@@ -260,6 +264,7 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
     bound = SLACK * _path(n, stages, dearest)[0]
 
     def bytes_within(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
+        # a stage that is too dear makes its division infinitely bad
         fits = sums[end] - sums[start] + costs.link * leaving[end] <= bound
         result: numpy.ndarray = numpy.where(fits, least[start] + leaving[end], numpy.inf)
         return result
@@ -284,6 +289,7 @@ def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
         for end in range(stage, n - (stages - stage) + 1):
             start = slice(stage - 1, end)
             values = join(least, end, start)
+            # the first of equal ones, so that the same costs give the same cut
             best = int(values.argmin())
             following[end] = values[best]
             origin[end] = best + stage - 1

@@ -48,6 +48,7 @@ def _alternating(
     actions = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         actions += [forward, backward]
+    # one backward for each forward of the warm-up is left
     return [*actions, *backwards[len(forwards) - warm_up :]]
 
 
@@ -116,6 +117,7 @@ def zero_bubble(ranks: int, microbatches: int) -> Computing:
 
 def _with_weights_later(actions: Iterable[Action], delay: int) -> list[Action]:
     done: list[Action] = []
+    # weight gradients that are put off, oldest first
     left: list[Action] = []
     for action in actions:
         if action.kind != "backward":
@@ -170,6 +172,7 @@ SCHEDULES: dict[str, str] = {
 """Schedules: name to summary."""
 
 _ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
+    # with one micro-batch all schedules are the same
     "naive": gpipe,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

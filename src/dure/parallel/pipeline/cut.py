@@ -56,6 +56,7 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
     starts: list[int] = []
     owners = [owner_of(node) for node in trace.moving]
     for name in names:
+        # operations of the module itself, or of a module inside
         places = [
             index
             for index, owner in enumerate(owners)
@@ -122,13 +123,14 @@ class CutModel:
         self._homes: dict[tuple[int, bool], dict[fx.Node, int]] = {}
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self.costs: Costs | None = None
+        # the trace on which the cut is made; all others follow it
         self.reference = self._traced(examples, True)
 
     def trace(self, examples: int, training: bool) -> Trace:
         """The trace of a micro-batch of so many examples.
 
-        Raises ValueError where it cannot be traced, as a single example where batch norm wants
-        several.
+        Raises ValueError where it cannot be traced, such as a single example where batch norm
+        wants several.
         """
         try:
             return self._traced(examples, training)
@@ -144,7 +146,9 @@ class CutModel:
         key = (examples, training)
         if key not in self._traces:
             before = generators_state()
+            # Tracing leaves the model's mode and the generators as they were.
             mode = self.model.training
+            # Examples of evaluation may have other shapes.
             inputs = (self._sample if training else self._test)(examples)
             self.model.train(training)
             try:
@@ -187,6 +191,7 @@ class CutModel:
         self.holders: dict[str, list[int]] = {}
         for stage, names in enumerate(self.names):
             for name in names:
+                # A tied parameter lies in several stages, in ascending order.
                 self.holders.setdefault(name, []).append(stage)
 
     def homes(self, examples: int, training: bool) -> dict[fx.Node, int]:
@@ -248,6 +253,7 @@ class CutModel:
     def sizes(self) -> list[StageSize]:
         """The stages, for a table."""
         moving = self.reference.moving
+        # A cut by names has needed no costs: then shares are nan.
         costs = self.costs.own if self.costs is not None else []
         total = sum(costs)
         bounds = [0, *self.starts, len(moving)]
@@ -287,6 +293,7 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
         while any(stage not in stages for stages in homes.values()):
             name, stages = next(item for item in homes.items() if stage not in item[1])
             later = [home for home in stages if home > stage]
+            # No stage can begin inside of what has to stay together.
             if not later or place in trace.inseparable:
                 raise ValueError(
                     f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses "

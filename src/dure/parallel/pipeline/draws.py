@@ -56,6 +56,7 @@ class Stream:
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
             own = self._own(on_shards)
+            # a number more in the seed where tensor neighbours must differ
             position = (*self._position, number) if own is None else (*self._position, number, own)
             seed = derive(self.seed, "micro-batch", *position)
             torch.default_generator.manual_seed(seed)

@@ -39,6 +39,8 @@ def attribute(node: fx.Node) -> Any:
 
 def part_of(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
     """The graph inside an operation, such as a region without gradients, and what it is given."""
+    # Such an operation is given the graph as an argument, and after it the values for the graph's
+    # inputs.
     for place, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
             part = attribute(argument)
@@ -55,6 +57,7 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
         # Running statistics, arguments 3 and 4, which change in training; schemas do not say so.
         return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node) and node.args[5]]
     if isinstance(node.target, torch._ops.OpOverload):
+        # a quick no for nearly all operations
         if not node.target._schema.is_mutable:
             return []
         return [value for value, info in _arguments(node) if info is not None and info.is_write]
@@ -113,6 +116,7 @@ def settle(module: fx.GraphModule) -> None:
         if node.op == "placeholder" and node in changed:
             with graph.inserting_after(node):
                 copy = graph.call_function(aten.clone.default, (node,))
+            # Later passes read shapes from `meta`.
             copy.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(
                 copy, delete_user_cb=lambda user, copy=copy: user is not copy
@@ -149,6 +153,7 @@ def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
     root = families(graph)
     buffer, value = copy.args[:2]
     source = root[value] if isinstance(value, fx.Node) else None
+    # the last operation so far that must come before the write
     latest = None
     for node in graph.nodes:
         if node is copy:
@@ -164,6 +169,7 @@ def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
 def mapped_regions(operations: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """What `torch.vmap` has computed, from where a dimension is hidden to where all are back."""
     regions: list[list[fx.Node]] = []
+    # vmaps may be nested: a region ends when the outermost one does
     depth = 0
     for node in operations:
         name = getattr(node.target, "__name__", "")
@@ -192,6 +198,7 @@ def company(
     found = {node: list(writers.get(root[node], [])) for node in operations}
     for region in mapped_regions(operations):
         for node in region:
+            # Inside a region values have a hidden dimension, and mean nothing apart.
             found[node] += region
     return found
 
@@ -210,6 +217,7 @@ def inseparable(
             uses.setdefault(root[source], []).append(place)
         for value in changed_by(node):
             changes.setdefault(root[value], []).append(place)
+    # The model's outputs are used after everything.
     last |= {leaf: len(moving) for leaf in outputs if isinstance(leaf, fx.Node)}
     found: set[int] = set()
     for region in mapped_regions(moving):
@@ -223,6 +231,7 @@ def inseparable(
         lives = [(made[node], last.get(node, 0)) for node in moving if root[node] is family]
         if len(lives) > 1:
             for place in range(min(lives)[0] + 1, places[-1] + 1):
+                # more than one name of this memory would cross here
                 if sum(born < place <= end for born, end in lives) > 1:
                     found.add(place)
     return frozenset(found)

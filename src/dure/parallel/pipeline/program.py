@@ -104,6 +104,7 @@ def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list
             last_use[source] = max(last_use.get(source, 0), stage_of[node])
     for leaf in trace.outputs:
         if isinstance(leaf, fx.Node) and leaf in stage_of:
+            # The last stage gives the model's outputs, wherever they were made.
             last_use[leaf] = stages - 1
     crossed: list[list[fx.Node]] = [[] for _ in range(stages - 1)]
     for node in trace.moving:
@@ -158,6 +159,7 @@ class _Builder:
         self.stream = stream
         self.later = later
         self.graph = fx.Graph()
+        # each node of the trace that is needed, and its copy in this graph
         self.copies: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
         self.numbers = trace.numbers_of_draws()
@@ -177,6 +179,7 @@ class _Builder:
         for node in list(ends):
             ends += trace.company.get(node, [])
         needed = {*trace.ancestors([*own, *ends]), *ends, *results}
+        # only the inputs that this stage reads; a rank may read none
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
         # What is changed in place. Buffers and parameters have names; any other value may share its
         # memory with what was received.
@@ -202,6 +205,7 @@ class _Builder:
         graph.output(
             tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given)
         )
+        # The parameters themselves, not copies: gradients arrive in the model's.
         module = fx.GraphModule(self.attributes, graph)
         own_names = [value for value in changed if value in trace.names]
         return Program(
@@ -236,6 +240,7 @@ class _Builder:
     def _apart(self, node: fx.Node, target: Any, later: Later) -> Any:
         """The same operation, its weight's gradient apart where that is a parameter and it pays."""
         place, deferred = apart(target, later)
+        # An operation whose weight is not where it is expected stays as it is.
         if deferred is None or place >= len(node.args) or node.kwargs:
             return target
         weight = node.args[place]

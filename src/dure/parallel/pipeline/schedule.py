@@ -111,6 +111,7 @@ def foreign(home: Sequence[int], stage: int, other: int) -> bool:
 def send_after(action: Action, home: Sequence[int]) -> Action | None:
     """The message that an action makes, if it makes one."""
     kind, stage, microbatch = action
+    # A weight gradient makes no message: nobody else needs it.
     if kind == "forward" and foreign(home, stage, stage + 1):
         return Action("send_output", stage, microbatch)
     if kind in ("backward", "input_gradient") and foreign(home, stage, stage - 1):
@@ -195,6 +196,7 @@ class Schedule:
                     f"line {number}: {line[:40]!r} is not understood: write 'schedule:', 'home:', "
                     "'microbatches:' or 'rank 0:' and what belongs there"
                 )
+            # the second one would silently replace the first
             if key in fields:
                 raise ValueError(f"line {number}: {key!r} is there twice: keep one of them")
             fields[key] = value
@@ -215,6 +217,7 @@ def _row(items: Iterable[object]) -> str:
 
 
 def _of_fields(fields: dict[str, str]) -> Schedule:
+    # Ranks are counted, and then have to be 0 … p-1 without a gap.
     ranks = sum(key.startswith("rank ") for key in fields)
     lists = [f"rank {rank}" for rank in range(max(1, ranks))]
     for key in ("schedule", "home", "microbatches", *lists):
@@ -268,6 +271,7 @@ def with_transfers(
             while needed and needed not in received:
                 queue = coming[home[needed.counterpart.stage], rank]
                 receive = queue.popleft() if needed in made else needed
+                # Received ahead of its use, it is not received again.
                 received.add(receive)
                 done.append(receive)
             done.append(action)

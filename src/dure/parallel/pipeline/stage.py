@@ -133,6 +133,7 @@ class Stage:
             kept.buffers = {
                 name: program.module.get_buffer(name).clone() for name in program.written
             }
+            # no graph: only what was received is held until backward
             with torch.no_grad():
                 ends = self._run(program, batch, values)
         else:
@@ -145,6 +146,8 @@ class Stage:
 
     def _run(self, program: Program, batch: Microbatch, values: Sequence[Tensor]) -> list[Tensor]:
         inputs = [batch.inputs[index] for index in program.inputs] if program.inputs else []
+        # A trace holds for one shape; what it would compute for another is wrong, and maybe no
+        # error.
         for given, shape in zip(inputs, program.shapes, strict=False):
             if shape is not None and given.shape != shape:
                 raise ValueError(
@@ -154,6 +157,7 @@ class Stage:
         results = program.module(*values, *inputs)
         if not self.last:
             return list(results)
+        # the loss takes what the model gives, not leaves
         outputs = tree_unflatten(list(results), self._structure_for(batch.examples))
         return [loss_of(self._loss, outputs, batch.targets, batch.share)]
 
@@ -192,6 +196,7 @@ class Stage:
         # A frozen stage's ends have no graph, though a gradient comes for each.
         pairs = zip(ends, gradients, strict=True)
         wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+        # A stage may have nothing that learns, and nothing before it.
         if wanted:
             torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
         if self._remaining is not None:

@@ -85,11 +85,13 @@ class Value:
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor as they lie in memory; as they are indexed, where it has gaps."""
     strides: tuple[int, ...] = tensor.stride()
+    # largest stride first; of equal ones the first dimension
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     expected = 1
     for dimension in reversed(order):
         if tensor.shape[dimension] != 1:
             if strides[dimension] != expected:
+                # It has gaps or overlaps: no order of dimensions describes it.
                 return tuple(range(tensor.dim()))
             expected *= tensor.shape[dimension]
     return tuple(order)
@@ -114,6 +116,7 @@ class Trace:
             self.changed.update(self.root[value] for value in changed_by(node))
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.operations = [node for node in nodes if node.op == "call_function"]
+        # torch.export keeps how the outputs' leaves make up the outputs
         self.structure: TreeSpec = self.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
         self.outputs: list[Any] = list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.names = names_of(model, self.module, nodes)
@@ -146,6 +149,7 @@ class Trace:
         while len(constant) != before:
             before = len(constant)
             for node in self.operations:
+                # A value that others write into is constant only if they are.
                 needed = [*node.all_input_nodes, *self.company[node]]
                 if node in constant and not all(source in constant for source in needed):
                     constant.remove(node)
@@ -222,6 +226,7 @@ class Trace:
     def ancestors(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """What these operations use, and what that uses, as far as it is constant."""
         seen: dict[fx.Node, None] = {}
+        # A stack of our own: chains of operations are longer than Python recurses.
         stack: list[fx.Node] = []
         for node in nodes:
             stack += node.all_input_nodes
@@ -279,6 +284,7 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Those of torch while it traces, and then what they were."""
+    # Settings of the whole process: they are put back, whatever happens.
     fast = torch.backends.mha.get_fastpath_enabled()
     without_stacks = fx.config.do_not_emit_stack_traces
     # The fast path of a transformer's layer is one operation, in which one cannot cut.
@@ -317,6 +323,7 @@ def draws(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
+        # an operation with a graph inside draws if something in it does
         inside = part_of(node)
         return inside is not None and any(map(draws, inside[0].nodes))
     schema = node.target._schema

@@ -149,6 +149,7 @@ def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
     if kind == "send_gradient":
         return [(Action("backward", stage, microbatch), gradient)]
     needs: list[tuple[Action, ...]] = [] if kind == "forward" else [(forward,)]
+    # from another rank: the receive; else the action of the neighbouring stage, here on this rank
     if message := receive_before(action, home):
         needs.append((message,))
     elif kind == "forward" and stage > 0:
@@ -183,6 +184,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
         for choice in _needs(action, schedule.home):
             if not any(needed in places for needed in choice):
                 raise _error(schedule, rank, place, f"needs {_where(choice, actions)}")
+        # only now, so that an action does not satisfy its own need
         places[action] = place
 
 
@@ -201,6 +203,7 @@ def _where(choice: tuple[Action, ...], actions: tuple[Action, ...]) -> str:
 
 
 def _check_complete(schedule: Schedule, require_backward: bool) -> None:
+    # Actions name their stage, and stages have one rank: all ranks' actions can lie in one set.
     there = set().union(*schedule.actions)
     for stage, rank in enumerate(schedule.home):
         for number in range(schedule.microbatches):
@@ -273,6 +276,7 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
         while places[rank] < len(actions):
             action = actions[places[rank]]
             if action.kind in RECEIVES and action.counterpart not in sent:
+                # a message has one receiver, so one rank waits for it
                 waiting[action.counterpart] = rank
                 break
             if action.kind in SENDS:
@@ -281,6 +285,7 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
                     ready.append(waiting.pop(action))
             order.append((rank, action))
             places[rank] += 1
+    # All others have come to their end, or wait too: no send is left that could wake anybody.
     if waiting:
         raise _deadlock(schedule, places, set(waiting.values()))
     return order

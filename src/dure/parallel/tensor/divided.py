@@ -51,6 +51,7 @@ class Divided(nn.Module):
         else:
             own = division.part(whole.detach(), self.group.rank, self.group.size)
             self.divisions[name] = division
+        # memory of its own: the undivided parameter can go
         made = nn.Parameter(own, whole.requires_grad)
         # What a user has written on a parameter stays with it.
         made.__dict__.update(vars(whole))

@@ -49,6 +49,7 @@ def parallelize(
     """
     group = Group.of(process_group)
     found = _found(model, plan)
+    # One message a tensor, so that no second copy of the whole model is needed.
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast_values([tensor.detach()], counted=False)
     _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
@@ -133,6 +134,7 @@ def _made(
                 raise ValueError(
                     "a plan divides layers inside a model, and cannot replace the model itself"
                 )
+            # One module may match several patterns, or have several names, as long as they agree.
             if said.setdefault(id(module), kind) != kind:
                 raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
             if id(module) not in layers:
@@ -184,6 +186,7 @@ def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
                 raise ValueError(
                     f"{first} and {name} share a parameter, and the plan divides it in two ways"
                 )
+            # the same object in both layers, so that optimizers and gradients know one
             layer.register_parameter(own, kept)
     # A module that stays whole cannot share with one that is divided.
     for name, module in model.named_modules():
@@ -206,4 +209,5 @@ def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
         draws.leave()
 
     model.register_forward_pre_hook(before)
+    # after an error as well
     model.register_forward_hook(after, always_call=True)

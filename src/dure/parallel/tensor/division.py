@@ -70,6 +70,7 @@ def sharers(what: str, outputs: int, size: int, unit: int) -> int:
     its width.
     """
     units = outputs // unit
+    # enough units, or an uneven number: then `check_even` decides, and tells what is wrong
     if outputs % unit or units >= size or size % units:
         check_even(what, (outputs,), size, unit)
         return 1

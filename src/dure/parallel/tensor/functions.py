@@ -53,6 +53,7 @@ def timed(name: str, group: Group, work: Callable[[], Value]) -> Value:
     """Does `work`, which transfers inside of a layer or waits for a transfer."""
     started = time.perf_counter()
     done = work()
+    # The layer is timed as a whole; what it waited inside is taken out of that.
     group.meter.inside(name, started, time.perf_counter())
     return done
 
@@ -66,6 +67,7 @@ def summed(tensor: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, in memory of its own."""
     if group.size == 1:
         return tensor
+    # in shared memory where there is any, so that peers read it where it lies
     return reduced_in_place(room(tensor.shape, tensor, group).copy_(tensor), group)
 
 

@@ -149,6 +149,7 @@ def _begin_input(
         if not how.beside:
             own = reduce_scattered(inputs.view(shape), group, dim)
             return lambda: own
+        # on the group's thread, in the order of issue
         handle = group.perform(
             "reduce-scatter of a gradient",
             lambda: reduce_scattered(inputs.view(shape), group, dim, beside=True),
@@ -177,6 +178,7 @@ class _Row(Function):
         outputs = room((rows.shape[0], matrix.shape[1]), rows, group)
         torch.mm(rows, matrix, out=outputs)
         if how.sequence is not None:
+            # rows are tokens again: the sequence is a dimension of its own
             whole = outputs.view(*tensor.shape[:-1], -1)
             check_sequence(whole, how.sequence, group)
             # The shard is summed already, so that each rank adds the bias once.
@@ -240,13 +242,13 @@ class ColumnParallel(DividedLinear):
 
     weight, bias: undivided, the same on all ranks; this rank's part of them is copied.
     process_group: a group of torch.distributed, or a `dure.collectives.Group`; None is all ranks.
-    blocks: outputs that are divided each on their own, as those of query, key and value in one
-        matrix; None is one.
+    blocks: outputs that are divided each on their own, such as those of query, key and value in
+        one matrix; None is one.
     unit: a block is divided between multiples of it, such as the width of a head.
     gather_output: all outputs on every rank, by an all-gather; its gradient must be the same on all
         ranks.
-    enters: False where the input has entered the divided region already, as by `enter`, with other
-        layers.
+    enters: False where the input has entered the divided region already, for several layers at
+        once, such as by `enter`.
     sequence: the dimension of the input along which the ranks hold shards of a sequence; None where
         they do not. The gathered input is kept for backward, so that nothing is gathered twice.
     transposed: whether the weight is stored as A.
@@ -384,6 +386,7 @@ class RowParallel(DividedLinear):
         """tensor: (..., this rank's inputs, or all). Returns all outputs, or a shard of them."""
         if self.draws is not None:
             self.draws.leave()
+        # All ranks have all of the input: each takes the columns that meet its rows of A.
         if not self.input_is_parallel:
             tensor = scatter_features(tensor, self.group)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)

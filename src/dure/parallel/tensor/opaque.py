@@ -62,6 +62,7 @@ def opaque(
 
     shape: of the result. weights: the parameters that it uses. opens: see above.
     """
+    # of the innermost trace, which is the one that is being made
     layers = _under_way[-1]
     layers.append(function)
     result: Tensor = torch.ops.dure.opaque(

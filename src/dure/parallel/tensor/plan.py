@@ -201,6 +201,8 @@ class Attributes(Checked):
         degree = at.group.size
         by = f"the degree {degree}: choose a degree that divides it"
         if self.units is not None:
+            # how many ranks share a unit; with more units than ranks none is shared, and nothing is
+            # divided
             degree = max(1, degree // self.units)
             by = (
                 f"the {degree} ranks that would share one of {self.units} units: choose a smaller "
@@ -244,6 +246,8 @@ class Enter(Checked):
         sequence = self.sequence
 
         def entered(tensor: Tensor) -> Tensor:
+            # A trace has one opaque operation here, which is this function itself, called when the
+            # program runs.
             if is_tracing():
                 shape = list(tensor.shape)
                 if sequence is not None:
@@ -293,6 +297,7 @@ class Join(Checked):
                 return opaque(joined, tensor, of_whole(tensor.shape, dim, group))
             return enter_sequence(tensor, group, dim)
 
+        # Changes are made later: a plan is checked as a whole first.
         return lambda: _keep(
             module.register_forward_hook(lambda module, inputs, output: joined(output))
         )
@@ -312,6 +317,7 @@ class OnShards:
             return summed(gradient, group)
 
         def watch(module: nn.Module, inputs: Any = None) -> None:
+            # A tracer puts its own tensors in the place of parameters: hooks would be put on those.
             for parameter in () if is_tracing() else module.parameters():
                 hooks: Any = parameter._backward_hooks or {}
                 # once for each parameter, though this runs at every call
@@ -346,6 +352,7 @@ class OwnDraws:
         def install() -> None:
             mark_on_shards(module)
             module.register_forward_pre_hook(before)
+            # after an error as well: other modules must not go on with this rank's own draws
             module.register_forward_hook(after, always_call=True)
 
         return install
@@ -397,6 +404,7 @@ def on_input(module: nn.Module, function: Callable[[Tensor], Tensor], argument: 
     def hook(
         module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Hugging Face gives some inputs by name.
         if args:
             return (function(args[0]), *args[1:]), named
         return args, {**named, argument: function(named[argument])}

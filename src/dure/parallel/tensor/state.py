@@ -63,6 +63,7 @@ def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any
             # Each tensor is gathered once, in the order of the model, which is that of all ranks.
             known[id(value)] = _whole(value, division, group)
         state[name] = known[id(value)]
+    # A model of which nothing is divided has no group here: then every rank returns its state.
     ranks = {group.rank for _, group in divided.values()}
     return state if everywhere or ranks <= {0} else {}
 
@@ -71,7 +72,9 @@ def _whole(value: Any, division: Division | None, group: Group | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if division is None or group is None or group.size == 1:
+        # memory of its own, so that training on does not change what was taken
         return value.detach().clone()
+    # bookkeeping, which the meter must not count
     return gathered(value.detach(), group.unmetered(), division)
 
 
@@ -100,6 +103,7 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
                     f"{name} has the shape {list(value.shape)} in the state, and {shape} in the "
                     "model"
                 )
+        # Replicated parameters, buffers and extra states are loaded as they are.
         whole = division is None or group is None
         parts[name] = value if whole else division.part(value, group.rank, group.size)  # type: ignore[union-attr]
     model.load_state_dict(parts)
@@ -128,6 +132,7 @@ def gradient_norm(
             (mine if name in divided else alike).append(parameter.grad)
     squares = _squares(mine)
     if group.size > 1:
+        # before the squares of what all ranks have alike are added
         all_reduce(squares, group, "native")
     return (squares + _squares(alike).to(squares.device)).sqrt()[0]
 

@@ -124,6 +124,7 @@ def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
     if text.strip() == READY:
         return ()
     entries: dict[str, tuple[Kind, ...]] = {}
+    # A semicolon at the end leaves an empty entry, which is none.
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         pattern, equals, kinds = (part.strip() for part in entry.partition("="))
         if not equals or not kinds:
@@ -148,6 +149,7 @@ def _kinds(tree: ast.expr) -> list[Kind]:
     """What `A() + B(1)` stands for."""
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         return [*_kinds(tree.left), *_kinds(tree.right)]
+    # `Row` alone is read as `Row()`
     call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
     name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
     known = _known()

@@ -51,6 +51,7 @@ class Divided(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
+        # in `__dict__`, since a tensor's class may change while its attributes stay
         check = self.__dict__.get("_before_grad")
         if check is not None:
             check()
@@ -73,6 +74,7 @@ class Away(Divided):
             name == "__get__" and getattr(func.__self__, "__name__", "") not in _NEEDS_ELEMENTS
         )
         if not is_property and name not in _HARMLESS:
+            # After this they are of their own class, and the function sees elements.
             for parameter in _away_among((args, kwargs)):
                 parameter.__dict__["_fetch"](parameter)
         with _bare():

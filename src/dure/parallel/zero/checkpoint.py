@@ -69,6 +69,7 @@ def _part(shares: Sequence[Share], division: Division) -> bytes:
     runs: dict[str, dict[str, int]] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for share in shares:
+        # frozen parameters of stage 3 have weights here, and no state
         parts = {held.place: held.part for held in share.held}
         for index, name in enumerate(share.block.names):
             piece = share.block.piece(index, share.rank)
@@ -95,6 +96,7 @@ def _write_index(
     }
     # with keep_vars, so that parameters are known by identity, shared ones by all of their names
     state = model.state_dict(keep_vars=True)
+    # JSON has no tensors: those among the settings go into the file of the rest.
     settings, tensors = pack_tree(division.groups())
     rest = {
         name: value
@@ -119,6 +121,7 @@ def _write_index(
     }
     write_atomically(_new(folder, _REST), weights_to_bytes(rest))
     names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
+    # A folder that is another one on each host would make a checkpoint with parts missing.
     unseen = [name for name in names if not _new(folder, name).exists()]
     if unseen:
         raise RunFolderError(
@@ -127,6 +130,8 @@ def _write_index(
     # parts of two checkpoints are none: until the new index is written there is no checkpoint
     (folder / "index.json").unlink(missing_ok=True)
     for name in names:
+        # Each rename is atomic. Files of an older checkpoint of more ranks may stay; no index names
+        # them.
         _new(folder, name).rename(folder / name)
     write_atomically(folder / "index.json", json.dumps(index).encode())
 
@@ -220,6 +225,7 @@ class Checkpoint:
         """
         parts = []
         for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
+            # What this file has of the parameter, and what is wanted of it.
             first, last = runs.get(name, _NOTHING)
             low = max(start, first)
             high = min(stop, last)
@@ -234,6 +240,7 @@ class Checkpoint:
             return None
         # Files are in order of rank, and so are the pieces of a parameter.
         whole = torch.cat(parts)
+        # safetensors has no complex numbers: they are written as pairs
         return torch.view_as_complex(whole) if f"{key}/{name}" in self._pairs else whole
 
     def weights(self, name: str, start: int, stop: int) -> Tensor:
@@ -319,6 +326,7 @@ def read_whole(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for number, name in enumerate(checkpoint.order):
             own = checkpoint.state_of(name, 0, lengths[name]) if name is not None else {}
             if own and name is not None:
+                # runs of elements become tensors of the parameter's shape again
                 state[number] = _shaped(own, checkpoint.shapes[name])
         return weights, {"state": state, "param_groups": checkpoint.groups}
 

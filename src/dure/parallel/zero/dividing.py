@@ -59,11 +59,13 @@ def divide(
         # Without elements there is nothing to divide, gather or send.
         names = [name for name in plan.parameters if named[name].numel()]
         names = [name for name in names if named[name].requires_grad or stage == 3 or name in short]
+        # the dtype in which each is gathered; its own where it is not shortened
         dtypes = [short.get(name, named[name].dtype) for name in names]
         planned.append(
             (plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes, alone))
         )
     device = next(iter(named.values())).device
+    # Whether the ranks share memory is asked next, and together.
     common = common and stage == 3 and device.type == "cpu"
     # All shares lie in one piece of common memory: to make it, and to learn that all can, costs two
     # exchanges, whatever the number of blocks.

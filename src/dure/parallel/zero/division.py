@@ -133,6 +133,7 @@ class Block:
         )
 
     def _piece(self, first: int, length: int, rank: int) -> Piece:
+        # the part of the parameter [first, first + length) that lies in the chunk of this rank
         low = max(first, rank * self.chunk)
         high = min(first + length, (rank + 1) * self.chunk)
         return Piece(low - first, high - first, low - rank * self.chunk)
@@ -151,6 +152,7 @@ def blocks_of(
     dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision.
     alone: elements of long ones.
     """
+    # in order of first appearance, which is the same on all ranks
     rows: dict[tuple[object, ...], list[int]] = {}
     for index, ((_, parameter), dtype) in enumerate(zip(parameters, dtypes, strict=True)):
         length = parameter.numel()

@@ -155,6 +155,8 @@ def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict
     piece = held.piece
 
     def cut(value: Any) -> Any:
+        # Without dimensions there is nothing to cut: a count of steps, or the state of a single
+        # number.
         if isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim():
             return value.reshape(-1)[piece.start : piece.stop].clone()
         return value.clone() if isinstance(value, Tensor) else value
@@ -171,5 +173,6 @@ def _join(whole: dict[str, Any], shape: Sequence[int], start: int, own: Mapping[
         if not (isinstance(value, Tensor) and value.dim()):
             whole.setdefault(key, value)
             continue
+        # made with the first piece; others fill in theirs
         tensor = whole.setdefault(key, torch.zeros(tuple(shape), dtype=value.dtype))
         tensor.view(-1)[start : start + value.numel()] = value

@@ -109,6 +109,8 @@ class ZeROLearner(SingleLearner):
         self.strategy = strategy
         # Counted before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
+        # gradients are summed, and not averaged, since each is multiplied with its share of the
+        # batch
         self.zero = ZeroRedundancy(
             self.model,
             self.optimizer,
@@ -195,6 +197,7 @@ class ZeROLearner(SingleLearner):
             "loss": [self._loss],
             "arrival": [time.perf_counter() - self.started],
         }
+        # The other ranks leave these zeros, so that the sum is what rank 0 says.
         if self.group.rank == 0:
             said["wish"] = [float(self._wish)]
             if self.speaking is not None:

@@ -66,6 +66,7 @@ def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int
     """
     outer = [unit for unit in units if unit in around]
     inner = [unit for unit in reversed(units) if unit not in around]
+    # they are there from first to last
     events = [Action("gather", unit) for unit in outer]
     for unit in inner:
         events.append(Action("gather", unit))
@@ -122,6 +123,7 @@ class Sweep:
 
     def has_gathered(self, unit: int) -> bool:
         """Whether the unit's turn in this pass is over, or it has none."""
+        # A unit without a turn has place -1, which is before any position.
         return self._place.get(unit, -1) < self.position
 
     def need(self, unit: int) -> None:

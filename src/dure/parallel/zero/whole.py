@@ -32,6 +32,7 @@ class Whole:
         self.model = model
         self.shares = list(shares)
         self.passes = passes
+        # not beside: nothing else is under way when the whole model is asked for
         self.wire = Wire(group, algorithm, beside=False)
 
     @torch.no_grad()
@@ -81,6 +82,7 @@ class Whole:
                 parameter.data = value
 
     def _take_back(self, values: Mapping[int, list[Tensor]]) -> None:
+        # Others may still read what this rank is about to write.
         self.meet()
         for share in self.shares:
             # In stages 1 and 2 the user has changed the share itself, unless the master is apart.

@@ -66,9 +66,9 @@ class Wire:
 
     split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared
     memory, where the others read it, maybe after this rank has ended it. planned: whether all that
-    goes beside is begun at once, by the order that all ranks follow, and ended by who waits for it:
-    if that is asked for, where each has a host of its own. Nobody checks then that all have begun
-    the same.
+    goes beside is begun at once, by the order that all ranks follow, and ended by whoever waits for
+    it: if that is asked for, where each has a host of its own. Nobody checks then that all have
+    begun the same.
 
     mean: whether sums of gradients are divided by N. transfers: those that have ended since they
         were last asked for;
@@ -104,6 +104,7 @@ class Wire:
         if self.planned and whole.numel():
             return self._begin_all_gather(whole, own)
         chunks = list(whole.view(self.group.size, -1))
+        # views of `whole`, into which the backend writes directly
         mine = chunks[self.group.rank]
         # else this rank's chunk lies in its place already
         apart = own.data_ptr() != mine.data_ptr()
@@ -227,6 +228,7 @@ class Wire:
         Whatever it does, so many have to leave and to come.
         """
         if chunk.numel():
+            # The counts of messages matter too: one a peer.
             for _ in range(self.group.size - 1):
                 self.group.meter.sent(chunk.nbytes)
                 self.group.meter.received(chunk.nbytes)
@@ -236,6 +238,7 @@ class Wire:
         return self._send("all-reduce", lambda: native.all_reduce(tensor, self.group), tensor)
 
     def _send(self, name: str, work: Callable[[], None], tensor: Tensor) -> Handle[None]:
+        # Nothing travels, and no rank may expect a message.
         if self.group.size == 1 or not tensor.numel():
             return Handle.of(None)
         name = f"{self.algorithm} {name}"
@@ -257,6 +260,7 @@ class Wire:
         started = time.perf_counter()
         waits = not handle.is_completed()
         handle.wait()
+        # What had come already cost no wait, and would only fill the timeline.
         if waits:
             self.waits.append(Span(f"wait for {what}", started, time.perf_counter()))
 
