@@ -118,6 +118,7 @@ class DiLoCoLearner(LocalSGDLearner):
         self.velocity = [torch.zeros_like(common) for common in self.common]
 
     def move(self, differences: Sequence[Tensor]) -> None:
+        """One step of the outer optimizer, along the mean of the ranks' ways."""
         lr = self.outer.outer_lr
         momentum = self.outer.outer_momentum
         for common, velocity, difference in zip(

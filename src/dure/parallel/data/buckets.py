@@ -47,6 +47,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor) -> Kind:
+        """That of a parameter's gradient, which has its dtype, device and number of elements."""
         return cls(parameter.numel(), parameter.dtype, parameter.device)
 
     @property

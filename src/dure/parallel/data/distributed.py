@@ -166,6 +166,7 @@ class DistributedDataParallel(nn.Module):
             self.backward_begins()
 
     def backward_begins(self) -> None:
+        """A backward pass whose gradients are summed begins; autograd tells when it has ended."""
         self.reducer.begin()
         # autograd calls it at the end of this backward pass, when all gradients are there
         Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -225,12 +226,14 @@ class DistributedDataParallel(nn.Module):
     announces = False
 
     def tail_fields(self, messages: int) -> list[Field]:
+        """`out` and `changed`: see the module's docstring. A static graph sends neither."""
         if self.reducer.how.static:
             return []
         buffers = 0 if self._speaking is None else len(self._speaking)
         return [each("out"), summed("changed", buffers)]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
+        """Whether this rank is out of data and, if it speaks, which buffers have changed."""
         if self.reducer.how.static:
             return {}
         said: dict[str, Sequence[float]] = {"out": [float(not self._here)]}

@@ -139,6 +139,7 @@ class Reducer:
 
     @property
     def owner(self) -> Owner:
+        """The owner, which is alive while its backward pass runs."""
         owner = self._owner()
         assert owner is not None
         return owner

@@ -179,6 +179,10 @@ class DataParallelLearner(SingleLearner):
         self._asked = 0
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves the joint batch's gradient in the parameters, the same on all ranks.
+
+        Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
+        """
         self._loss = 0.0
         self._asked = wish
         self.optimizer.zero_grad(set_to_none=True)
@@ -241,6 +245,7 @@ class DataParallelLearner(SingleLearner):
         return {"compressors": self.reducer.state()["compressors"]}
 
     def tail_fields(self, messages: int) -> list[Field]:
+        """All fields of the module's docstring but `used`, which the reducer adds."""
         return [
             summed("wish"),
             each("loss"),
@@ -250,6 +255,7 @@ class DataParallelLearner(SingleLearner):
         ]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
+        """What this rank says in them, as its last message leaves."""
         now = time.perf_counter()
         said: dict[str, Sequence[float]] = {
             "loss": [self._loss],

@@ -133,6 +133,7 @@ class Work:
     loss: float = 0.0
 
     def timed(self, name: str, work: Callable[[], Value]) -> Value:
+        """Does `work`, and notes from when to when."""
         started = time.perf_counter()
         value = work()
         self.spans.append(Span(name, started, time.perf_counter()))
@@ -155,6 +156,7 @@ class Belt:
         return item
 
     def stop(self) -> None:
+        """A stage has failed: no other one waits for it any more."""
         # All lines: nobody knows which one a stage is waiting at.
         for line in (*self.forwards, *self.backwards):
             line.put(_FAILED)
@@ -240,6 +242,7 @@ class PipelineLearner(SingleLearner):
         return progress
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves the joint batch's gradient in the parameters; the master only waits."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(self.microbatches) if len(part)]
         microbatches = parts.divided(inputs, sizes)

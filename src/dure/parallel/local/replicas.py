@@ -132,6 +132,7 @@ class ReplicasLearner(SingleLearner):
         return progress
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves the joint batch's gradient in the model's parameters, which are worker 0's."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)

@@ -51,10 +51,12 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """How many ranks it has."""
         return self.data * self.pipeline * self.tensor
 
     @property
     def degrees(self) -> tuple[int, ...]:
+        """How many ranks lie along each axis, in the order of `AXES`."""
         return self.data, self.pipeline, self.tensor
 
     def __str__(self) -> str:
@@ -69,11 +71,13 @@ class Mesh:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank is on the mesh."""
         # the tensor index runs fastest, so that neighbours have consecutive ranks
         rest, tensor = divmod(rank, self.tensor)
         return Coordinates(*divmod(rest, self.pipeline), tensor)
 
     def rank(self, at: Coordinates) -> int:
+        """The rank that is there: the inverse of `coordinates`."""
         return (at.data * self.pipeline + at.pipeline) * self.tensor + at.tensor
 
     def groups(self, axis: Axis) -> list[list[int]]:

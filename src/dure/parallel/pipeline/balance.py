@@ -194,6 +194,7 @@ class _Timer(fx.Interpreter):
         self.seconds: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        """One operation, forward and backward, on values of its own; no gradient is left."""
         if n.op != "call_function" or takes_apart(n):
             self.seconds[n] = 0.0
             return super().run_node(n)

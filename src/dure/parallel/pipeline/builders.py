@@ -172,7 +172,7 @@ SCHEDULES: dict[str, str] = {
 """Schedules: name to summary."""
 
 _ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
-    # with one micro-batch all schedules are the same
+    # with one micro-batch GPipe is the naive schedule
     "naive": gpipe,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

@@ -74,4 +74,5 @@ class Stream:
 
     @staticmethod
     def go_on_from(state: Tensor) -> None:
+        """Draws on from a state that `state` has given."""
         torch.default_generator.set_state(state)

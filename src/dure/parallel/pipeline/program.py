@@ -172,6 +172,11 @@ class _Builder:
         results: Sequence[fx.Node],
         last: bool,
     ) -> Program:
+        """The program of these operations.
+
+        own: the stage's operations. results: what it gives on; in the last stage these are the
+        model's outputs.
+        """
         trace = self.trace
         graph = self.graph
         # What is given on may be constant: then it is computed here, with its company.

@@ -85,6 +85,7 @@ class Action(NamedTuple):
 
     @property
     def computes(self) -> bool:
+        """Whether it computes, and is no transfer."""
         return self.kind in COMPUTING
 
     @property
@@ -166,6 +167,7 @@ class Schedule:
         return "weight_gradient" in kinds
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, in ascending order."""
         return tuple(stage for stage, home in enumerate(self.home) if home == rank)
 
     def text(self) -> str:

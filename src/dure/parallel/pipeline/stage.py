@@ -93,7 +93,8 @@ class Stage:
         self.number = number
         self.last = last
         self.trains = trains
-        # The last stage goes backward right after forward: to compute again would save nothing.
+        # In 1F1B the last stage goes backward right after forward: to compute again would save
+        # nothing.
         self.recompute = recompute and not last
         self.program_for = program_for
         self._structure_for = structure_for

@@ -66,6 +66,7 @@ class Value:
 
     @classmethod
     def of(cls, tensor: Tensor, differentiable: bool) -> Value:
+        """That of a tensor, which may be without data."""
         return cls(tuple(tensor.shape), tensor.dtype, differentiable, _order(tensor))
 
     @property

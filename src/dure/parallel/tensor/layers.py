@@ -310,6 +310,7 @@ class ColumnParallel(DividedLinear):
 
     @property
     def opens(self) -> int:
+        """1 where its outputs stay divided, and its input was not divided already."""
         return int(self._how.enters and not self.gather_output)
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
@@ -374,6 +375,7 @@ class RowParallel(DividedLinear):
 
     @property
     def opens(self) -> int:
+        """-1: the sum over the ranks ends the divided region."""
         return -1
 
     def output_shape(self, given: Sequence[int]) -> list[int]:

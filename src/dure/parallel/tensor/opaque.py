@@ -72,6 +72,7 @@ def opaque(
 
 
 def is_opaque(node: fx.Node) -> bool:
+    """Whether a node stands for a layer that is not looked into."""
     return node.target is torch.ops.dure.opaque.default
 
 

@@ -60,6 +60,7 @@ class Rooms:
             self._waiting.setdefault(memory.nbytes, []).append(memory)
 
     def forget(self) -> None:
+        """Lets go of all that waits here."""
         self._waiting = {}
         self._nbytes = 0
 

@@ -97,6 +97,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
+    """Puts a gradient into a parameter on this rank, past all checks."""
     with _bare():
         _GRADIENT.__set__(parameter, value)
 

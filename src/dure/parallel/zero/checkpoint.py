@@ -37,6 +37,7 @@ _REST = "rest.safetensors"
 
 
 def file_of(rank: int, ranks: int) -> str:
+    """The name of a rank's file in a checkpoint of so many ranks."""
     return f"{rank:05d}-of-{ranks:05d}.safetensors"
 
 

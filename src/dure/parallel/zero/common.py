@@ -66,9 +66,11 @@ class Slices:
 
     @staticmethod
     def room(nbytes: int) -> int:
+        """Bytes that a piece takes, up to the end of its last cache line."""
         return -(-nbytes // _LINE) * _LINE
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """The next piece; all ranks take the same ones in the same order, and so share them."""
         nbytes = elements * dtype.itemsize
         piece = self.memory[self.at : self.at + nbytes]
         self.at += self.room(nbytes)

@@ -67,6 +67,7 @@ class Block:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @cached_property
@@ -76,6 +77,7 @@ class Block:
 
     @cached_property
     def elements(self) -> int:
+        """Elements of all parameters, without padding."""
         return sum(self.lengths)
 
     @cached_property
@@ -85,6 +87,7 @@ class Block:
 
     @cached_property
     def padded(self) -> int:
+        """Elements of all chunks, padding included."""
         return self.chunk * self.ranks
 
     @property

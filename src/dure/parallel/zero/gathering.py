@@ -171,6 +171,7 @@ class Gathering:
         unit.stays = False
 
     def free_all(self) -> None:
+        """Frees every unit that is here or on its way."""
         for unit in self.units:
             self.free(unit)
 
@@ -251,6 +252,7 @@ class Gathering:
         )  # a graph of gradients keeps it beyond this pass
 
     def begin_backward(self) -> None:
+        """A backward pass begins: from now on units are freed when they are complete."""
         self.in_backward = True
         for unit in self.units:
             # A unit without trained parameters has no gradients to wait for, unless it was once

@@ -45,6 +45,7 @@ class InPlace(Gathering):
                 parameter.__class__ = kind
 
     def free_all(self) -> None:
+        """Nothing is freed: parameters are only kept from being used, until the next pass."""
         if self.here:
             self.here = False
             for parameter, _ in self._kinds:
@@ -60,6 +61,7 @@ class InPlace(Gathering):
                 self.wire.count(share.own)
 
     def own_memory(self, outputs: Any) -> Any:
+        """As they are: the memory of parameters stays."""
         return outputs
 
     @contextmanager
@@ -68,6 +70,7 @@ class InPlace(Gathering):
         yield
 
     def begin_backward(self) -> None:
+        """Units stay, so nothing has to be noted of them."""
         self.in_backward = True
 
     def complete(self, unit: Unit) -> None:

@@ -368,6 +368,7 @@ class Passes:
 
     @staticmethod
     def in_backward() -> bool:
+        """Whether autograd runs a backward pass on this thread."""
         # autograd numbers its passes; -1 is none
         return torch._C._current_graph_task_id() != -1
 

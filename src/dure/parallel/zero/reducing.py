@@ -153,6 +153,7 @@ class Reducing:
         return self.ready(number)
 
     def ready(self, number: int) -> bool:
+        """Whether all parameters of a block have their gradients of this pass."""
         return len(self._arrived[number]) == len(self.shares[number].parameters)
 
     def issue(self, number: int) -> None:

@@ -165,6 +165,7 @@ class Pool:
         )  # called before a buffer is dropped, or left
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor of so many elements, until it is given back, or left."""
         nbytes = elements * dtype.itemsize
         place = next(
             (place for place, buffer in enumerate(self.free) if buffer.numel() >= nbytes), None

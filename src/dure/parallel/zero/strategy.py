@@ -141,6 +141,10 @@ class ZeROLearner(SingleLearner):
         return self._flops
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves this rank's part of the joint batch's gradient with the optimizer's pieces.
+
+        Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
+        """
         self._wish = wish
         self._loss = 0.0
         self.zero.zero_grad()
