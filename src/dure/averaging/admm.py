@@ -145,6 +145,7 @@ class ADMMLearner(Learner):
         self.z = FlatParameters(self.consensus, only_trained=True)
         copy_model(self.replica.model, self.consensus)
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]
+        # one further number travels: |x_i - z|^2, for the residuals
         self.meeting = Meeting(
             self.replica, place, strategy.all_reduce, strategy.momentum, numbers=1
         )

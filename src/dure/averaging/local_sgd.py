@@ -117,6 +117,7 @@ class LocalSGDLearner(Learner):
 
     @property
     def units_per_epoch(self) -> int:  # type: ignore[override]
+        # by the length that rounds have now: with post-local SGD it grows
         return max(1, self.batches.steps_per_epoch // self.strategy.steps_of_round_at(self.step))
 
     def flops_per_step(self) -> float:

@@ -245,6 +245,7 @@ class Meeting:
 
     def _take(self, states: Sequence[Tensor | None]) -> None:
         """Puts the means into the buffers and the optimizer's state, or resets that state."""
+        # `extras` are the buffers first, and after them the states.
         for buffer, common, change in zip(self.means, self._common, self.extras, strict=False):
             # from the value that all ranks had, so that all have the same bits
             write(buffer, common + change)

@@ -40,6 +40,7 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is torch.ops.aten.mm.default and place is not None:
             one, other = args
             if (one.shape[0], other.shape[1]) == place.shape and one.dtype == place.dtype:
+                # once: a second product of this shape is that of something else
                 self.place = None
                 # detached: a tensor of its own, which autograd can take as the gradient
                 return torch.ops.aten.mm.out(one, other, out=place.detach())

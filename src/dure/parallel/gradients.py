@@ -40,6 +40,7 @@ class Flat:
         """
         like = parameters[0] if parameters else torch.empty(0, dtype=dtype, device=device)
         length = sum(parameter.numel() for parameter in parameters) + tail
+        # where peers can read it; zeroed, since such memory is used again
         if length and group.backend(like.device) == "dure":
             whole = empty_shared(length, dtype=like.dtype).zero_()
         else:

@@ -94,6 +94,8 @@ def bits_follow_the_plan(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
     if group.size <= 2 or how.algorithm in ("master", "one_shot", "tree", "halving_doubling"):
         return False
     backends_own = how.algorithm in ("native", "auto") and _all_of_dure(group, kinds)
+    # On a host dure adds every element in one order, and between two hosts two numbers; with more
+    # hosts, or other backends, chunks may begin with different ranks.
     return not (backends_own and len(group.hosts()) <= 2)
 
 

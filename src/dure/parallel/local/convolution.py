@@ -175,6 +175,7 @@ class _Convolution(torch.autograd.Function):
         ctx.at_once = at_once
         co = len(kernels)
         oh, ow = over.outputs(*images.shape[2:])
+        # a matrix for each group: its kernels as rows
         matrices = kernels.reshape(groups, co // groups, -1)
         # Written piece by piece, so that only one piece's columns are there at a time.
         outputs = images.new_empty(len(images), co, oh, ow)

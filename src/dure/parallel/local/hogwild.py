@@ -240,6 +240,7 @@ class HogwildLearner(SingleLearner):
         # saves.
         self.group.all_gather_values([0.0], "the start of a round")
         if len(self.hogs) > 1:
+            # once for all threads: what each of them draws depends on who is first
             seed_generators(self.seed, "round", self.round, everything=self.train_examples.draws)
             for hog in self.hogs[1:]:
                 refresh(hog.model, self.model)

@@ -150,6 +150,7 @@ class Belt:
 
     def taken(self, line: queue.SimpleQueue[Any]) -> Any:
         """What comes next. Raises AbandonedError if a stage has failed."""
+        # waits for the stage before, however long it takes
         item = line.get()
         if item is _FAILED:
             raise AbandonedError

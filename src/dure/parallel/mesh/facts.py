@@ -106,6 +106,7 @@ def _crossing(held: Held, number: int, batch_size: int, carried: bool) -> tuple[
     home = held.schedule.home
     if number + 1 >= len(home) or home[number] == home[number + 1]:
         return 0, 0
+    # with the values of each micro-batch; gradients travel without it
     state = STATE_BYTES if carried else 0
     examples = part_length(batch_size, held.mesh.data, held.at.data)
     there = 0

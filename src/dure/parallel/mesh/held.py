@@ -126,6 +126,7 @@ def keepers_of(
         stages = cut.holders.get(name)
         # what no stage uses in training may still be used in evaluation, by any stage
         ranks = everywhere if stages is None else [schedule.home[stage] for stage in stages]
+        # a rank with several stages that use it is there once
         keepers[name] = sorted(set(ranks))
     return keepers
 
@@ -137,6 +138,7 @@ def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) ->
         return None
     # It is made of all parameters, for a user's function may group them by their places.
     optimizer = make(list(held.model.parameters()))
+    # All groups stay, also empty ones, so that each keeps its number and its settings.
     mine = {id(parameter) for parameter in held.parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in mine]

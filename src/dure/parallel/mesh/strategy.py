@@ -310,6 +310,8 @@ class ParallelLearner(Learner):
         self.stream.carried = not numbered and held.cut.draws
         # The loss may draw too; -1 is a number that no operation of the model has.
         self._loss = self.stream.drawing(self.task.loss, -1) if numbered else self.task.loss
+        # A schedule that computes weight gradients apart finds them on this list; else they are
+        # computed at once.
         self.remaining: Remaining | None = [] if self.schedule.parts_gradients else None
         self.later = now if self.remaining is None else self.remaining.append
         stages = {number: self._stage(number) for number in held.own}

@@ -121,6 +121,7 @@ def _add(weight: Tensor, gradient: Tensor) -> None:
 
 def _add_product(weight: Tensor, one: Tensor, other: Tensor) -> None:
     before = gradient_of(weight)
+    # Only a dense gradient of one dtype can be added to inside the product.
     if before is None or before.dtype != one.dtype or before.layout is not torch.strided:
         _add(weight, one @ other)
     else:
@@ -146,6 +147,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (g,) = gradients
         x, weight = ctx.saved_tensors
+        # as one matrix: batch and sequence are rows alike
         outs = g.reshape(-1, g.shape[-1])
 
         def compute() -> None:

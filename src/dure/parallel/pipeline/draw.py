@@ -35,6 +35,8 @@ _LEGEND: tuple[tuple[Kind, str, str], ...] = (
 )
 _CLASSES = {kind: letter for kind, letter, _ in _LEGEND}
 
+# In pixels: margins, the picture's width, a rank's row and the gap after it, a panel's title and
+# axis.
 _LEFT = 64
 _RIGHT = 18
 _WIDTH = 960

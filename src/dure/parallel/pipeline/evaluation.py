@@ -61,14 +61,17 @@ def totals_of(
         return torch.zeros(())
 
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
+    # In evaluation nothing draws.
     stream = Stream(0, carried=False)
     mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
+    # Round by round, so that the values of all test examples are never in memory together.
     for start in range(0, len(chunks), ROUND):
         # Chunks of one length share a program; only the last one may be shorter.
         for length, alike in groupby(chunks[start : start + ROUND], len):
             batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike]
             schedule = forward_only(home, len(batches))
             stages = {stage: _stage(stage, cut, stream, partial(measure, length)) for stage in mine}
+            # unmetered, since an evaluation is part of the measurement
             engine = Engine(
                 group.unmetered(), schedule, stages=stages, stream=stream, device=device
             )

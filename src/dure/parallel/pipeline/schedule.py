@@ -54,6 +54,7 @@ COMPUTING: tuple[Kind, ...] = ("forward", "backward", "input_gradient", "weight_
 SENDS: tuple[Kind, ...] = ("send_output", "send_gradient")
 RECEIVES: tuple[Kind, ...] = ("receive_input", "receive_gradient")
 
+# the other end of each message: its kind, and how far its stage is from this one
 _COUNTERPARTS: dict[Kind, tuple[Kind, int]] = {
     "send_output": ("receive_input", 1),
     "receive_input": ("send_output", -1),
@@ -272,6 +273,7 @@ def with_transfers(
             # is put in all the same, and refused by `validate`.
             while needed and needed not in received:
                 queue = coming[home[needed.counterpart.stage], rank]
+                # oldest first, until the needed one was received
                 receive = queue.popleft() if needed in made else needed
                 # Received ahead of its use, it is not received again.
                 received.add(receive)

@@ -139,6 +139,7 @@ def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
     """What has to come before an action on its rank: one of each of these."""
     kind, stage, microbatch = action
     forward = Action("forward", stage, microbatch)
+    # B and I both give the gradient of the inputs: one of them is enough.
     gradient = Action("input_gradient", stage, microbatch)
     if kind in RECEIVES:
         return []

@@ -50,6 +50,7 @@ class Draws:
             return
         # All ranks draw this number, so that the common generator goes on alike afterwards.
         number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
+        # after the number was drawn: from here all go on together when they leave
         self._common = self._state()
         own = derive(number, "tensor parallel", self.group.rank)
         torch.default_generator.manual_seed(own)
@@ -58,6 +59,7 @@ class Draws:
 
     def leave(self) -> None:
         """Those of all ranks from here."""
+        # Nothing was entered: in evaluation, or on a single rank.
         if self._common is None:
             return
         torch.default_generator.set_state(self._common[0])

@@ -149,6 +149,7 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             "the ready plan for GPT-2 knows no cross-attention: write a plan for this model"
         )
     along = 1 if sequence else None
+    # the width of a head: heads are never cut
     width = model.config.n_embd // model.config.n_head
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         f"{prefix}wte": Vocabulary(),

@@ -204,6 +204,7 @@ def vocabulary_parallel_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}; choose mean, sum or none")
+    # one position without a dimension of its own, as F.cross_entropy takes it
     single = scores_part.dim() == 1
     if single:
         scores_part = scores_part[None]
@@ -226,6 +227,7 @@ def vocabulary_parallel_cross_entropy(
     if reduction == "none":
         return losses[0] if single else losses.view(shape)
     total_loss = losses.sum()
+    # F.cross_entropy too takes the mean over the targets that are not ignored
     return total_loss if reduction == "sum" else total_loss / (flat_targets != ignore_index).sum()
 
 

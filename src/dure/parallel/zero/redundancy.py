@@ -375,6 +375,7 @@ class ZeroRedundancy:
             raise RuntimeError(
                 "step() after a backward pass inside no_sync(); the last one has to be outside"
             )
+        # Each finished pass counts: with the number of the last step there was none since.
         if self.reducing.passes == self._stepped or not self.reducing.some_used:
             raise RuntimeError(
                 "step() before backward(): no rank has a gradient (one without examples calls "
@@ -389,6 +390,7 @@ class ZeroRedundancy:
         self.reducing.some_used = False
         for share in self.trained:
             share.round()
+        # In common memory the next forward pass reads what other ranks have just updated.
         self._whole.meet()
         if self.stage < 3:
             self._check_home()

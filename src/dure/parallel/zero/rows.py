@@ -61,6 +61,7 @@ class Rows:
         """
         row = []
         for place, part in self._own:
+            # padding has no gradient: zeros of the message stand for it
             gradient = gradients[part.number] if part is not None else place.zero_()
             if (
                 gradient is None

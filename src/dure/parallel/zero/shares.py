@@ -205,6 +205,8 @@ class Pool:
         del self.used[tensor.data_ptr()]
 
     def _changes(self) -> None:
+        # New memory may get the address of what is dropped: nothing that was made for that address
+        # may live on.
         self._views.clear()
         self.before_change()
 

@@ -90,6 +90,7 @@ class _Planner:
         parts = [
             (f"{name}.{part}" if name else part, child) for part, child in module.named_children()
         ]
+        # Activations and the like have nothing to gather.
         parts = [(part, child) for part, child in parts if self.inside(child)]
         if self._is_unit(module, inside, direct) or not parts:
             return [Plan([name], inside)]
@@ -100,6 +101,8 @@ class _Planner:
         if self.kinds:
             return isinstance(module, self.kinds)
         size = self.size(inside)
+        # To open a module that holds much itself would gain little: its own part is there as long
+        # as it runs.
         return size <= self.limit or self.size(direct) >= _OWN * size
 
     def _merged(self, plans: list[Plan]) -> list[Plan]:
@@ -109,6 +112,7 @@ class _Planner:
             last = merged[-1] if merged else None
             if (
                 last is not None
+                # a unit around others is there longer than its neighbours
                 and not (last.around or plan.around)
                 and self.size(last.parameters) + self.size(plan.parameters) <= self.limit
             ):

@@ -210,6 +210,7 @@ class Wire:
         def ending() -> None:
             ended = self._plainly(name, end)
             if self.planned:  # several are under way, one after another
+                # It had the link to itself from when the one before had ended.
                 self.transfers.append(Span(name, min(ended, max(started, self._last_end)), ended))
                 self._last_end = max(self._last_end, ended)
 
