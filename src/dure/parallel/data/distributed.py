@@ -244,7 +244,7 @@ class DistributedDataParallel(nn.Module):
             said["changed"] = self._speaking.changed()
         return said
 
-    # Steps that are not, and ranks that are through.
+    # Steps that are not summed, and ranks that have run out of data.
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes accumulate gradients on this rank.

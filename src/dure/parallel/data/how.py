@@ -5,8 +5,8 @@ Three ways for all-reduces and backward to go together:
 beside       All-reduces run while backward goes on: on a thread of their own, on a GPU's stream,
              or, between hosts of one rank each, on threads of the backend. Chosen between hosts,
              on GPUs, and where cores are idle.
-split-phase  They are begun while backward goes on, and summed by the ranks that begin last or are
-             through with backward. Chosen where the ranks of one host keep all of its cores busy:
+split-phase  They are begun while backward goes on, and summed by the ranks that begin last or have
+             ended backward. Chosen where the ranks of one host keep all of its cores busy:
              no thread takes their time, and a rank that would wait for others sums what they have
              not. It needs the backend's shared memory and its own all-reduce; elsewhere it is
              `after`.

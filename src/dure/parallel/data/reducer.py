@@ -275,7 +275,8 @@ class Reducer:
         self.next = number + 1
         flat, views, missing = messages.fill(number)
         self.missing.update(missing)
-        # The tail is written last, when all else is known: who came when, what was used.
+        # The tail is written last, when all else is known: when this rank came, and what it has
+        # used.
         if self.next == messages.count and self.tail.length:
             messages.write_tail(self.tail.encode(self._said()))
         if self._at_once:

@@ -9,8 +9,8 @@ would change what the model computes. Therefore a trace is rewritten (`settle`):
                         `torch.export` writes them
 
 and places are found between which the model is not cut (`inseparable`): where two names of the same
-memory would travel though one of them is still to be changed, as in x[:, 0] = y, and where a buffer
-that changes is used.
+memory would travel though one of them is still to be changed, such as in x[:, 0] = y, and where a
+buffer that changes is used.
 """
 
 from __future__ import annotations

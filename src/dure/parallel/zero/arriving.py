@@ -73,7 +73,7 @@ class Arriving:
 
         The order has to be the same on all ranks.
         """
-        # All are begun before any is waited for; the list is made first.
+        # All are begun before any is waited for: the list is made first.
         for share, handle in [(share, self._gather(share)) for share in shares]:
             kinds = [type(parameter) for parameter in share.parameters]
             # What is here already needs no waiting later. A parameter of a class of its own keeps

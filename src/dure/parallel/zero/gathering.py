@@ -104,7 +104,7 @@ class _Saved:
 class Gathering:
     """All units of a model on one rank, gathered and freed.
 
-    need: called with a unit that a module needs; set by who decides when units are gathered.
+    need: called with a unit that a module needs; set by whoever decides when units are gathered.
 
     here: whether all parameters are, so that nothing has to be asked
     (`dure.parallel.zero.in_place`).

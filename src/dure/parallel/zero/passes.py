@@ -281,7 +281,7 @@ class Passes:
             self._depth += module is self.scope
             return
         assert self.gathering is not None
-        # An error may have ended the pass before.
+        # An error may have ended the backward pass before this.
         self.abandon()
         self.scope = module
         self._depth = 1

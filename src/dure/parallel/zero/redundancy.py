@@ -491,6 +491,6 @@ class ZeroRedundancy:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind these tensors, each piece of memory once."""
+    """Bytes of the memory in which these tensors lie, each piece of memory once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

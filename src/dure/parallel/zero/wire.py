@@ -103,8 +103,8 @@ class Wire:
         """
         if self.planned and whole.numel():
             return self._begin_all_gather(whole, own)
-        chunks = list(whole.view(self.group.size, -1))
         # views of `whole`, into which the backend writes directly
+        chunks = list(whole.view(self.group.size, -1))
         mine = chunks[self.group.rank]
         # else this rank's chunk lies in its place already
         apart = own.data_ptr() != mine.data_ptr()
