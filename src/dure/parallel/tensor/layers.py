@@ -118,8 +118,8 @@ class _Column(Function):
         how = ctx.how
         rows, weight = ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
-        # The input's gradient is on its way while the weight's and the bias's are computed.
-        # a stand-in for a gradient that nobody asks for
+        # The input's gradient is on its way while the weight's and the bias's are computed; where
+        # nobody asks for it, this stands in for it.
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
             arrive = _begin_input(how, gradient, weight, ctx.shape)

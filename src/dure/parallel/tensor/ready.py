@@ -234,7 +234,7 @@ def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
     first: str | None = None
     places = list(layers._modules.items())
     for name, layer in places:
-        # A layer that is used twice would have to be divided in both ways at once.
+        # A layer that is used twice would have to be divided in two ways at once.
         once = sum(layer is other for _, other in places) == 1
         if layer is not None and once and _is_linear(layer):
             if first is not None:

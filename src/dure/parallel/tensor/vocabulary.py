@@ -109,8 +109,7 @@ class VocabularyEmbedding(Divided):
             raise IndexError(f"an index is outside of the vocabulary of {self.num_embeddings}")
         # The padding's row is used, but has no gradient.
         learns = here if self.padding_idx is None else here & (indices != self.padding_idx)
-        # Other ranks' symbols look up some row here, which is set to 0: one gather for all,
-        # whatever is missing.
+        # Symbols of other ranks look up some row here, which is then set to 0: one gather for all.
         own = self._rows((indices - self.start).clamp(0, max(0, self.rows - 1)), here, learns)
         if self.sequence is not None:
             return leave_sequence(own, self.group, self.sequence)
