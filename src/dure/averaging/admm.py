@@ -1,5 +1,4 @@
-"""Consensus ADMM: every rank minimises the loss of its own data near a common point, and duals make
-the points agree.
+"""Consensus ADMM: ranks minimise their own losses near a common point, and duals make them agree.
 
 With f_i the mean loss of rank i's n_i of n examples, weighted by N·n_i/n (1 where the parts are
 equal), in scaled form:
@@ -146,6 +145,7 @@ class ADMMLearner(Learner):
         self.z = FlatParameters(self.consensus, only_trained=True)
         copy_model(self.replica.model, self.consensus)
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]
+        # one further number travels: |x_i - z|^2, for the residuals
         self.meeting = Meeting(
             self.replica, place, strategy.all_reduce, strategy.momentum, numbers=1
         )
@@ -161,6 +161,7 @@ class ADMMLearner(Learner):
         ranks = self.group.size
         round = self.round + 1
         asked = self.strategy
+        # of every rank, for shards may be of unequal length
         steps = [
             asked.local_steps or asked.local_epochs * shard.steps_per_pass for shard in self.shards
         ]
@@ -169,13 +170,18 @@ class ADMMLearner(Learner):
             for shard, own in zip(self.shards, steps, strict=True)
         ]
         own = steps[self.group.rank]
+        # f_i counts as its share of the examples, times N: 1 where the parts are equal.
         weight = ranks * self.shard.n / len(self.replica.train_examples)
         trained = self.replica.train(self.shard.steps(self.round * own, own), weight, self._pull())
         moved = self._put_bodies()
+        # this rank's share of the mean over all examples of the round
         loss = trained.loss * counts[self.group.rank] / sum(counts)
         met = self.meeting.meet(1 / ranks, loss, wish, round, numbers=[moved])
+        # the sums of the ranks' bodies are in place now
         went = self._agree()
+        # Rounding may leave the difference a little below zero.
         primal = math.sqrt(max(0.0, met.numbers[0] - ranks * went))
+        # with the rho of this round; it is adapted afterwards
         dual = self.rho * math.sqrt(ranks * went)
         numbers = {"primal_residual": primal, "dual_residual": dual, "rho": self.rho}
         self._adapt(primal, dual)
@@ -185,12 +191,14 @@ class ADMMLearner(Learner):
     def _pull(self) -> Callable[[Sequence[Tensor]], None]:
         """Adds the gradient of rho/2·|x - z + u|^2 to those of the loss."""
         rho = self.rho
+        # z - u is the same for all steps of the round: the pull is rho·(x - (z - u)).
         points = self.replica.views(
             [z - u for z, u in zip(self.z.buffers, self.duals, strict=True)]
         )
 
         def pull(parameters: Sequence[Tensor]) -> None:
             for parameter, point in zip(parameters, points, strict=True):
+                # a new tensor, which may become the gradient
                 away = (parameter.detach() - point).mul_(rho)
                 gradient = parameter.grad
                 parameter.grad = away if gradient is None else away.add_(gradient)
@@ -205,7 +213,9 @@ class ADMMLearner(Learner):
             self.meeting.bodies, weights, self.z.buffers, self.duals, strict=True
         ):
             torch.sub(x, z, out=body)
+            # abs, because parameters may be complex
             moved += float(body.abs().square().sum())
+            # The mean over ranks of x + u - z is what z moves by.
             body.add_(u).div_(self.group.size)
         return moved
 
@@ -221,12 +231,14 @@ class ADMMLearner(Learner):
             went += float(body.abs().square().sum())
             if self.strategy.duals:
                 u.add_(x).sub_(z)
+        # `meet` has made the buffers the same on all ranks.
         copy_buffers(self.replica.model, self.consensus)
         return went
 
     def _adapt(self, primal: float, dual: float) -> None:
         if not self.strategy.adaptive:
             return
+        # ranks disagree: draw them closer; or the consensus moves too much: let go
         if primal > BALANCE * dual:
             factor = FACTOR
         elif dual > BALANCE * primal:
@@ -262,6 +274,7 @@ class ADMMLearner(Learner):
         part = state["parts"][self.group.rank]
         self.replica.restore(weights, part)
         self.duals = list(part["duals"])
+        # no compressors; the buffers are noted as they were loaded
         self.meeting.restore([])
         self.round = state["round"]
         self.rho = state["rho"]

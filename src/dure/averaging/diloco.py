@@ -36,8 +36,9 @@ from dure.contracts.task import Task
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
-    """Ranks train apart for many steps; an outer optimizer moves the common weights along the mean
-    of their ways.
+    """Ranks train apart for many steps, and an outer optimizer moves the common weights.
+
+    It moves them along the mean of the ranks' ways.
 
     Args:
         batch_size: examples of a step over all workers together; None is all the data.
@@ -110,11 +111,14 @@ class DiLoCoLearner(LocalSGDLearner):
     """Local SGD with an outer optimizer, the same on every rank."""
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: DiLoCo) -> None:
+        # Rounds of local SGD; only `move` differs.
         super().__init__(task, place, seed, strategy.rounds())
         self.outer = strategy
+        # v of the outer optimizer: made of sums that all ranks have, so it never travels
         self.velocity = [torch.zeros_like(common) for common in self.common]
 
     def move(self, differences: Sequence[Tensor]) -> None:
+        """One step of the outer optimizer, along the mean of the ranks' ways."""
         lr = self.outer.outer_lr
         momentum = self.outer.outer_momentum
         for common, velocity, difference in zip(
@@ -122,6 +126,7 @@ class DiLoCoLearner(LocalSGDLearner):
         ):
             velocity.mul_(momentum).sub_(difference)  # the outer gradient is the way back
             if self.outer.nesterov:
+                # x - lr·(D + m·v), with D = -difference
                 common.add_(difference, alpha=lr).sub_(velocity, alpha=lr * momentum)
             else:
                 common.sub_(velocity, alpha=lr)
@@ -131,4 +136,5 @@ class DiLoCoLearner(LocalSGDLearner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         super().restore(weights, state)
+        # the same on all ranks, so it is in the common state
         self.velocity = list(state["velocity"])

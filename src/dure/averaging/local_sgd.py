@@ -87,8 +87,10 @@ class LocalSGD(Strategy):
 
 
 class LocalSGDLearner(Learner):
-    """Local SGD at work on one rank. What is done with the mean difference, `move`, is replaced by
-    DiLoCo."""
+    """Local SGD at work on one rank.
+
+    DiLoCo replaces `move`, which is what is done with the mean difference.
+    """
 
     unit = "round"
     parted = True
@@ -108,12 +110,14 @@ class LocalSGDLearner(Learner):
             strategy.momentum,
             compression=strategy.compression,
         )
+        # where the round began, the same bits on all ranks
         self.common = self.replica.flat.copy()
         self.where = f"rank {self.group.rank}"
         self.step = self.round = 0
 
     @property
     def units_per_epoch(self) -> int:  # type: ignore[override]
+        # by the length that rounds have now: with post-local SGD it grows
         return max(1, self.batches.steps_per_epoch // self.strategy.steps_of_round_at(self.step))
 
     def flops_per_step(self) -> float:
@@ -122,15 +126,22 @@ class LocalSGDLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: steps alone, then the mean."""
         steps = range(self.step, self.step + self.strategy.steps_of_round_at(self.step))
+        # A generator: each batch is read only when its step comes.
         trained = self.replica.train(self._parts(steps))
+        # Of all ranks: each counts by what it has learned from, also where the last batch of an
+        # epoch does not divide.
         examples = sum(len(self.batches.at(step)) for step in steps)
         weight = trained.examples / examples
+        # into the message itself: `bodies` are views of it
         for body, mine, common in zip(
             self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True
         ):
+            # Differences are small numbers of about one size: a sum of them loses fewer digits than
+            # one of weights.
             torch.sub(mine, common, out=body).mul_(weight)
         met = self.meeting.meet(weight, weight * trained.loss, wish, self.round + 1)
         self.move(self.meeting.bodies)
+        # All ranks have added the same sums to the same weights.
         self.replica.flat.load(self.common)
         self.step = steps.stop
         self.round = self.round + 1
@@ -170,6 +181,7 @@ class LocalSGDLearner(Learner):
         self.common = self.replica.flat.copy()
         self.step = state["step"]
         self.round = state["round"]
+        # A world may have grown since: a new rank takes the optimizer of one that there was.
         part = state["parts"][self.group.rank % len(state["parts"])]
         self.replica.optimizer.load_state_dict(dict(part["optimizer"]))
         self.meeting.restore(part["compressors"])

@@ -81,8 +81,10 @@ def elements_in_message(
 
 
 class Met(NamedTuple):
-    """What all ranks know after a round: the sum of the ranks' losses and numbers, and rank 0's
-    wish."""
+    """What all ranks know after a round.
+
+    loss, numbers: sums over the ranks. wish: rank 0's.
+    """
 
     loss: float
     wish: int
@@ -119,6 +121,7 @@ class Meeting:
         self.momentum = momentum
         self._find_buffers()
         self._note_buffers()
+        # as the optimizer was made, for momentum="reset": usually empty
         self._fresh = copy.deepcopy(replica.optimizer.state_dict()["state"])
         self._compressed = _compressors(compression, replica)
         fields = (
@@ -133,8 +136,10 @@ class Meeting:
         self.started = common_start(self.group, place.clock_offset)
 
     def _find_buffers(self) -> None:
-        """As they are now: the floating-point ones, of which the mean is taken, and the others,
-        which are rank 0's."""
+        """Finds the buffers as they are now: a forward pass may have put others in their place.
+
+        Of the floating-point ones the mean is taken; the others are rank 0's.
+        """
         buffers = self.replica.buffers.of(self.replica.model)
         self.means = [buffer for buffer in buffers if buffer.is_floating_point()]
         self.others = [buffer for buffer in buffers if not buffer.is_floating_point()]
@@ -149,6 +154,8 @@ class Meeting:
         bodies = self.replica.flat.buffers
         carried = [] if self._compressed else list(bodies)
         extras = [*self.means, *states]
+        # Bodies, extras and tail lie in one buffer a dtype, and a round sends that buffer: nothing
+        # is copied into a message.
         self.message, views, self._tail = packed([*carried, *extras], self.tail.length, self.group)
         self.bodies = views[: len(carried)]
         if self._compressed:
@@ -159,8 +166,9 @@ class Meeting:
     def meet(
         self, weight: float, loss: float, wish: int, round: int, numbers: Sequence[float] = ()
     ) -> Met:
-        """Sums `bodies` over the ranks, takes the mean of the buffers, and does what the momentum's
-        choice says.
+        """Sums `bodies` over the ranks, and takes the mean of the buffers; all ranks call it.
+
+        The optimizer's state is kept, averaged or reset, as `momentum` says.
 
         weight: this rank's, with which its body was multiplied; those of all ranks add to 1. loss:
         its share of the round's mean loss. round: its number, from 1.
@@ -168,10 +176,12 @@ class Meeting:
         """
         entered = time.perf_counter()
         self._find_buffers()
+        # only averaged states travel
         states = states_of(self.replica) if self.momentum == "average" else []
         self._fill(weight, states)
         self._write_tail(loss, wish, numbers)
         began = time.perf_counter()
+        # Without compression there are no compressors, and the bodies are in `message`.
         for body, (compressor, like) in zip(self.bodies, self._compressed, strict=False):
             compressor.all_reduce(views_of(body, like), self.group, self.algorithm)
         for buffer in self.message:
@@ -186,6 +196,7 @@ class Meeting:
             round,
             arrival=self.started + max(heard["arrival"]),
         )
+        # Before anything is taken over. All ranks hear the same, so all of them raise.
         for rank, value in enumerate(heard["loss"]):
             if not math.isfinite(value):
                 raise LossNotFiniteError(value, f"rank {rank}", f"round {round}", intact=False)
@@ -205,6 +216,7 @@ class Meeting:
         for state, parameter in states:
             contents.append(state if state is not None else torch.zeros_like(parameter))
         if len(contents) != len(self.extras):  # optimizers make their state in their first step
+            # The bodies are filled already: what is in them moves to the new message.
             filled = self.bodies
             self._pack(contents[len(self.means) :])
             for body, content in zip(self.bodies, filled, strict=True):
@@ -233,14 +245,18 @@ class Meeting:
 
     def _take(self, states: Sequence[Tensor | None]) -> None:
         """Puts the means into the buffers and the optimizer's state, or resets that state."""
+        # `extras` are the buffers first, and after them the states.
         for buffer, common, change in zip(self.means, self._common, self.extras, strict=False):
+            # from the value that all ranks had, so that all have the same bits
             write(buffer, common + change)
         for state, mean in zip(states, self.extras[len(self.means) :], strict=True):
+            # A rank that never used the parameter has no state to put the mean into.
             if state is not None:
                 state.copy_(mean)
         if self.momentum == "reset":
             optimizer = self.replica.optimizer
             groups = optimizer.state_dict()["param_groups"]
+            # The settings stay as they are, such as a learning rate that a schedule has changed.
             optimizer.load_state_dict({"state": copy.deepcopy(self._fresh), "param_groups": groups})
 
     def _take_changed(self, changed: Sequence[float], round: int) -> None:
@@ -279,9 +295,11 @@ def packed(
         start = lengths.setdefault(tensor.dtype, 0)
         places.append((tensor.dtype, start))
         lengths[tensor.dtype] = start + tensor.numel()
+    # In half precision the numbers of the tail would lose their value.
     carrier = next(
         (dtype for dtype in lengths if dtype in (torch.float32, torch.float64)), torch.float32
     )
+    # after all that travels in this dtype
     lengths[carrier] = lengths.get(carrier, 0) + tail
     make = empty_shared if group.backend(torch.device("cpu")) == "dure" else torch.empty
     buffers = {dtype: make(length, dtype=dtype) for dtype, length in lengths.items()}
@@ -298,8 +316,7 @@ def difference(now: Tensor, before: Tensor) -> Tensor:
 
 
 def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
-    """(the optimizer's tensor, its parameter) for every tensor of the parameter's shape that the
-    optimizer keeps.
+    """(state, parameter) for every tensor of a parameter's shape that the optimizer keeps.
 
     None where this rank has none yet, for a parameter that its batches never used.
     """
@@ -310,13 +327,16 @@ def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
         names.update(name for name, value in kept.items() if _belongs(name, value, parameter))
     found: list[tuple[Tensor | None, Tensor]] = []
     for name in sorted(names):
+        # for every trained parameter, so that messages are equally long on all ranks
         found += [(state.get(one, {}).get(name), one) for one in replica.trained]
     return found
 
 
 def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
-    """Whether it is a number for each of the parameter's, such as a momentum; the count of steps is
-    not."""
+    """Whether it has a number for each of the parameter's, such as a momentum.
+
+    The count of steps has not.
+    """
     if not isinstance(value, Tensor) or name == "step" or value.shape != parameter.shape:
         return False
     return value.is_floating_point() or value.is_complex()

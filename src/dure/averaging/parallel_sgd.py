@@ -123,6 +123,7 @@ class ParallelSGDLearner(Learner):
         self.flat = FlatParameters(self.combined, only_trained=True)
         copy_model(self.replica.model, self.combined)
         self.buffers = Buffers(self.combined)
+        # buffers as all ranks had them at first: what is averaged are changes since then
         self.first = [
             buffer.clone()
             for buffer in self.buffers.of(self.combined)
@@ -138,10 +139,12 @@ class ParallelSGDLearner(Learner):
 
     def advance(self, wish: int) -> Progress:
         """One pass of every rank over its own examples."""
+        # Shards may be of unequal length: a round is one pass, in as many steps as it takes.
         passes = self.shard.steps_per_pass
         trained = self.replica.train(self.shard.steps(self.round * passes, passes))
         entered = time.perf_counter()
         told = _Told(trained.loss, float(wish), entered + self.clock_offset)
+        # Passes of unequal shards end at different times: here all wait for the last.
         rows = self.group.all_gather_values(list(told), "the end of a pass")
         heard = [_Told(*row) for row in rows]
         arrival = max(one.arrival for one in heard) - self.clock_offset
@@ -155,17 +158,23 @@ class ParallelSGDLearner(Learner):
                 )
         self.round += 1
         n = len(self.replica.train_examples)
+        # as a mean over all examples, each rank by how many it has
         mean = sum(shard.n / n * one.loss for shard, one in zip(self.shards, heard, strict=True))
         return Progress(mean, n, int(heard[0].wish))
 
     @torch.no_grad()
     def combine(self) -> nn.Module:
-        """The combined model as it is now. All ranks call it together; the first combination is the
-        one that counts."""
+        """The combined model as it is now; all ranks call it together.
+
+        Only the first combination is counted by the meter.
+        """
+        # Evaluating and saving in one round combine once.
         if self.combined_at == self.round:
             return self.combined
+        # Combinations after the first belong to the measurement.
         group = self.group.unmetered() if self.counted else self.group
         started = time.perf_counter()
+        # The rank's own model goes on untouched: what is combined is a copy.
         copy_model(self.replica.model, self.combined)
         (self._average if self.strategy.combine == "average" else self._best)(group)
         if not self.counted:
@@ -179,6 +188,7 @@ class ParallelSGDLearner(Learner):
         buffers = self.buffers.of(self.combined)
         means = [buffer for buffer in buffers if buffer.is_floating_point()]
         changes = [difference(now, first) for now, first in zip(means, self.first, strict=True)]
+        # no tail: what ranks have to agree on was told at the end of the pass
         message, views, _ = packed([*self.flat.buffers, *changes], 0, group)
         for view, content in zip(views, [*self.flat.buffers, *changes], strict=True):
             torch.mul(content, self.shard.n / len(self.replica.train_examples), out=view)
@@ -194,6 +204,7 @@ class ParallelSGDLearner(Learner):
         """The model of the rank with the least loss on all training data; of several, the first."""
         mine = torch.tensor([self._loss()], dtype=torch.float64)
         losses = all_gather(mine, group).flatten().tolist()
+        # nan sorts last: a model that has diverged is never the best while another has not
         best = min(range(group.size), key=lambda rank: (math.isnan(losses[rank]), losses[rank]))
         group.broadcast_values([*self.flat.buffers, *self.buffers.of(self.combined)], root=best)
 
@@ -202,6 +213,7 @@ class ParallelSGDLearner(Learner):
         total = 0.0
         counted = 0.0
         examples = self.replica.train_examples
+        # Dropout off, and the buffers as they are.
         self.combined.eval()
         for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
             inputs, targets = examples.batch(indices)
@@ -236,7 +248,9 @@ class ParallelSGDLearner(Learner):
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.combined, weights)
         load_passing_buffers(self.combined, state["buffers"])
+        # the rank's own model, which the combined one does not tell
         self.replica.restore(weights, state["parts"][self.group.rank])
+        # what was loaded is the combination of that round
         self.round = self.combined_at = state["round"]
         self.counted = state["counted"]
 

@@ -38,16 +38,21 @@ class Trained(NamedTuple):
 
 
 class Replica:
-    """A rank's model, in one flat buffer a dtype, and its optimizer; at first the same on every
-    rank."""
+    """A rank's model, in one flat buffer a dtype, and its optimizer.
+
+    At first both are the same on every rank.
+    """
 
     def __init__(self, task: Task, place: Place, seed: int) -> None:
         self.task = task
         self.group = place.group
         self.seed = seed
         self.model = place.model(task, seed).train()
+        # Before the optimizer is made and weights are broadcast: parameters become views of the
+        # flat buffers here.
         self.flat = FlatParameters(self.model, only_trained=True)
         self.buffers = Buffers(self.model)
+        # in the order in which they lie in the flat buffers
         groups = by_dtype(
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ).values()
@@ -78,11 +83,11 @@ class Replica:
         share: float = 1.0,
         adjust: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> Trained:
-        """One step of the optimizer on each of (number of the step, indices); empty batches make no
-        step.
+        """One step of the optimizer on each of `batches`; an empty batch makes no step.
 
-        share: what the loss's gradient is multiplied with. adjust: changes the gradients before the
-        optimizer sees them. Ends early at a loss that is not finite.
+        batches: pairs of the step's number and the examples' indices. share: what the loss's
+        gradient is multiplied with. adjust: changes the gradients before the optimizer sees them.
+        Ends early at a loss that is not finite.
         """
         total = 0.0
         examples = 0
@@ -91,6 +96,7 @@ class Replica:
                 continue
             loss = self._step(step, indices, share, adjust)
             examples += len(indices)
+            # Further steps would only cost time; the others hear of it when they meet.
             if not math.isfinite(loss):
                 return Trained(loss, examples)
             total += loss * len(indices)
@@ -138,6 +144,7 @@ class Replica:
     @torch.no_grad()
     def restore(self, common: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Goes on from `state`. common: a state_dict with the parameters that are not trained."""
+        # First what all ranks have, then what is this rank's own.
         load_weights(self.model, common)
         self.flat.load(state["weights"])
         self.buffers.load(self.model, state["buffers"])
@@ -146,6 +153,8 @@ class Replica:
     def _is_finite(self) -> bool:
         """Whether the weights are: the last step's loss does not tell."""
         return all(
+            # A sum is cheap, and finite unless an element is not, or it overflows: only then all
+            # are looked at.
             bool(buffer.sum().isfinite()) or bool(buffer.isfinite().all())
             for buffer in self.flat.buffers
         )
@@ -161,8 +170,10 @@ class Shard:
         self.steps_per_pass = self.batches.steps_per_epoch
 
     def steps(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """(number, examples) of `count` steps from number `first` on; after the last batch of a
-        pass comes the next."""
+        """(number, indices of examples) of `count` steps from number `first` on.
+
+        After the last batch of a pass comes the first one of the next.
+        """
         for step in range(first, first + count):
             yield step, self.indices[self.batches.at(step)]
 
@@ -172,12 +183,15 @@ class Shard:
 
     def _until(self, step: int) -> int:
         passes, steps = divmod(step, self.steps_per_pass)
+        # A pass has all n examples, though its last batch may be smaller.
         return passes * self.n + min(steps * self.batches.batch_size, self.n)
 
 
 def shards_of(replica: Replica, partition: Partition, batch_size: int | None) -> list[Shard]:
-    """The shards of all ranks. batch_size: of all ranks together, of which each has the N-th part,
-    rounded up."""
+    """The shards of all ranks, which every rank computes alike.
+
+    batch_size: of all ranks together, of which each has the N-th part, rounded up.
+    """
     train = replica.train_examples
     seed = replica.seed
     ranks = replica.group.size

@@ -40,6 +40,7 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is torch.ops.aten.mm.default and place is not None:
             one, other = args
             if (one.shape[0], other.shape[1]) == place.shape and one.dtype == place.dtype:
+                # once: a second product of this shape is that of something else
                 self.place = None
                 # detached: a tensor of its own, which autograd can take as the gradient
                 return torch.ops.aten.mm.out(one, other, out=place.detach())
@@ -61,12 +62,14 @@ class Direct:
             for parameter in parameters
             if parameter.dim() == 2 and parameter.nbytes >= WORTH_IT and parameter.is_contiguous()
         }
+        # by weight: the last backward pass in which its place was given away
         self._passes: dict[int, int] = {}
 
     def prepare(self, outputs: Iterable[Tensor]) -> None:
         """Looks for the products in the graph of a forward pass."""
         if not self.weights or torch.compiler.is_compiling():
             return
+        # A stack of our own: graphs are deeper than Python recurses.
         stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen: set[Any] = set(stack)
         while stack:
@@ -80,6 +83,8 @@ class Direct:
                 self._prepare(node, following[-1][0])
 
     def _prepare(self, node: Any, transposed: Any) -> None:
+        # A linear layer multiplies by the weight's transpose: the path of its gradient ends in a
+        # transposition, and then in the leaf. Any other form is left to autograd.
         if type(transposed).__name__ == "TBackward0":
             leaf = transposed.next_functions[0][0]
             weight = self.weights.get(id(getattr(leaf, "variable", None)))
@@ -87,6 +92,7 @@ class Direct:
                 self._watch(node, leaf, weight)
 
     def _watch(self, node: Any, leaf: Any, weight: nn.Parameter) -> None:
+        # a list, for both hooks of the node; empty where this pass writes nowhere
         entered: list[Into] = []
 
         def before(gradients: Any) -> None:
@@ -111,12 +117,15 @@ class Direct:
         """
         current = torch._C._current_graph_task_id()
         if (
+            # autograd would add the new gradient to the old one, which lies in that very place;
+            # with create_graph it keeps the product; a weight that is used twice has two products
             weight.grad is not None
             or torch.is_grad_enabled()
             or self._passes.get(id(weight)) == current
         ):
             return None
         try:
+            # backward(inputs=...) may leave the weight out
             if not torch._C._will_engine_execute_node(leaf):
                 return None
         except RuntimeError:  # torch.autograd.grad asks for it

@@ -78,11 +78,13 @@ def _problem(
     what: str,
     together: bool = False,
 ) -> str | None:
-    """What is wrong with the optimizer, if pieces with an optimizer each are updated otherwise than
-    by one.
+    """Why pieces with an optimizer each are not updated as by one optimizer; None if they are.
 
-    together: that one has the pieces too; else the matrix that they make up.
+    cut: how the matrix becomes pieces. what: these pieces, for the message. together: whether that
+    one optimizer has the pieces too; else it has the matrix that they make up.
     """
+    # The same numbers in every run, so that the answer is the same; three steps, because state
+    # begins at zero.
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 6, 4, generator=generator, dtype=torch.float64)
     whole = [nn.Parameter(piece.clone()) for piece in (cut(start) if together else [start])]
@@ -111,8 +113,11 @@ def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
 def _steps(
     optimizer: Optimizer, owned: Sequence[list[nn.Parameter]], gradients: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Steps of optimizers of this kind, each with the parameters that it owns. gradients: of all of
-    these, by step."""
+    """Steps of optimizers of this kind, each with the parameters that it owns.
+
+    gradients: those of all parameters in `owned`, for each step.
+    """
+    # Settings that are tensors, such as a learning rate, are left out: the probes would share them.
     settings = {
         key: value for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)
     }

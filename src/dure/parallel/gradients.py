@@ -17,8 +17,10 @@ from dure.collectives.shared_memory.pool import empty_shared
 
 @dataclass(frozen=True)
 class Flat:
-    """A buffer, and the places of gradients in it: views of the shapes and strides of their
-    parameters."""
+    """A buffer, and the places of gradients in it.
+
+    views: of the buffer, each with the shape and the strides of its parameter.
+    """
 
     whole: Tensor
     views: list[Tensor]
@@ -38,6 +40,7 @@ class Flat:
         """
         like = parameters[0] if parameters else torch.empty(0, dtype=dtype, device=device)
         length = sum(parameter.numel() for parameter in parameters) + tail
+        # where peers can read it; zeroed, since such memory is used again
         if length and group.backend(like.device) == "dure":
             whole = empty_shared(length, dtype=like.dtype).zero_()
         else:
@@ -48,6 +51,7 @@ class Flat:
             strides = parameter.stride()
             if not is_dense(parameter):  # a gradient has no gaps
                 strides = torch.empty(parameter.shape, device="meta").stride()
+            # With the parameter's own strides, so that the elements of both lie in one order.
             views.append(whole.as_strided(parameter.shape, strides, start))
             start += parameter.numel()
         return cls(whole, views)
@@ -58,6 +62,7 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.numel() == 0 or tensor.is_contiguous():
         return True
     steps = zip(tensor.shape, tensor.stride(), strict=True)
+    # the distance from the first element to the last one is the number of elements less one
     return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 

@@ -20,6 +20,7 @@ def check_weights_stay(model: nn.Module, workers: int | None) -> None:
 
     Each replica would change its own. workers: None where their number is not known.
     """
+    # One worker alone changes its weights as it likes.
     for name, module in model.named_modules() if workers != 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
@@ -35,6 +36,7 @@ class Speaker:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.buffers = Buffers(model)
+        # copies: forward passes write into the buffers themselves
         self._seen = [buffer.clone() for buffer in self.buffers.of(model)]
 
     def __len__(self) -> int:

@@ -47,6 +47,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor) -> Kind:
+        """That of a parameter's gradient, which has its dtype, device and number of elements."""
         return cls(parameter.numel(), parameter.dtype, parameter.device)
 
     @property
@@ -55,10 +56,10 @@ class Kind(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """An all-reduce that has ended: the message's number in the plan, and its seconds of
-    `time.perf_counter`.
+    """An all-reduce that has ended.
 
-    Where several were under way at once, it starts when the one before has ended.
+    number: the message's in the plan. start, end: in seconds of `time.perf_counter`. Where several
+    were under way at once, it starts when the one before has ended.
     """
 
     number: int
@@ -84,6 +85,7 @@ class Bucket:
         Those whose bytes are a multiple of a line come first, so that the next one begins on a line
         too.
         """
+        # A sort that is stable keeps the order of finishing within both kinds.
         return cls(tuple(sorted(members, key=lambda member: kinds[member].nbytes % LINE != 0)))
 
 
@@ -132,6 +134,7 @@ def filled(
     for index in order:
         kind = kinds[index]
         if kind.nbytes >= long:
+            # Buckets of small gradients stay open meanwhile: they are not full.
             buckets.append(Bucket((index,), alone=True))
             continue
         members = started.setdefault((kind.dtype, kind.device), [])
@@ -140,6 +143,7 @@ def filled(
         if sum(kinds[member].nbytes for member in members) >= limit:
             buckets.append(Bucket.of(kinds, started.pop((kind.dtype, kind.device))))
     left = [Bucket.of(kinds, members) for members in started.values()]
+    # stable, so that all ranks have the same order; the last one may carry the tail
     left.sort(key=lambda bucket: _can_carry(kinds, bucket))
     buckets += left
     return Plan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))

@@ -122,8 +122,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def hidden_share(self) -> float | None:
-        """Which part of the time of all-reduces ran while backward computed, on this rank and up to
-        now.
+        """The share of all-reduces' time that ran while backward computed, on this rank, up to now.
 
         A wait for a slower rank counts as part of the all-reduce. None before the first step.
         """
@@ -144,11 +143,15 @@ class DistributedDataParallel(nn.Module):
                 if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
             self.reducer.look_at(found)
+            # A hook on each output tells that backward begins, before any gradient is there. It is
+            # the earliest moment that autograd shows.
             for output in found if self.reducer.enabled else []:
                 output.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
         return outputs
 
     def _check_last_pass(self) -> None:
+        # Messages have left that the other ranks count, or wait for: nothing here can take them
+        # back.
         if self.reducer.active and self.reducer.next:
             raise RuntimeError(
                 "the last backward pass ended in the middle, when some of its gradients had left: "
@@ -163,7 +166,9 @@ class DistributedDataParallel(nn.Module):
             self.backward_begins()
 
     def backward_begins(self) -> None:
+        """A backward pass whose gradients are summed begins; autograd tells when it has ended."""
         self.reducer.begin()
+        # autograd calls it at the end of this backward pass, when all gradients are there
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
@@ -185,8 +190,11 @@ class DistributedDataParallel(nn.Module):
             heard = self.reducer.heard
             self._out = [bool(number) for number in heard["out"]]
             changed = [bool(number) for number in heard["changed"]]
+        # Ranks that are out add zeros. The last step, in which all are, is nobody's, and changes
+        # nothing.
         some_are_out = any(self._out) and not all(self._out)
         if self._speaking is not None and any(changed) and not all(self._out):
+            # All ranks have the same flags, so all of them, or none, enter this broadcast.
             self._speaking.take(self.group, changed, self._out.index(False))
         if self._divides_by_those_here and some_are_out:
             gradients = [
@@ -218,25 +226,31 @@ class DistributedDataParallel(nn.Module):
     announces = False
 
     def tail_fields(self, messages: int) -> list[Field]:
+        """`out` and `changed`: see the module's docstring. A static graph sends neither."""
         if self.reducer.how.static:
             return []
         buffers = 0 if self._speaking is None else len(self._speaking)
         return [each("out"), summed("changed", buffers)]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
+        """Whether this rank is out of data and, if it speaks, which buffers have changed."""
         if self.reducer.how.static:
             return {}
         said: dict[str, Sequence[float]] = {"out": [float(not self._here)]}
+        # With `join` rank 0 may be out, and the first rank that is not speaks. Who that is shows
+        # only in the sum, so all that are here give their flags, above zero is yes.
         speaks = self._here and (self._joining or self.group.rank == 0)
         if self._speaking is not None and speaks:
             said["changed"] = self._speaking.changed()
         return said
 
-    # Steps that are not, and ranks that are through.
+    # Steps that are not summed, and ranks that have run out of data.
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate gradients on this rank; the first one outside sums all
-        of them."""
+        """Inside, backward passes accumulate gradients on this rank.
+
+        The first backward pass outside sums all of them.
+        """
         return self.reducer.paused()
 
     @contextmanager
@@ -275,6 +289,7 @@ class DistributedDataParallel(nn.Module):
     def _shadow(self) -> None:
         """Takes part in what others still do."""
         self._here = False
+        # `_out` is of the last step, in which this rank was here: so one at least was not out.
         last = self._out.index(False)
         uneven = any(self._out)
         while not all(self._out):
@@ -282,6 +297,8 @@ class DistributedDataParallel(nn.Module):
             self.reducer.take_part()
             self._after()
             uneven = uneven or (any(self._out) and not all(self._out))
+        # Weights are those of a rank that made all steps; ranks that left earlier have missed
+        # updates.
         if uneven:
             self.group.broadcast_values(
                 [*self.module.parameters(), *self._buffers_at_start.of(self.module)], root=last

@@ -5,8 +5,8 @@ Three ways for all-reduces and backward to go together:
 beside       All-reduces run while backward goes on: on a thread of their own, on a GPU's stream,
              or, between hosts of one rank each, on threads of the backend. Chosen between hosts,
              on GPUs, and where cores are idle.
-split-phase  They are begun while backward goes on, and summed by the ranks that begin last or are
-             through with backward. Chosen where the ranks of one host keep all of its cores busy:
+split-phase  They are begun while backward goes on, and summed by the ranks that begin last or have
+             ended backward. Chosen where the ranks of one host keep all of its cores busy:
              no thread takes their time, and a rank that would wait for others sums what they have
              not. It needs the backend's shared memory and its own all-reduce; elsewhere it is
              `after`.
@@ -88,11 +88,14 @@ def bits_follow_the_plan(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
     Two numbers have the same sum in any order. Some algorithms add in the order of ranks, or along
     the same tree, for every element; a ring begins each chunk with another rank.
     """
+    # A compressor works on a bucket as a whole, with a seed of the bucket's number.
     if how.compresses:
         return True
     if group.size <= 2 or how.algorithm in ("master", "one_shot", "tree", "halving_doubling"):
         return False
     backends_own = how.algorithm in ("native", "auto") and _all_of_dure(group, kinds)
+    # On a host dure adds every element in one order, and between two hosts two numbers; with more
+    # hosts, or other backends, chunks may begin with different ranks.
     return not (backends_own and len(group.hosts()) <= 2)
 
 
@@ -120,8 +123,10 @@ def way_of(how: How, group: Group, kinds: Sequence[Kind]) -> Way:
         return how.overlap
     if any(kind.device.type != "cpu" for kind in kinds) or len(group.hosts()) > 1:
         return "beside"
+    # From here on all ranks share one host and its cores.
     if sum(kind.nbytes for kind in kinds) < WORTH_IT:
         return "after"
+    # a core is free for the thread that sums
     if available_cores() > group.size * torch.get_num_threads():
         return "beside"
     # with buckets of a size that was asked for, more messages than can be under way may leave
@@ -149,7 +154,10 @@ def plan_of(
     elif way == "split-phase":  # no more messages than can be under way at once
         limit = max(LIMIT, -(-sum(kind.nbytes for kind in kinds) // UNDER_WAY))
     else:
+        # Where nothing goes on meanwhile one message is cheapest; but if bits follow the plan all
+        # ways have to cut alike.
         limit = LIMIT if way == "beside" or follows else ALL
+    # Where buckets of some size were asked for, no shorter gradient leaves alone.
     long = ALL if shared else max(LONG, how.bucket_bytes or 0)
     plan = filled(kinds, order, limit, long)
     # a compressed bucket is not exact, and the tail has to be

@@ -65,15 +65,19 @@ class Messages:
         self._flats = self._made(tail)
         last = self._flats[-1].whole
         self.tail = last[len(last) - tail :]
+        # the same memory through numpy
         self._tail = self.tail.numpy() if self.tail.device.type == "cpu" else None
         self._is_native = how.algorithm == "native" and group.size > 1
+        # Where ranks could end messages later but must not, each is seen through when it is begun.
         self._prepare = native.prepare_all_reduce
         if native.is_split_phase(group) and not split_phase:
             self._prepare = native.prepare_at_once
+        # what begins the all-reduce of a flat buffer, prepared once by message
         self._begins: dict[int, Callable[[], Callable[[], float]]] = {}
         self.compressors = [
             self._compressor(number) for number in range(len(plan.buckets) if how.compresses else 0)
         ]
+        # A fresh run remembers nothing; neither does one that was not compressed before.
         for compressor, state in zip(self.compressors, remembered, strict=False):
             compressor.restore(state)
 
@@ -108,6 +112,7 @@ class Messages:
         The tail is left to be written.
         """
         flat = self._flats[number]
+        # the tail alone
         if number == len(self.plan.buckets):
             return flat.whole, [], {}
         bucket = self.plan.buckets[number]
@@ -119,9 +124,12 @@ class Messages:
         for index, view in zip(bucket.members, flat.views, strict=True):
             parameter = self.parameters[index]
             gradient = parameter.grad
+            # The user has kept it from step to step, and autograd has added to it in place.
             if gradient is view:
                 continue
             if gradient is None:
+                # The parameter keeps no gradient until the tail has told whether another rank has
+                # one.
                 missing[index] = view.zero_()
                 continue
             if (
@@ -134,8 +142,10 @@ class Messages:
             if gradient.data_ptr() != view.data_ptr():  # else it was computed there
                 sources.append(gradient)
                 targets.append(view)
+            # From here on the sum arrives in the gradient itself.
             parameter.grad = view
         if targets:
+            # one call for all: a copy each would cost more than the bytes of small ones
             torch._foreach_copy_(targets, sources)
         return flat.whole, flat.views, missing
 
@@ -145,6 +155,8 @@ class Messages:
             zeros = torch.zeros_like(parameter, requires_grad=False)
             return flat_view(zeros), [zeros], {index: zeros}
         gradient = as_dense(parameter.grad)
+        # All ranks send elements in the order of their parameter's memory; autograd may choose
+        # another.
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         if gradient is not parameter.grad:
@@ -171,6 +183,7 @@ class Messages:
         `time.perf_counter`.
         """
         if views and self.compressors:
+            # A compressor sums, and the mean is left to be taken.
             self.compressors[number].all_reduce(views, self.group, self.how.algorithm)
             if self.how.op == "avg":
                 torch._foreach_div_(list(views), self.group.size)
@@ -189,6 +202,7 @@ class Messages:
             begin = self._begins[number]
         else:
             begin = self._begins[number] = self._native(flat)
+        # begun here and now; its end is wrapped alike, so that its errors are diagnosed too
         return partial(self._perform, self._perform(begin, flat), flat)
 
     def _native(self, flat: Tensor) -> Callable[[], Callable[[], float]]:
@@ -196,6 +210,7 @@ class Messages:
         reduction = reduction_of(self.how.op, flat.dtype, self.group.size)
         if not reduction.divides_first(flat.dtype):
             return self._prepare(flat, self.group, reduction)
+        # in half precision a sum of many could overflow before it is divided
         begin = self._prepare(flat, self.group, reduction.partial())
 
         def divided() -> Callable[[], float]:
@@ -205,10 +220,10 @@ class Messages:
         return divided
 
     def _perform(self, work: Callable[[], Value], flat: Tensor) -> Value:
-        """`Group.perform`; on CPUs with what plain memory needs alone, since it is in the way of
-        backward."""
+        """`Group.perform`; on CPUs its shortest form, because it is in the way of backward."""
         if flat.is_cuda:
             return self.group.perform(OPERATION, work, flat)
+        # What was issued on the group's thread comes first: messages are known by their order.
         self.group.settle()
         with self.group.during(OPERATION):
             return work()

@@ -90,12 +90,14 @@ class Reducer:
         self.heard: dict[str, list[float]] = {}
         self.missing: dict[int, Tensor] = {}
         self.transfers: list[Transfer] = []
+        # of this reducer alone: the meter counts for all that its group does
         self.hidden = Counters()
         self.order: list[int] | None = None  # as learned or restored
         self._restored: list[Mapping[str, Any]] = []
         self._hooks: list[Any] = []
         self._handles: list[Handle[None]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # begun and not ended: the number of each message, and what waits for its end
         self._under_way: deque[tuple[int, Callable[[], float]]] = deque()
         self._adopt()
 
@@ -106,6 +108,7 @@ class Reducer:
             parameter for parameter in self.all_parameters if parameter.requires_grad
         ]
         self.kinds = [Kind.of(parameter) for parameter in self.parameters]
+        # Until the plan is learned gradients only accumulate: the first pass sends at its end.
         self.way: Way = "after"
         self._at_once = False
         self._shares_memory = shares_memory(self.group, self.kinds)
@@ -113,6 +116,8 @@ class Reducer:
         self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
         self.messages: Messages | None = None
         self.tail = Tail([], self.group.rank, self.group.size)
+        # how often a pass accumulates each gradient; more than once where a checkpoint nests
+        # backward
         self._times = [1] * len(self.parameters)
         self._used: list[bool] | None = None
         self._watch()
@@ -120,6 +125,7 @@ class Reducer:
     def _watch(self) -> None:
         """Puts a hook on each parameter."""
         self._unwatch()
+        # A parameter keeps its hooks, and would keep the reducer with all its buffers.
         me = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_is_there, me, index))  # type: ignore[no-untyped-call]
@@ -133,6 +139,7 @@ class Reducer:
 
     @property
     def owner(self) -> Owner:
+        """The owner, which is alive while its backward pass runs."""
         owner = self._owner()
         assert owner is not None
         return owner
@@ -147,8 +154,10 @@ class Reducer:
             self._adopt()
 
     def look_at(self, outputs: Iterable[Tensor]) -> None:
-        """Prepares the graph of a forward pass, so that long gradients are computed where they
-        leave from."""
+        """Prepares the graph of a forward pass.
+
+        Long gradients are then computed where they leave from.
+        """
         if self._direct.weights and self.messages is not None:
             self._direct.prepare(outputs)
 
@@ -172,6 +181,8 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward pass begins, whose gradients are to be summed."""
+        # What a failed pass has begun is ended before anything else begins. That pass has raised
+        # its error already.
         while self._under_way:  # of a pass that has failed
             with suppress(DureError):
                 self._under_way.popleft()[1]()
@@ -185,10 +196,13 @@ class Reducer:
         self._count = [0] * len(self.parameters)
         if self.messages is not None:
             self._entered = [0.0] * self.messages.count
+            # gradients that each bucket still waits for
             self._waiting = self.messages.members[:]
 
     def is_there(self, index: int) -> None:
         """A gradient was accumulated; called by the hook of its parameter."""
+        # Nobody has announced this pass: its first gradient tells. Inside of `paused` none is
+        # summed.
         if not self.active:
             if not self.enabled:
                 return
@@ -213,6 +227,8 @@ class Reducer:
                 f"have left already. Checkpoint with use_reentrant=False, or checkpoint the same "
                 f"parts in every step, or let overlap be 'after'"
             )
+        # A full bucket waits for those before it: messages are told apart by nothing but their
+        # order, so all ranks begin them in the order of the plan.
         self._waiting[messages.bucket_of[index]] -= count == times
         while self.next < len(self._waiting) and self._waiting[self.next] == 0:
             self._leave(self.next, messages)
@@ -222,15 +238,20 @@ class Reducer:
 
         Raises PeerLostError if a rank is lost.
         """
+        # What leaves from here on is no longer inside of backward (`_begin`).
         self.computed = time.perf_counter()
         self.active = False
+        # Every rank learns at the end of its first pass, or none does: `_learn` is collective.
         messages = self.messages if self.messages is not None else self._learn()
+        # What this rank has not used leaves as zeros: the others wait for as many messages.
         while self.next < messages.count:
             self._leave(self.next, messages)
         for handle in self._handles:
             handle.wait()
+        # `_transfer` has ended what it began; what was begun at once is still to be ended.
         if self._under_way:
             self._end(0)
+        # On a GPU the handles tell that the sums are queued; the optimizer must come after them.
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         self._arrived(messages)
@@ -254,6 +275,8 @@ class Reducer:
         self.next = number + 1
         flat, views, missing = messages.fill(number)
         self.missing.update(missing)
+        # The tail is written last, when all else is known: when this rank came, and what it has
+        # used.
         if self.next == messages.count and self.tail.length:
             messages.write_tail(self.tail.encode(self._said()))
         if self._at_once:
@@ -276,13 +299,14 @@ class Reducer:
     def _transfer_beside(
         self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]
     ) -> None:
-        """The same on a thread, and for a GPU on a stream, while backward goes on."""
+        """`_transfer` on a thread, and for a GPU on a stream, while backward goes on."""
         transfer = partial(self._transfer, messages, number, flat, views)
         name = f"all-reduce of bucket {number}"
         if not flat.is_cuda:
             self._handles.append(self.group.perform(name, transfer, flat, True))  # type: ignore[arg-type]
             return
         stream = self._streams.setdefault(flat.device, torch.cuda.Stream(flat.device))  # type: ignore[no-untyped-call]
+        # The bucket was filled on the stream of backward.
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
             self._handles.append(self.group.perform(name, transfer, flat, True))  # type: ignore[arg-type]
@@ -290,7 +314,7 @@ class Reducer:
     def _transfer(
         self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]
     ) -> None:
-        """Begins an all-reduce and ends the one before.
+        """Begins an all-reduce and ends the one before; the last message ends itself too.
 
         So two are under way at a time, and the link never waits for this rank.
         """
@@ -303,6 +327,7 @@ class Reducer:
         entered = time.perf_counter()
         self._entered[number] = entered
         self._under_way.append((number, messages.begin(number, flat, views)))
+        # Backward still computes: the meter has to take this out of its time.
         if self.way == "split-phase" and self.active:
             self.group.meter.inside("native all-reduce", entered, time.perf_counter())
 
@@ -313,12 +338,16 @@ class Reducer:
             ended = end()
             # in split-phase the beginning was counted inside of backward
             begun = self.computed if self.way == "split-phase" else self._entered[earlier]
+            # Where several are under way the link is counted for one at a time.
             start = max(begun, self.transfers[-1].end if self.transfers else 0.0)
             self.transfers.append(Transfer(earlier, start, max(start, ended)))
 
     def _arrived(self, messages: Messages) -> None:
         """Reads the tail, and gives the sums to parameters that only others have used."""
         self.heard = self.tail.decode(messages.tail.tolist())
+        # What no rank has used stays None, so that the optimizer leaves it alone. A compressor may
+        # send what it kept back in earlier steps, though no rank has used the parameter in this
+        # one.
         used = self.heard.get("used", self._used)
         for index, gradient in self.missing.items():
             if used is None or used[index] or (self.how.compresses and bool(gradient.any())):
@@ -327,7 +356,12 @@ class Reducer:
     # What is planned.
 
     def _learn(self) -> Messages:
-        """Makes the plan after the first pass; all ranks together."""
+        """Makes the plan after the first pass; all ranks call it together.
+
+        Raises ValueError, on every rank, if their parameters differ.
+        """
+        # From here on sizes are taken for equal: a rank with others would hang, or sum what does
+        # not belong together.
         check_alike(self.parameters, self.group)
         self._times = [max(1, count) for count in self._count]
         if self.order is None:
@@ -359,6 +393,7 @@ class Reducer:
         that there nothing that was seen counts.
         """
         seen = self._finished if len({kind.device for kind in self.kinds}) == 1 else []
+        # reversed twice, so that of several finishes the last one counts
         order = list(dict.fromkeys(reversed(seen)))[::-1]
         known = set(order)
         order += [index for index in reversed(range(len(self.parameters))) if index not in known]
@@ -383,6 +418,7 @@ class Reducer:
 
     def _tail_for(self, messages: int) -> Tail:
         """The tail of a step of so many messages."""
+        # A static graph needs no flags: `_learn` has found out which gradients are used.
         fields = list(self.owner.tail_fields(messages))
         if not self.how.static:
             fields.append(summed("used", len(self.parameters)))
@@ -393,6 +429,7 @@ class Reducer:
 
         arrivals: when the last rank entered each message, where that is known.
         """
+        # The meter adds up for the whole group; what this pass has added is the difference.
         counters = self.group.meter.counters
         hidden = counters.hidden_seconds
         shown = counters.communication_seconds
@@ -412,8 +449,7 @@ class Reducer:
     # What goes on elsewhere.
 
     def state(self) -> dict[str, Any]:
-        """What makes the sums of the next steps: the order of gradients, and what compressors
-        remember."""
+        """What decides the sums of the next steps: the order, and what compressors remember."""
         compressors = self.messages.compressors if self.messages is not None else []
         return {
             "order": self.order,

@@ -119,6 +119,7 @@ class DataParallel(Strategy):
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for fields about messages in a world that has none."""
+        # What is left at its default was not asked for, and may go unused.
         default = DataParallel()
         for name in ("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"):
             if world.kind == "threads" and getattr(self, name) != getattr(default, name):
@@ -167,6 +168,8 @@ class DataParallelLearner(SingleLearner):
         self.speaking = speaker_of(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
+        # Compressors remember what this rank has not sent: then a checkpoint has a part of each
+        # rank.
         self.parted = how.compresses
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if strategy.precision == "bf16":
@@ -176,20 +179,29 @@ class DataParallelLearner(SingleLearner):
         self._asked = 0
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves the joint batch's gradient in the parameters, the same on all ranks.
+
+        Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
+        """
         self._loss = 0.0
         self._asked = wish
         self.optimizer.zero_grad(set_to_none=True)
+        # The first ranks have one example more where the batch does not divide; in a small batch
+        # some have none.
         part = indices.tensor_split(self.group.size)[self.group.rank]
         pieces = [piece for piece in part.tensor_split(self.strategy.accumulate) if len(piece)]
         for piece in pieces[:-1]:
+            # Sums are linear: one all-reduce of the added gradients does for all pieces.
             with self.reducer.paused():
                 self.backward(piece, self.shares.of(piece, indices))
         if pieces:
             self.backward(pieces[-1], self.shares.of(pieces[-1], indices))
         else:
+            # The others wait for as many messages from this rank.
             self.reducer.take_part()
         heard = self.reducer.heard
         self.reducer.account(self.step + 1, self._last_arrivals(heard))
+        # All ranks hear all losses, so all of them raise in the same step, before any has updated.
         for rank, loss in enumerate(heard["loss"]):
             if not math.isfinite(loss):
                 raise LossNotFiniteError(loss, f"rank {rank}", f"step {self.step + 1}")
@@ -209,6 +221,7 @@ class DataParallelLearner(SingleLearner):
         started = time.perf_counter()
         with self.autocast():
             loss = loss_of(self.task.loss, self.model(inputs), targets, share)
+        # on a GPU this waits for forward, so that the times of forward and backward are their own
         value = float(loss.item())
         self._loss += share * value
         forwarded = time.perf_counter()
@@ -218,6 +231,8 @@ class DataParallelLearner(SingleLearner):
         sums = self.reducer.enabled
         if sums:
             self.reducer.begin()
+        # Without the product where it would change nothing: the graph, and so the bits, of one
+        # worker.
         (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
         if sums:
             self.reducer.finish()
@@ -230,6 +245,7 @@ class DataParallelLearner(SingleLearner):
         return {"compressors": self.reducer.state()["compressors"]}
 
     def tail_fields(self, messages: int) -> list[Field]:
+        """All fields of the module's docstring but `used`, which the reducer adds."""
         return [
             summed("wish"),
             each("loss"),
@@ -239,12 +255,16 @@ class DataParallelLearner(SingleLearner):
         ]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
+        """What this rank says in them, as its last message leaves."""
         now = time.perf_counter()
         said: dict[str, Sequence[float]] = {
             "loss": [self._loss],
             "arrival": [now - self.started],
+            # Differences of one clock: small numbers, which float32 keeps well. 0 is an all-reduce
+            # that has not begun.
             "before": [now - at if at else 0.0 for at in entered[:-1]],
         }
+        # The others leave these zeros, so that the sum is what rank 0 says.
         if self.group.rank == 0:
             said["wish"] = [float(self._asked)]
             if self.speaking is not None:
@@ -258,6 +278,7 @@ class DataParallelLearner(SingleLearner):
         earlier = len(before) // len(arrivals)
         last = []
         for message in range(earlier):
+            # `before` is rank after rank, with a number for each earlier message.
             came = map(operator.sub, arrivals, before[message::earlier])
             last.append(self.started + max(came))
         last.append(self.started + max(arrivals))
@@ -278,6 +299,7 @@ class DataParallelLearner(SingleLearner):
 
     def _clip(self, norm: float) -> None:
         started = time.perf_counter()
+        # All ranks have the same sums, and so the same norm: nothing is sent.
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
         self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
 
@@ -286,6 +308,7 @@ class DataParallelLearner(SingleLearner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         super().restore(weights, state)
+        # A run without compression has written no parts.
         own = state["parts"][self.group.rank] if "parts" in state else {}
         self.reducer.restore(
             {"order": state.get("order"), "compressors": own.get("compressors", [])}

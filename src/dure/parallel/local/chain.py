@@ -36,13 +36,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     layers: list[nn.Module] = []
     # Not by `children`: a Sequential may have the same layer twice, which is called twice.
     for child in model if isinstance(model, nn.Sequential) else model.children():
+        # Only Sequentials are opened: what other modules do with their children is their own
+        # affair.
         layers += layers_of(child) if isinstance(child, nn.Sequential) else [child]
     return layers
 
 
 def check_chain(task: Task, model: nn.Module, stages: int) -> None:
-    """Raises ValueError unless the task's model is a chain of layers that `stages` threads can
-    divide.
+    """Raises ValueError unless the model is a chain of layers that `stages` threads can divide.
 
     It is one if its layers, one after the other, compute what it computes, in training mode, on two
     examples.
@@ -107,6 +108,7 @@ def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float
     costs = []
     for layer in layers:
         training = layer.training
+        # In evaluation mode nothing draws, and no running statistics change.
         layer.eval()
         with FlopCounterMode(display=False) as counter:
             hidden = layer(hidden)
@@ -124,10 +126,12 @@ def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
     for layer in layers:
         training = layer.training
         layer.eval()
+        # torch counts in `_version` how often a tensor was written to.
         before = [(tensor, tensor._version) for tensor in _tensors(hidden)]
         hidden = layer(hidden)
         layer.train(training)
         wrote = any(tensor._version != version for tensor, version in before)
+        # In evaluation some layers do not write, such as dropout, but say that they work in place.
         found.append(wrote or any(getattr(module, "inplace", False) for module in layer.modules()))
     return found
 
@@ -141,6 +145,7 @@ def measured_costs(
     for layer in layers:
         training = layer.training
         layer.eval()
+        # the best of several, for others may use the cores meanwhile
         seconds = []
         for _ in range(repeats):
             given = copied(hidden)
@@ -151,6 +156,7 @@ def measured_costs(
             parts.backward(outputs, ones)
             seconds.append(time.perf_counter() - started)
         layer.train(training)
+        # Measuring leaves no gradients.
         layer.zero_grad(set_to_none=True)
         hidden = parts.detached(outputs)
         costs.append(min(seconds))
@@ -182,6 +188,7 @@ def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
     least[0][0] = 0.0
     for stage in range(1, stages + 1):
         for end in range(stage, n + 1):
+            # so many layers at least for the stages before
             for start in range(stage - 1, end):
                 dearest = max(least[stage - 1][start], sums[end] - sums[start])
                 if dearest < least[stage][end]:

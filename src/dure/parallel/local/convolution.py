@@ -58,6 +58,7 @@ class Window(NamedTuple):
         return sizes[0], sizes[1]
 
     def _outputs(self, axis: int, size: int) -> int:
+        # pixels from the kernel's first to its last element
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
 
@@ -71,6 +72,7 @@ class Window(NamedTuple):
         dh, dw = self.dilation
         for i in range(self.kernel[0]):
             for j in range(self.kernel[1]):
+                # Rows that the kernel's element (i, j) meets: one for each output row, `sh` apart.
                 rows = slice(i * dh, i * dh + (oh - 1) * sh + 1, sh)
                 yield i, j, rows, slice(j * dw, j * dw + (ow - 1) * sw + 1, sw)
 
@@ -123,6 +125,7 @@ def _im2col(images: Tensor, over: Window) -> Tensor:
     oh, ow = over.outputs(height, width)
     ph, pw = over.padding
     padded = pad(images, (pw, pw, ph, ph)) if ph or pw else images
+    # channels first, so that a row of the columns is one channel's pixel under one tap
     channels = padded.transpose(0, 1)
     columns = images.new_empty(c, kh, kw, b, oh, ow)
     # One strided copy for each element of the kernel: there are far fewer than patches.
@@ -144,7 +147,9 @@ def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> 
     padded = columns.new_zeros(b, c, height + 2 * ph, width + 2 * pw)
     channels = padded.transpose(0, 1)
     for i, j, rows, across in over.taps(height, width):
+        # Patches overlap: where several meet a pixel, their parts add up.
         channels[:, :, rows, across] += patches[:, i, j]
+    # What fell on the padding belongs to no pixel.
     return padded[:, :, ph : ph + height, pw : pw + width]
 
 
@@ -170,10 +175,14 @@ class _Convolution(torch.autograd.Function):
         ctx.at_once = at_once
         co = len(kernels)
         oh, ow = over.outputs(*images.shape[2:])
+        # a matrix for each group: its kernels as rows
         matrices = kernels.reshape(groups, co // groups, -1)
+        # Written piece by piece, so that only one piece's columns are there at a time.
         outputs = images.new_empty(len(images), co, oh, ow)
         pieces = zip(torch.split(images, at_once), torch.split(outputs, at_once), strict=True)
         for some, into in pieces:
+            # made anew in backward too: kept, they would take kh·kw/s² times the memory of the
+            # images
             columns = _im2col(some, over)
             products = matrices @ columns.view(groups, -1, columns.shape[1])
             into.copy_(products.view(co, len(some), oh, ow).transpose(0, 1))
@@ -190,10 +199,12 @@ class _Convolution(torch.autograd.Function):
         for first in range(0, len(images), ctx.at_once):
             which = slice(first, first + ctx.at_once)
             some = images[which]
+            # channels first, and then by groups, as the columns are
             d_outputs = gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1)
             if d_matrices is not None:
                 columns = _im2col(some, ctx.over)
                 of_groups = columns.view(ctx.groups, -1, columns.shape[1])
+                # added inside the product, piece by piece of the batch
                 d_matrices.baddbmm_(d_outputs, of_groups.transpose(1, 2))
             if d_images is not None:
                 d_columns = matrices.transpose(1, 2) @ d_outputs
@@ -240,6 +251,7 @@ def conv2d_im2col(
     oh, ow = over.outputs(images.shape[2], images.shape[3])
     if at_once is None:
         of_an_image = images.shape[1] * kernels.shape[2] * kernels.shape[3] * oh * ow
+        # so many images that their columns have about AT_ONCE elements; one at least
         at_once = AT_ONCE.get(images.device.type, AT_ONCE["cuda"]) // max(of_an_image, 1)
     outputs: Tensor = _Convolution.apply(images, kernels, bias, over, groups, max(at_once, 1))  # type: ignore[no-untyped-call]
     return outputs

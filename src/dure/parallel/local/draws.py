@@ -76,9 +76,11 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
+        # A generator that the caller has given is the caller's affair.
         own = self.own.get(device)
         if own is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        # It takes a generator, and was given none: ours.
         for place, argument in enumerate(func._schema.arguments):
             if argument.name == "generator" and (argument.kwarg_only or len(args) <= place):
                 return func(*args, **{**kwargs, "generator": own})
@@ -87,6 +89,8 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _with_the_common_one(
         self, common: torch.Generator, own: torch.Generator, work: Callable[[], Value]
     ) -> Value:
+        # One thread at a time has its own state in the common generator, and leaves the generator
+        # as it was.
         with _LENT:
             before = common.get_state()
             common.set_state(own.get_state())
@@ -131,12 +135,14 @@ class Draws:
         # The pass is done on trial: if it has drawn, it is done again from the same state.
         common = global_generators(self.devices).values()
         before = [generator.get_state() for generator in common]
+        # by module and name, since a forward pass may put another tensor in a buffer's place
         buffers: list[tuple[nn.Module, str, Tensor | None]] = []
         for model in self.models:
             for module in model.modules():
                 buffers += [(module, name, buffer) for name, buffer in module._buffers.items()]
         kept = [buffer.clone() if buffer is not None else None for _, _, buffer in buffers]
         value = work(lambda seed: nullcontext())
+        # No generator has moved: nothing draws, and the value stands.
         if all(torch.equal(a.get_state(), b) for a, b in zip(common, before, strict=True)):
             return value
         self.found = True
@@ -148,4 +154,5 @@ class Draws:
                 module._buffers[name] = buffer
                 if buffer is not None and old is not None and not torch.equal(buffer, old):
                     buffer.copy_(old)
+        # now with `found`
         return self.run(work)

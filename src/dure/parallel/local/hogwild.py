@@ -115,6 +115,8 @@ class Hog:
         self.learner = learner
         self.model = model
         self.meter = meter
+        # Worker 0 of this process works on the model itself, with the learner's optimizer; so a
+        # single worker is plain SGD.
         if model is learner.model:
             self.optimizer = learner.optimizer
         else:
@@ -131,6 +133,7 @@ class Hog:
         """
         total = 0.0
         examples = 0
+        # Steps are dealt out in turn, so that two workers never take one batch.
         for step in range(first + self.number, end, self.learner.size):
             try:
                 loss, count = self._step(step)
@@ -182,6 +185,7 @@ class HogwildLearner(SingleLearner):
         self.period = strategy.period if strategy.period is not None else steps
         self.units_per_epoch = max(1, steps // self.period)
         self.round = 0
+        # In processes a number in shared memory, which all ranks see: one flag stops all of them.
         self.stop = torch.zeros(1, dtype=torch.int64)
         self.team: Team | None = None
         if place.kind == "threads":
@@ -194,6 +198,8 @@ class HogwildLearner(SingleLearner):
             self.stop = share_weights(self.model, self.group)
         self.buffers = Buffers(self.model)
         self.hogs = [Hog(self.group.rank, self, self.model, self.group.meter)]
+        # Replicas use the weights of the model where they are (`refresh`); only gradients and
+        # buffers are theirs.
         for number in range(1, len(self.team or ())):
             own = replica(self.model, another(self.model, task, seed), self.device)
             self.hogs.append(Hog(number, self, own, Meter(f"worker {number}", place.trace)))
@@ -223,14 +229,18 @@ class HogwildLearner(SingleLearner):
         self.round += 1
         self.step = end
         examples = sum(count for _, count in results)
+        # a worker that was stopped has made fewer steps: the mean is over what was computed
         return Progress(sum(total for total, _ in results) / examples, examples, wish)
 
     def _begin(self) -> None:
         """All begin together: rank 0 may still have been saving the weights."""
         if self.group.rank == 0:
             self.stop.zero_()
+        # Nobody begins before rank 0 has put the flag back, and nobody writes weights that it still
+        # saves.
         self.group.all_gather_values([0.0], "the start of a round")
         if len(self.hogs) > 1:
+            # once for all threads: what each of them draws depends on who is first
             seed_generators(self.seed, "round", self.round, everything=self.train_examples.draws)
             for hog in self.hogs[1:]:
                 refresh(hog.model, self.model)
@@ -255,6 +265,7 @@ class HogwildLearner(SingleLearner):
         self.group.meter.communication(
             "meeting", ended, time.perf_counter(), self.round + 1, arrival=arrival
         )
+        # rank 0's, such as batch-norm statistics
         self.group.broadcast_values(self.buffers.of(self.model))
         return [(row[0], int(row[1])) for row in rows], int(rows[0][2])
 
@@ -307,12 +318,14 @@ def share_weights(model: nn.Module, group: Group) -> Tensor:
         os.ftruncate(file, sum(sizes) + _LINE)
     # Nobody maps the file before it has its length.
     group.all_gather_values([0.0], "sharing the weights")
+    # shared: writes go to the file that all map, not to a private copy
     storage = torch.UntypedStorage.from_file(path, True, sum(sizes) + _LINE)
     # The number has the first line to itself: all workers read it after each of their steps.
     start = _LINE
     for parameter, size in zip(model.parameters(), sizes, strict=True):
         shared = _tensor_in(storage, start, parameter)
         if group.rank == 0:
+            # Only rank 0 writes, and the others see it when all have met below.
             shared.copy_(parameter)
         parameter.data = shared
         start += size

@@ -133,6 +133,7 @@ class Work:
     loss: float = 0.0
 
     def timed(self, name: str, work: Callable[[], Value]) -> Value:
+        """Does `work`, and notes from when to when."""
         started = time.perf_counter()
         value = work()
         self.spans.append(Span(name, started, time.perf_counter()))
@@ -149,12 +150,15 @@ class Belt:
 
     def taken(self, line: queue.SimpleQueue[Any]) -> Any:
         """What comes next. Raises AbandonedError if a stage has failed."""
+        # waits for the stage before, however long it takes
         item = line.get()
         if item is _FAILED:
             raise AbandonedError
         return item
 
     def stop(self) -> None:
+        """A stage has failed: no other one waits for it any more."""
+        # All lines: nobody knows which one a stage is waiting at.
         for line in (*self.forwards, *self.backwards):
             line.put(_FAILED)
 
@@ -203,6 +207,7 @@ class PipelineLearner(SingleLearner):
         if strategy.balance == "counted":
             costs = counted_costs(layers, self.train_examples)
         else:
+            # on a micro-batch, since operators are less efficient on small ones
             costs = measured_costs(layers, self.train_examples, self.size)
         self.division = divided_layers(costs, stages)
         writes = writers(layers, self.train_examples)
@@ -211,8 +216,11 @@ class PipelineLearner(SingleLearner):
         for stage, numbers in enumerate(self.division):
             own = slice(numbers.start, numbers.stop)
             of_stages.append(layers[own])
+            # Such a stage gets copies, or it would write into what another thread still needs.
             if any(writes[own]):
                 writing.add(stage)
+        # The same modules as the model's, so that the optimizer and checkpoints know nothing of
+        # stages.
         self.chain = Chain(of_stages, place.devices, writing)
         self.team = team_at(place, self.flops_per_step() / stages, "stage")
         self.sheets = [
@@ -235,6 +243,7 @@ class PipelineLearner(SingleLearner):
         return progress
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves the joint batch's gradient in the parameters; the master only waits."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(self.microbatches) if len(part)]
         microbatches = parts.divided(inputs, sizes)
@@ -248,8 +257,10 @@ class PipelineLearner(SingleLearner):
         self, microbatches: list[Any], sizes: list[int], targets: Any, own: Own
     ) -> list[Work]:
         """All micro-batches forward and backward; leaves the gradients in the parameters."""
+        # here, since a pass may be done twice (`Draws.run`)
         self.optimizer.zero_grad(set_to_none=True)
         belt = Belt(len(self.division))
+        # All at once: the first stage never waits for the master.
         for microbatch in microbatches:
             belt.forwards[0].put(microbatch)
         draws = self._draws(len(sizes), own)
@@ -278,8 +289,11 @@ class PipelineLearner(SingleLearner):
         try:
             work = Work()
             begun = []
+            # All forward, then all backward, as in GPipe: the graphs of all micro-batches are held
+            # in between.
             for number, draw in enumerate(draws):
                 begun.append(self._forward(stage, number, belt=belt, work=work, draw=draw))
+            # The last stage has all outputs now; the loss may be any function of the joint batch.
             if stage + 1 == len(self.division):
                 ends = [outputs for _, outputs in begun]
                 grads = work.timed("loss", lambda: self._loss(ends, sizes, targets, work))
@@ -301,6 +315,7 @@ class PipelineLearner(SingleLearner):
         draw: inside it the micro-batch's generators are drawn from, where those of the stage before
         have stopped.
         """
+        # This stage's graph begins here: two threads must not go backward through one graph.
         leaves = parts.detached(belt.taken(belt.forwards[stage]))
 
         def compute() -> Any:
@@ -310,6 +325,7 @@ class PipelineLearner(SingleLearner):
         outputs = work.timed(f"forward of micro-batch {number}", compute)
         if stage + 1 < len(self.division):
             work.handed_on += parts.nbytes(outputs)
+            # with its graph; the next stage cuts it, and begins one of its own
             belt.forwards[stage + 1].put(outputs)
         return leaves, outputs
 
@@ -344,6 +360,7 @@ class PipelineLearner(SingleLearner):
                 sheet.did(name, start, end, self.step + 1)
             for other, handed in ((stage + 1, work.handed_on), (stage - 1, work.handed_back)):
                 if handed:
+                    # as if memory were not shared
                     sheet.meter.sent(handed)
                     self.sheets[other].meter.received(handed)
 

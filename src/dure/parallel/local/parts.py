@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
     """The first sizes[0] examples of every tensor in `tree`, the next sizes[1], and so on.
 
-    They are views, in one structure for each size. Raises ValueError for what is no tensor, or has
-    another number of examples.
+    They are views, in one structure for each size. Raises ValueError for what is no tensor, and
+    RuntimeError for a tensor of another number of examples.
     """
     leaves, structure = tree_flatten(tree)
     for leaf in leaves:
@@ -28,6 +28,7 @@ def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
                 "tensors"
             )
     pieces = [leaf.split(list(sizes)) for leaf in leaves]
+    # inputs without any tensor, such as an empty tuple
     if not pieces:
         return [tree_unflatten([], structure) for _ in sizes]
     return [tree_unflatten(list(own), structure) for own in zip(*pieces, strict=True)]
@@ -67,6 +68,7 @@ def _joined_leaf(parts: list[Any], sizes: Sequence[int]) -> Any:
                 "be put together with other workers' it needs the examples along its first "
                 "dimension"
             )
+    # Outputs may come from several devices.
     return torch.cat([part.to(parts[0].device) for part in parts])
 
 
@@ -76,6 +78,7 @@ def detached(tree: Any) -> Any:
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        # only what had a gradient: integers cannot have one, and others need none
         return leaf.detach().requires_grad_(leaf.requires_grad)
 
     return tree_map(cut, tree)

@@ -78,12 +78,14 @@ class Worker:
 
     def forward(self) -> None:
         """From `inputs` to `outputs` and their values `leaves`: the master's graph begins there."""
+        # A model may write into its inputs, which are views of the batch.
         self.outputs = self.model(copied(self.inputs))
         self.leaves = parts.detached(self.outputs)
 
     def backward(self) -> None:
         """From the gradients of `leaves` to those of the replica's weights."""
         parts.backward(self.outputs, parts.gradients(self.leaves))
+        # lets go of the graph
         self.inputs = self.outputs = self.leaves = None
 
 
@@ -103,10 +105,12 @@ class ReplicasLearner(SingleLearner):
         self.clip_norm = clip_norm
         self.precision = precision
         self.where = "master"
+        # the most examples that one worker gets
         self.share = -(-self.batches.batch_size // len(place.devices))
         self.team = team_at(place, self.flops_per_step())
         self.workers: list[Worker] = []
         for number, device in enumerate(place.devices):
+            # Worker 0 computes on the model itself: no copy, and its gradients are in place.
             own = self.model
             if number > 0:
                 own = replica(self.model, another(self.model, task, seed), device)
@@ -128,11 +132,15 @@ class ReplicasLearner(SingleLearner):
         return progress
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves the joint batch's gradient in the model's parameters, which are worker 0's."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
         mixed = self.precision == "bf16"
+        # around forward and loss, as autograd follows what they did; workers take it over
+        # (`Team.each`)
         with torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
+            # Forward may be done twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
             loss, value = self._loss(busy, sizes, targets)
         self._begin_backward(loss, busy)
@@ -143,6 +151,7 @@ class ReplicasLearner(SingleLearner):
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
         """Hands each worker its inputs and the weights; the workers that got some."""
         started = time.perf_counter()
+        # A small batch leaves the last workers without examples.
         busy = self.workers[: len(sizes)]
         for worker, mine in zip(busy, parts.divided(inputs, sizes), strict=True):
             worker.inputs = to_device(mine, worker.device)
@@ -156,6 +165,7 @@ class ReplicasLearner(SingleLearner):
         self._at_once("forward", busy, lambda number: self._forward(number, own))
 
     def _forward(self, number: int, own: Callable[[int], AbstractContextManager[Any]]) -> None:
+        # as rank `number` of data parallel would draw
         with own(derive(self.seed, "step", self.step, number)):
             self.workers[number].forward()
 
@@ -172,6 +182,7 @@ class ReplicasLearner(SingleLearner):
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes(worker.leaves))
+        # The loss sees the batch as one, in the order of its examples.
         outputs = parts.joined([to_device(worker.leaves, self.device) for worker in busy], sizes)
         gathered = self._moved("gather", started)
         loss = self.task.loss(outputs, targets)
@@ -201,6 +212,7 @@ class ReplicasLearner(SingleLearner):
             for weight, mine in weights:
                 if mine.grad is not None:
                     add_gradient(weight, mine.grad.to(weight.device))
+                    # dropped at once: by the next step it would only hold memory
                     mine.grad = None
         self._moved("reduce", started)
         if self.clip_norm is not None:
@@ -275,6 +287,7 @@ def add_gradient(weight: Tensor, gradient: Tensor) -> None:
     if weight.grad is None:
         weight.grad = gradient
     elif weight.grad.is_sparse:
+        # a sparse tensor cannot take a dense one in place
         weight.grad = weight.grad + gradient
     else:
         weight.grad.add_(gradient)

@@ -130,6 +130,8 @@ class SingleLearner(Learner):
             Meter(f"loader {loader}", place.trace, is_worker=False) for loader in range(loaders)
         ]
         self.prefetch: Prefetch | None = None
+        # Each batch is read under its step's seed, so that its draws are the same whoever reads it,
+        # and when.
         if loaders:
             self.prefetch = prefetch(
                 self.train_examples,
@@ -138,6 +140,7 @@ class SingleLearner(Learner):
                 device=self.device,
                 seed=self._seed_step,
             )
+            # Loaders end with the run, however it ends.
             place.ending.callback(self.prefetch.close)
 
     def flops_per_step(self) -> float:
@@ -149,6 +152,7 @@ class SingleLearner(Learner):
         """One step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
         if self.device.type == "cuda":
+            # `seed_generators` seeds the CPU's generator alone.
             torch.cuda.manual_seed_all(derive(self.seed, "step", self.step, self.group.rank))
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
@@ -175,12 +179,15 @@ class SingleLearner(Learner):
         return Progress(loss, len(indices), wish)
 
     def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward over `indices`; gradients are those of share x mean loss. Returns
-        the mean loss."""
+        """Forward and backward over `indices`; returns the mean loss.
+
+        Gradients are those of share x mean loss.
+        """
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.model(inputs), targets)
+        # on a GPU this waits for forward, so that the times of forward and backward are their own
         value = float(loss.item())
         forwarded = time.perf_counter()
         (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
@@ -200,6 +207,7 @@ class SingleLearner(Learner):
             return inputs, targets
         loaded = self.prefetch.at(self.step)
         self.group.meter.idle("wait for a batch", started, time.perf_counter(), self.step + 1)
+        # the loader's time, not this worker's, which was idle if it waited
         self.loaders[loaded.loader].compute("read", loaded.start, loaded.end, self.step + 1)
         return loaded.batch
 

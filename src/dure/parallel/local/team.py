@@ -64,6 +64,8 @@ class Team:
     def __init__(self, devices: Sequence[torch.device], threads: int, name: str = "worker") -> None:
         self.devices = tuple(devices)
         self.name = name
+        # One inbox a worker, so that each gets its own job; one outbox, since whoever is done first
+        # is heard first.
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self.devices]
         self._outbox: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._members = [
@@ -72,6 +74,7 @@ class Team:
             )
             for worker in range(len(self.devices))
         ]
+        # daemons, so that a worker that hangs does not keep the process alive
         for member in self._members:
             member.start()
         self.set_threads(threads)
@@ -95,15 +98,20 @@ class Team:
         WorkerFailedError for what is not dure's own.
         """
         asked = list(range(len(self)) if workers is None else workers)
+        # as the caller has it now
         mixed = _mixed_precision(self.devices[0].type)
         for worker in asked:
             self._inboxes[worker].put((work, mixed))
         outcomes: dict[int, _Outcome] = {}
+        # All are waited for, also after a failure: no worker of this call is at work when it
+        # returns.
         for _ in asked:
             outcome = self._next()
             outcomes[outcome.worker] = outcome
         failed = [outcomes[worker] for worker in asked if outcomes[worker].error is not None]
         if failed:
+            # stable: the first worker's own error comes before those of workers that only gave up
+            # because of it
             failed.sort(key=lambda outcome: isinstance(outcome.error, AbandonedError))
             self._fail(failed[0], step)
         return [done for worker in asked if (done := outcomes[worker].done) is not None]
@@ -121,6 +129,7 @@ class Team:
     def _fail(self, outcome: _Outcome, step: str) -> None:
         error = outcome.error
         assert error is not None
+        # dure's own errors say enough; an interrupt is not a failure of the worker
         if isinstance(error, DureError) or not isinstance(error, Exception):
             raise error
         text = "".join(traceback.format_exception(error))
@@ -146,6 +155,7 @@ class Team:
             with mixed():
                 value = work(worker)
             if self.devices[worker].type == "cuda":
+                # else `Done.end` would tell when the work was queued
                 torch.cuda.synchronize(self.devices[worker])
         except BaseException as error:
             return _Outcome(worker, None, error)
@@ -154,6 +164,7 @@ class Team:
     def close(self) -> None:
         """Ends the threads."""
         for inbox in self._inboxes:
+            # what ends `_live`
             inbox.put(None)
         until = time.monotonic() + CLOSE_SECONDS
         for member in self._members:
@@ -190,6 +201,7 @@ def team_at(place: Place, flops: float, name: str = "worker") -> Team:
     They divide the cores; an operator of theirs uses one thread if their steps are small
     (`dure.machine.threads`).
     """
+    # Workers compute at the same time, and must not use more threads than there are cores.
     share = max(1, torch.get_num_threads() // len(place.devices))
     team = Team(place.devices, min(threads_for(flops), share), name)
     place.ending.callback(team.close)

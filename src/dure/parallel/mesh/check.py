@@ -53,6 +53,7 @@ def check_cut(cut: CutModel, replicas: int, recompute: bool, evaluates: bool) ->
     if evaluates:
         try:
             # Batches of evaluation have lengths of their own; two examples stand for all.
+            # raises where the traces of evaluation and of training do not go together
             cut.homes(2, False)
         except ValueError as error:
             raise ValueError(f"in evaluation, {error}") from error
@@ -60,7 +61,7 @@ def check_cut(cut: CutModel, replicas: int, recompute: bool, evaluates: bool) ->
 
 def sample(examples: Examples, count: int) -> Any:
     """Inputs of so many examples, whatever their values are; no generator is advanced."""
-    # Reading may draw, as for augmentation, and must not change what training draws.
+    # Reading may draw, such as for augmentation, and must not change what training draws.
     before = generators_state()
     inputs, _ = examples.batch(torch.arange(count) % len(examples))
     restore_generators(before)

@@ -28,13 +28,16 @@ from dure.tensors.buffers import load_passing_buffers, passing_buffers
 def weights_of(held: Held) -> dict[str, Tensor]:
     """The undivided model's state_dict, on rank 0; all ranks call it."""
     joined: dict[str, Tensor] = {}
+    # All ranks gather, though only some write.
     with whole(held):
         state = whole_state_dict(held.model)
     mine = {name: state[name] for name in state if _keeper(held, name) == held.at.pipeline}
+    # The others send nothing, and take part all the same.
     content = weights_to_bytes(to_cpu(mine)) if _writes(held) else b""
     for part in held.group.gather_bytes(content):
         if part:
             joined |= weights_from_bytes(part)
+    # in the order of the model, not in that of arrival
     return {name: joined[name] for name in state} if held.group.rank == 0 else {}
 
 
@@ -118,6 +121,7 @@ def _own_part(held: Held, name: str, state: Mapping[str, Any]) -> dict[str, Any]
     if how is None:
         return dict(state)
     division, group = how
+    # the undivided shape, by which tensors that are to be cut are told from numbers
     shape = list(held.parameters[name].shape)
     shape[division.dim] = division.length
     return {
@@ -144,8 +148,11 @@ def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
     with whole(held):
         for name, value in weights.items():
             module, _, entry = name.rpartition(".")
+            # What a module adds by itself is no tensor of the model, and goes through its own
+            # method.
             if entry == "_extra_state":
                 held.model.get_submodule(module).set_extra_state(value)
+            # Other stages' parameters have no memory here (`forget`).
             elif held.first_name[name] in held.names:
                 if name in divided:
                     division, group = divided[name]
@@ -167,6 +174,8 @@ def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
     states: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for part in parts:
+        # The run before may have had another mesh: a parameter's state is looked for in what all of
+        # its ranks have written.
         for name in part["state"].keys() & held.parameters.keys():
             states[name] = _own_part(held, name, part["state"][name])
         for group in part["groups"]:

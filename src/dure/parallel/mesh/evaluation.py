@@ -19,6 +19,7 @@ from dure.tasks.evaluation import ratio
 def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
     """test_loss and test_<metric>, the same on every rank; all ranks call it."""
     started = time.perf_counter()
+    # Every rank knows all shares, so that it knows how many chunks the others have.
     shares = torch.arange(len(examples)).tensor_split(held.mesh.data)
     chunks = [chunks_of(share, task, held.cut.stages) for share in shares]
     mine = chunks[held.at.data]
@@ -40,6 +41,7 @@ def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
         "evaluation", "evaluation", start=started, end=time.perf_counter(), step=held.step
     )
     names = ["loss", *task.measures]
+    # The first half of the sums are totals, the second half their counts.
     return {f"test_{name}": ratio(sums[i], sums[len(names) + i]) for i, name in enumerate(names)}
 
 

@@ -64,6 +64,7 @@ def _bytes_held(held: Held) -> dict[str, int]:
         buffer for name, buffer in held.model.named_buffers() if name in held.names
     )
     if held.zero is not None and held.zero.stage > 1:
+        # The model's parameters have no memory between steps, or only views of what ZeRO holds.
         divided = held.zero.memory()
         return {
             "parameters": divided.parameters,
@@ -105,11 +106,13 @@ def _crossing(held: Held, number: int, batch_size: int, carried: bool) -> tuple[
     home = held.schedule.home
     if number + 1 >= len(home) or home[number] == home[number + 1]:
         return 0, 0
+    # with the values of each micro-batch; gradients travel without it
     state = STATE_BYTES if carried else 0
     examples = part_length(batch_size, held.mesh.data, held.at.data)
     there = 0
     back = 0
     for place in range(held.schedule.microbatches):
+        # Micro-batches may differ by one example, and messages with them.
         length = part_length(examples, held.schedule.microbatches, place)
         if length:
             values, gradients = held.cut.message_bytes(number, length)

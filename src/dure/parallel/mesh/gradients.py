@@ -35,6 +35,7 @@ def sum_tied(held: Held) -> None:
         mine = as_dense(found) if found is not None else torch.zeros_like(parameter)
         others = [rank for rank in ranks if rank != group.rank]
         arrived = {rank: torch.empty_like(mine) for rank in others}
+        # Sends and receives at once: two ranks that both send first could wait for each other.
         end = group.begin_transfer(
             f"sum of the gradients of {name}",
             [(mine.contiguous(), rank) for rank in others],
@@ -55,6 +56,8 @@ def sum_over_replicas(held: Held) -> None:
     if group.size == 1 or not held.parameters:
         return
     if held.zero is not None:
+        # Only stage 1 has something left to send here: in stages 2 and 3 gradients were reduced
+        # during backward.
         held.zero.reduce()
         account(held, computing=False)
         return
@@ -80,6 +83,7 @@ def _sum_flat(parameters: Sequence[Tensor], group: Group) -> None:
     all_reduce(flat, algorithm="native", group=group)
     pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
+        # a view of the message, which stays as long as its gradients do
         parameter.grad = piece.view(parameter.shape)
 
 
@@ -118,8 +122,10 @@ def clip(held: Held, largest: float) -> None:
     squares = [
         _square(gradient.values() if gradient.is_sparse else gradient)
         for name, gradient in summed_gradients(held)
+        # What several stages, or all tensor neighbours, have alike is counted by the first of them.
         if held.is_first(name) and (name in divided or held.at.tensor == 0)
     ]
+    # One number a rank, over the whole mesh; in float64, since squares of many elements add up.
     rows = held.group.all_gather_values([sum(squares)], "the norm of the gradient")
     # Without ZeRO every replica has the whole gradient, and has sent its square.
     alike = 1 if held.zero is not None else held.mesh.data

@@ -124,20 +124,25 @@ def keepers_of(
     keepers: dict[str, list[int]] = {}
     for name in names:
         stages = cut.holders.get(name)
+        # what no stage uses in training may still be used in evaluation, by any stage
         ranks = everywhere if stages is None else [schedule.home[stage] for stage in stages]
+        # a rank with several stages that use it is there once
         keepers[name] = sorted(set(ranks))
     return keepers
 
 
 def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer | None:
     """The optimizer of what this rank trains; None where it trains nothing."""
+    # What no gradient reaches is not trained, though it may ask for gradients.
     if not held.cut.learned & held.parameters.keys():
         return None
     # It is made of all parameters, for a user's function may group them by their places.
     optimizer = make(list(held.model.parameters()))
+    # All groups stay, also empty ones, so that each keeps its number and its settings.
     mine = {id(parameter) for parameter in held.parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in mine]
+    # Some optimizers make their state when they are made.
     for parameter in list(optimizer.state):
         if id(parameter) not in mine:
             del optimizer.state[parameter]
@@ -146,6 +151,7 @@ def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) ->
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """Each name of the state_dict to the first name of its tensor, where several share it."""
+    # named_parameters gives a shared tensor once, by its first name.
     firsts = {
         id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }

@@ -51,10 +51,12 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """How many ranks it has."""
         return self.data * self.pipeline * self.tensor
 
     @property
     def degrees(self) -> tuple[int, ...]:
+        """How many ranks lie along each axis, in the order of `AXES`."""
         return self.data, self.pipeline, self.tensor
 
     def __str__(self) -> str:
@@ -69,10 +71,13 @@ class Mesh:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank is on the mesh."""
+        # the tensor index runs fastest, so that neighbours have consecutive ranks
         rest, tensor = divmod(rank, self.tensor)
         return Coordinates(*divmod(rest, self.pipeline), tensor)
 
     def rank(self, at: Coordinates) -> int:
+        """The rank that is there: the inverse of `coordinates`."""
         return (at.data * self.pipeline + at.pipeline) * self.tensor + at.tensor
 
     def groups(self, axis: Axis) -> list[list[int]]:
@@ -81,6 +86,8 @@ class Mesh:
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             at = self.coordinates(rank)
+            # Ranks that agree in the other two coordinates are one group; in order of rank, and so
+            # of the index along the axis.
             found.setdefault((*at[:place], *at[place + 1 :]), []).append(rank)
         return list(found.values())
 
@@ -134,6 +141,7 @@ class Groups:
 
 def groups_on(mesh: Mesh, group: Group) -> Groups:
     """The groups of this rank; all ranks of `group` call it together."""
+    # In the order of AXES on every rank: to make a group is collective.
     made = {axis: group.parted(mesh.groups(axis)) for axis in AXES}
     return Groups(
         at=mesh.coordinates(group.rank),

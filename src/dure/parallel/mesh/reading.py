@@ -51,6 +51,7 @@ class Reading:
             # `tensor_split` gives the first ranks the most examples, so rank 0's count is the
             # largest. The ones that are missing here count nothing.
             for number in range(len(made), min(self.most, len(parts[0]))):
+                # Any example will do: with a share of 0 its gradient is 0.
                 made.append(replace(self._one(indices[:1], number, indices, step), share=0.0))
         return made
 
@@ -72,6 +73,7 @@ class Reading:
     ) -> tuple[Any, Any]:
         """What `read` gives under this micro-batch's seed, the same in the first and last stage."""
         before = generators_state()
+        # as one worker seeds a step
         if self.most == 1:
             seed_generators(self.seed, "step", step, self.at.data, everything=True)
         else:

@@ -114,6 +114,7 @@ class Parallel(Strategy):
     unit: ClassVar[str] = "step"
 
     def __post_init__(self) -> None:
+        # A frozen dataclass: settings may give the plan as text, and from here on it is a value.
         object.__setattr__(self, "plan", TensorPlan(self.plan))
 
     @property
@@ -122,6 +123,8 @@ class Parallel(Strategy):
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
+        # A smaller batch has fewer micro-batches than the user's list: it goes through the same
+        # homes in the plain order.
         if is_own(self.schedule):
             own = Schedule.parse(self.schedule)
             if own.ranks != self.mesh.pipeline:
@@ -170,6 +173,7 @@ class Parallel(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
         schedule = self.list_for(self.most)
+        # A copy, since the checks divide it and run it.
         model = another(model, task, 0)
         train, test = examples_for(model, task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
@@ -191,6 +195,7 @@ class Parallel(Strategy):
             examples=self.examples(len(train)),
             test=tests,
         )
+        # Not measured: a check must not depend on how fast this machine is now.
         cut.decide(cut.choose(self.cut, "estimated"))
         check_cut(cut, self.mesh.data, self.recompute, evaluates=tests is not None)
 
@@ -231,9 +236,11 @@ class ParallelLearner(Learner):
         self.train_examples, self.test_examples = examples_for(model, task)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
+        # Before `hold`, which lets go of the parameters of other stages.
         self._flops = (
             flops_per_step(model, self.train_examples, self._share()) / strategy.mesh.pipeline
         )
+        # The schedule of a full batch; smaller ones have an engine of their own (`_engine`).
         self.schedule = strategy.list_for(strategy.most)
         self.stream = Stream(derive(seed, "draws", self.at.data), False, self._own_draws)
         self.held = hold(
@@ -248,6 +255,7 @@ class ParallelLearner(Learner):
         self._engines: dict[int, Engine] = {}
         self._make_optimizer()
         if strategy.uncut:
+            # Nobody has traced this model: what its forward passes change is found by comparing.
             self.held.speaking = Speaker(model)
         self.reading = Reading(
             examples=self.train_examples,
@@ -267,6 +275,7 @@ class ParallelLearner(Learner):
         mesh = self.strategy.mesh
         if mesh.tensor == 1:
             return
+        # Neighbours exchange messages in every layer, so they must not be on several hosts.
         homes = {}
         for number, ranks in enumerate(self.group.hosts()):
             homes.update(dict.fromkeys(ranks, number))
@@ -299,7 +308,10 @@ class ParallelLearner(Learner):
         on_shards = bool(modules_on_shards(held.model)) and not strategy.uncut
         numbered = strategy.most > 1 or on_shards
         self.stream.carried = not numbered and held.cut.draws
+        # The loss may draw too; -1 is a number that no operation of the model has.
         self._loss = self.stream.drawing(self.task.loss, -1) if numbered else self.task.loss
+        # A schedule that computes weight gradients apart finds them on this list; else they are
+        # computed at once.
         self.remaining: Remaining | None = [] if self.schedule.parts_gradients else None
         self.later = now if self.remaining is None else self.remaining.append
         stages = {number: self._stage(number) for number in held.own}
@@ -327,6 +339,8 @@ class ParallelLearner(Learner):
 
     def _own_draws(self, on_shards: bool) -> int | None:
         """This rank's place in its tensor group, in a divided region or on a shard; else None."""
+        # In a divided region, or on a shard of a sequence, neighbours compute different elements,
+        # and must not draw the same numbers for them.
         inside = on_shards or any(draws.inside for draws in self._draws)
         return self.at.tensor if inside else None
 
@@ -364,6 +378,7 @@ class ParallelLearner(Learner):
         if held.optimizer is not None:
             held.optimizer.zero_grad(set_to_none=True)
         indices = self.batches.at(held.step)
+        # All ranks hear of a loss that is not finite before any of them updates.
         loss, wish = self._agree(self.gradients(indices), wish)
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
@@ -373,6 +388,7 @@ class ParallelLearner(Learner):
             held.optimizer.step()
         self.group.meter.compute("update", started, time.perf_counter(), held.step + 1)
         account(held, computing=True)
+        # after the update, when no rank computes with them
         share_buffers(held)
         held.step += 1
         return Progress(loss, len(indices), wish)
@@ -383,6 +399,7 @@ class ParallelLearner(Learner):
         if batches:
             self._engine(len(batches)).run(self.held.step, batches)
         account(self.held, computing=True)
+        # First over stages, then over replicas: each replica then adds whole gradients.
         sum_tied(self.held)
         sum_over_replicas(self.held)
         if self.strategy.clip_norm is not None:
@@ -390,6 +407,8 @@ class ParallelLearner(Learner):
         last = self.stages.get(self.schedule.stages - 1)
         if last is None or not batches:
             return 0.0
+        # Only the last stage knows losses; shares add to 1 over all micro-batches of all data
+        # groups.
         return sum(last.losses[number] * batch.share for number, batch in enumerate(batches))
 
     def _engine(self, microbatches: int) -> Engine:

@@ -53,6 +53,7 @@ def check(stage: Stage, mesh: Mesh, stages: int, model: nn.Module) -> None:
 def zero_of(held: Held, stage: Stage) -> ZeroRedundancy | None:
     """Divides what this rank trains, in place; returns None where nothing is divided."""
     group = held.groups.data
+    # A data group of one has nobody to divide with.
     if stage == 0 or held.optimizer is None or group.size == 1:
         return None
     # In stage 1 a rank may hold some stages' parameters alone, which are no module: a list of them.
@@ -64,6 +65,7 @@ def names_of(held: Held) -> dict[str, str]:
     """The model's names of its parameters, by ZeRO's names: in stage 1 the places in a list."""
     assert held.zero is not None
     names = list(held.parameters)
+    # An nn.ParameterList calls its parameters "0", "1", …
     known = map(str, range(len(names))) if held.zero.stage == 1 else names
     return dict(zip(known, names, strict=True))
 

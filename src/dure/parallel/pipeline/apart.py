@@ -62,6 +62,8 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
     """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        # Asked anew in every call: hooks may have been added, or the weight frozen, since the
+        # program was made.
         if weight.dim() != 2 or not _is_ours(weight):
             return operation(x, weight, bias)
         return _Product.apply(x, weight, bias, True, later)  # type: ignore[no-untyped-call]
@@ -81,6 +83,7 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
+        # "same" may pad unequally, which the plain operation knows how to do
         if isinstance(padding, str):
             return operation(x, weight, bias, stride, padding, dilation, groups)
         settings = (
@@ -118,6 +121,7 @@ def _add(weight: Tensor, gradient: Tensor) -> None:
 
 def _add_product(weight: Tensor, one: Tensor, other: Tensor) -> None:
     before = gradient_of(weight)
+    # Only a dense gradient of one dtype can be added to inside the product.
     if before is None or before.dtype != one.dtype or before.layout is not torch.strided:
         _add(weight, one @ other)
     else:
@@ -143,6 +147,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (g,) = gradients
         x, weight = ctx.saved_tensors
+        # as one matrix: batch and sequence are rows alike
         outs = g.reshape(-1, g.shape[-1])
 
         def compute() -> None:
@@ -154,6 +159,7 @@ class _Product(torch.autograd.Function):
 
         ctx.later(compute)
         back = g @ (weight if ctx.across else weight.T).conj() if ctx.needs_input_grad[0] else None
+        # None for the weight: autograd must not add what `compute` adds itself.
         return back, None, outs.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -191,4 +197,5 @@ class _Convolution(torch.autograd.Function):
 
         ctx.later(lambda: _add(ctx.parameter, parts([False, True, False])[1]))
         back, _, bias = parts([ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]])
+        # None for the weight, as in `_Product`
         return back, None, bias, None, None

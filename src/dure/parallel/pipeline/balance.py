@@ -94,10 +94,12 @@ def crossing_bytes(trace: Trace) -> list[int]:
     steps = numpy.zeros(len(place) + 2, dtype=numpy.int64)
     for node, until in last.items():
         if isinstance(node.meta["val"], Tensor):
+            # What is taken out of a tuple was made when the tuple was.
             made = place[origin_of(node)]
             steps[made + 1] += trace.value(node).nbytes
             steps[until + 1] -= trace.value(node).nbytes
     crossing = [int(nbytes) for nbytes in steps.cumsum()[: len(place)]]
+    # places where no stage may begin cost more than any message
     never = [
         inside or place in trace.inseparable for place, inside in enumerate(inside_divided(trace))
     ]
@@ -111,6 +113,7 @@ def inside_divided(trace: Trace) -> list[bool]:
     for node in trace.moving:
         inside.append(open_)
         change = opens(node)
+        # An operation that neither opens nor closes leaves it as it was.
         open_ = change > 0 or (open_ and change == 0)
     return inside
 
@@ -118,6 +121,7 @@ def inside_divided(trace: Trace) -> list[bool]:
 def _estimated(trace: Trace, node: fx.Node) -> float:
     """Seconds, forward and backward."""
     elements = sum(leaf.numel() for leaf in _tensors(node.meta["val"]))
+    # Backward computes two products for each one of forward, so three in all.
     return 3 * (_flops(trace, node) + WORK_OF_AN_ELEMENT * elements) / SPEED
 
 
@@ -163,11 +167,14 @@ def _products(trace: Trace, node: fx.Node) -> float:
 def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
     """Seconds of each operation, forward and backward, on this micro-batch: best of `repeats`."""
     before = generators_state()
+    # Measuring must change nothing: neither buffers nor generators.
     buffers = {name: buffer.clone() for name, buffer in trace.module.named_buffers()}
     best = [float("inf")] * len(trace.moving)
     for _ in range(repeats):
         timer = _Timer(trace)
         with torch.no_grad():
+            # Leaves go in as they are: the trace's own flattening of inputs and outputs is left
+            # out.
             timer.run(*inputs, enable_io_processing=False)
         seconds = [timer.seconds[node] for node in trace.moving]
         best = list(map(min, best, seconds))
@@ -187,6 +194,7 @@ class _Timer(fx.Interpreter):
         self.seconds: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        """One operation, forward and backward, on values of its own; no gradient is left."""
         if n.op != "call_function" or takes_apart(n):
             self.seconds[n] = 0.0
             return super().run_node(n)
@@ -220,6 +228,7 @@ def _memory(trace: Trace) -> list[float]:
     counted: set[fx.Node] = set()
     costs = []
     for node in trace.moving:
+        # A parameter that several operations use is held once; the first of them pays.
         new = [source for source in trace.attributes(node) if source not in counted]
         counted.update(new)
         weights = sum(t.nbytes for t in map(trace.tensor, new) if isinstance(t, nn.Parameter))
@@ -242,6 +251,7 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
     if n < stages:
         raise ValueError(f"a model of {n} operations cannot be cut into {stages} stages")
     sums = numpy.concatenate([[0.0], numpy.cumsum(costs.own)])
+    # Nothing leaves the last stage.
     leaving = numpy.append(numpy.asarray(costs.crossing, dtype=float), 0.0)
 
     def dearest(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
@@ -255,6 +265,7 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
     bound = SLACK * _path(n, stages, dearest)[0]
 
     def bytes_within(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
+        # a stage that is too dear makes its division infinitely bad
         fits = sums[end] - sums[start] + costs.link * leaving[end] <= bound
         result: numpy.ndarray = numpy.where(fits, least[start] + leaving[end], numpy.inf)
         return result
@@ -279,6 +290,7 @@ def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
         for end in range(stage, n - (stages - stage) + 1):
             start = slice(stage - 1, end)
             values = join(least, end, start)
+            # the first of equal ones, so that the same costs give the same cut
             best = int(values.argmin())
             following[end] = values[best]
             origin[end] = best + stage - 1

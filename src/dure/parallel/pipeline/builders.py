@@ -48,6 +48,7 @@ def _alternating(
     actions = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         actions += [forward, backward]
+    # one backward for each forward of the warm-up is left
     return [*actions, *backwards[len(forwards) - warm_up :]]
 
 
@@ -82,6 +83,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
     if stages_per_rank == 1:
         return one_f_one_b(ranks, microbatches)
     turns: list[tuple[int, int]] = []
+    # The turns go up to a multiple of p; micro-batches that are too many are taken out below.
     for first in range(0, microbatches, ranks):
         for chunk in range(stages_per_rank):
             turns += [(chunk, number) for number in range(first, first + ranks)]
@@ -115,6 +117,7 @@ def zero_bubble(ranks: int, microbatches: int) -> Computing:
 
 def _with_weights_later(actions: Iterable[Action], delay: int) -> list[Action]:
     done: list[Action] = []
+    # weight gradients that are put off, oldest first
     left: list[Action] = []
     for action in actions:
         if action.kind != "backward":
@@ -150,6 +153,7 @@ def forward_only(home: Sequence[int], microbatches: int) -> Schedule:
     order: list[Action] = []
     for stage in range(len(home)):
         order += _forwards(stage, microbatches)
+    # A micro-batch is in stage s at time m + s; of those at one time the oldest comes first.
     order.sort(key=lambda action: (action.stage + action.microbatch, action.microbatch))
     computing: list[list[Action]] = [[] for _ in range(max(home) + 1)]
     for action in order:
@@ -168,6 +172,7 @@ SCHEDULES: dict[str, str] = {
 """Schedules: name to summary."""
 
 _ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
+    # with one micro-batch GPipe is the naive schedule
     "naive": gpipe,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

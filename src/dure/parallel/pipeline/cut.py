@@ -56,6 +56,7 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
     starts: list[int] = []
     owners = [owner_of(node) for node in trace.moving]
     for name in names:
+        # operations of the module itself, or of a module inside
         places = [
             index
             for index, owner in enumerate(owners)
@@ -67,6 +68,7 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
                 f"no operation belongs to a module {name!r}, where a stage was to begin; there are "
                 f"{known}"
             )
+        # It would begin with the stage before it, or earlier; the first stage begins at 0.
         if places[0] <= (starts[-1] if starts else 0):
             before = names[len(starts) - 1] if starts else "the first operation"
             raise ValueError(
@@ -121,13 +123,14 @@ class CutModel:
         self._homes: dict[tuple[int, bool], dict[fx.Node, int]] = {}
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self.costs: Costs | None = None
+        # the trace on which the cut is made; all others follow it
         self.reference = self._traced(examples, True)
 
     def trace(self, examples: int, training: bool) -> Trace:
         """The trace of a micro-batch of so many examples.
 
-        Raises ValueError where it cannot be traced, as a single example where batch norm wants
-        several.
+        Raises ValueError where it cannot be traced, such as a single example where batch norm
+        wants several.
         """
         try:
             return self._traced(examples, training)
@@ -143,7 +146,9 @@ class CutModel:
         key = (examples, training)
         if key not in self._traces:
             before = generators_state()
+            # Tracing leaves the model's mode and the generators as they were.
             mode = self.model.training
+            # Examples of evaluation may have other shapes.
             inputs = (self._sample if training else self._test)(examples)
             self.model.train(training)
             try:
@@ -186,6 +191,7 @@ class CutModel:
         self.holders: dict[str, list[int]] = {}
         for stage, names in enumerate(self.names):
             for name in names:
+                # A tied parameter lies in several stages, in ascending order.
                 self.holders.setdefault(name, []).append(stage)
 
     def homes(self, examples: int, training: bool) -> dict[fx.Node, int]:
@@ -193,6 +199,8 @@ class CutModel:
         key = (examples, training)
         if key not in self._homes:
             trace = self.trace(examples, training)
+            # The same operations on the same parameters: the same places fit. A trace of another
+            # mode may lack some, such as dropout.
             if kinds_of(trace) == self._kinds:
                 self._homes[key] = stages_of(trace, self.starts)
             else:
@@ -245,6 +253,7 @@ class CutModel:
     def sizes(self) -> list[StageSize]:
         """The stages, for a table."""
         moving = self.reference.moving
+        # A cut by names has needed no costs: then shares are nan.
         costs = self.costs.own if self.costs is not None else []
         total = sum(costs)
         bounds = [0, *self.starts, len(moving)]
@@ -279,15 +288,19 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
     for place, node in enumerate(trace.moving):
         names = _names_used(trace, node)
         homes = {name: holders[name] for name in names if name in holders}
+        # On to the next stage that has this parameter, until all parameters of the operation are
+        # here.
         while any(stage not in stages for stages in homes.values()):
             name, stages = next(item for item in homes.items() if stage not in item[1])
             later = [home for home in stages if home > stage]
+            # No stage can begin inside of what has to stay together.
             if not later or place in trace.inseparable:
                 raise ValueError(
                     f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses "
                     f"it together with or after what lies in stage {stage}: cut it elsewhere"
                 )
             stage = later[0]
+        # What takes a result apart stays with the operation that made it.
         stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
 
@@ -302,6 +315,7 @@ def forget(model: nn.Module, names: Sequence[str]) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in own:
             with torch.no_grad():
+                # The object stays, for the optimizer and the trace hold it.
                 tensor.data = _untouched(tensor)
 
 

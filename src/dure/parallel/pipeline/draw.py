@@ -35,6 +35,8 @@ _LEGEND: tuple[tuple[Kind, str, str], ...] = (
 )
 _CLASSES = {kind: letter for kind, letter, _ in _LEGEND}
 
+# In pixels: margins, the picture's width, a rank's row and the gap after it, a panel's title and
+# axis.
 _LEFT = 64
 _RIGHT = 18
 _WIDTH = 960
@@ -94,6 +96,7 @@ def gantt_svg(
     if not any(spans for _, spans in drawn):
         raise ValueError("there is nothing to draw: give spans of actions that compute")
     longest = max(_length(spans) for _, spans in drawn)
+    # the same for all panels, so that their lengths can be compared
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     parts = _legend(list(chain.from_iterable(spans for _, spans in drawn)))
     top = 40.0
@@ -154,6 +157,7 @@ def _panel(
         parts.append(_text(_LEFT - 8, y + _ROW / 2 + 4, name, "key", anchor="end"))
         lane = f'x="{_LEFT}" y="{y:.1f}" width="{(end - start) * scale:.1f}" height="{_ROW}"'
         parts.append(f'<rect {lane} class="idle"/>')
+    # the lowest stage of each rank; the others are fainter
     first: dict[int, int] = {}
     for span in spans:
         stage = span.action.stage
@@ -198,6 +202,7 @@ def _legend(spans: Sequence[Span]) -> list[str]:
     for style, name in entries:
         parts.append(f'<rect x="{x:.1f}" y="14" width="16" height="12" class="{style}"/>')
         parts.append(_text(x + 22, 24, name, "key"))
+        # box, gaps and the text, as wide as its letters are on average
         x += 46 + _CHARACTER * len(name)
     parts.append(_text(x, 24, "numbers: micro-batches", "soft"))
     return parts

@@ -50,11 +50,13 @@ class Stream:
         self, operation: Callable[..., Any], number: int, on_shards: bool = False
     ) -> Callable[..., Any]:
         """The operation, drawing from where it has to. on_shards: each rank for itself."""
+        # It draws from the one generator, whose state has come with the values.
         if self.carried:
             return operation
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
             own = self._own(on_shards)
+            # a number more in the seed where tensor neighbours must differ
             position = (*self._position, number) if own is None else (*self._position, number, own)
             seed = derive(self.seed, "micro-batch", *position)
             torch.default_generator.manual_seed(seed)
@@ -72,4 +74,5 @@ class Stream:
 
     @staticmethod
     def go_on_from(state: Tensor) -> None:
+        """Draws on from a state that `state` has given."""
         torch.default_generator.set_state(state)

@@ -28,6 +28,8 @@ ROUND = 32
 
 def chunks_of(share: Tensor, task: Task, stages: int) -> list[Tensor]:
     """The examples `share`, in chunks that pass through the stages one after the other."""
+    # At least two chunks a stage where there are enough examples, so that stages work at the same
+    # time.
     longest = max(1, min(task.eval_batch_size, -(-len(share) // (2 * stages))))
     return list(share.split(longest)) if len(share) else []  # type: ignore[no-untyped-call]
 
@@ -50,6 +52,8 @@ def totals_of(
     sums = [0.0] * columns
     counts = [0.0] * columns
 
+    # The "loss" of evaluation: it adds up totals on the last stage, and gives a number that nobody
+    # uses.
     def measure(length: int, outputs: Any, targets: Any) -> Tensor:
         for position, (total, count) in enumerate(measured(task, outputs, targets, length)):
             sums[position] += total
@@ -57,13 +61,17 @@ def totals_of(
         return torch.zeros(())
 
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
+    # In evaluation nothing draws.
     stream = Stream(0, carried=False)
     mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
+    # Round by round, so that the values of all test examples are never in memory together.
     for start in range(0, len(chunks), ROUND):
+        # Chunks of one length share a program; only the last one may be shorter.
         for length, alike in groupby(chunks[start : start + ROUND], len):
             batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike]
             schedule = forward_only(home, len(batches))
             stages = {stage: _stage(stage, cut, stream, partial(measure, length)) for stage in mine}
+            # unmetered, since an evaluation is part of the measurement
             engine = Engine(
                 group.unmetered(), schedule, stages=stages, stream=stream, device=device
             )

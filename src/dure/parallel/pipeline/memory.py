@@ -9,8 +9,8 @@ would change what the model computes. Therefore a trace is rewritten (`settle`):
                         `torch.export` writes them
 
 and places are found between which the model is not cut (`inseparable`): where two names of the same
-memory would travel though one of them is still to be changed, as in x[:, 0] = y, and where a buffer
-that changes is used.
+memory would travel though one of them is still to be changed, such as in x[:, 0] = y, and where a
+buffer that changes is used.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def attribute(node: fx.Node) -> Any:
 
 def part_of(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
     """The graph inside an operation, such as a region without gradients, and what it is given."""
+    # Such an operation is given the graph as an argument, and after it the values for the graph's
+    # inputs.
     for place, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
             part = attribute(argument)
@@ -55,6 +57,7 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
         # Running statistics, arguments 3 and 4, which change in training; schemas do not say so.
         return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node) and node.args[5]]
     if isinstance(node.target, torch._ops.OpOverload):
+        # a quick no for nearly all operations
         if not node.target._schema.is_mutable:
             return []
         return [value for value, info in _arguments(node) if info is not None and info.is_write]
@@ -86,6 +89,7 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         shared: list[fx.Node] = []
         if node.op == "call_function":
+            # Their schemas do not say that the result may be the argument itself.
             if node.target in DROPOUTS:
                 shared = node.all_input_nodes[:1]
             elif isinstance(node.target, torch._ops.OpOverload):
@@ -93,6 +97,7 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             elif node.target is operator.getitem:
                 shared = node.all_input_nodes[:1]
             else:
+                # An operation with a graph inside may give back what it changes.
                 shared = changed_by(node)
         root[node] = root[shared[0]] if shared else node
     return root
@@ -105,10 +110,13 @@ def settle(module: fx.GraphModule) -> None:
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         changed.update(root[value] for value in changed_by(node))
+    # Three passes: inputs that change are copied; names of one memory become one; buffers are
+    # written early.
     for node in list(graph.nodes):
         if node.op == "placeholder" and node in changed:
             with graph.inserting_after(node):
                 copy = graph.call_function(aten.clone.default, (node,))
+            # Later passes read shapes from `meta`.
             copy.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(
                 copy, delete_user_cb=lambda user, copy=copy: user is not copy
@@ -118,6 +126,7 @@ def settle(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(changed_by(node)[0])
     for node in list(graph.nodes):
         if node.target is aten.copy_.default and node.args[0].op == "get_attr":
+            # After the second pass it copies a buffer into itself: the buffer was changed in place.
             if node.args[0] is node.args[1]:
                 graph.erase_node(node)
             else:
@@ -128,6 +137,7 @@ def _gives_what_it_changes(node: fx.Node) -> bool:
     """Whether an operation's result is, in shape too, the one argument that it changes."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in NORMS:
         return False
+    # such as transpose_, whose result has another shape than what was there
     if torch.Tag.inplace_view in node.target.tags:
         return False
     changed = changed_by(node)
@@ -143,6 +153,7 @@ def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
     root = families(graph)
     buffer, value = copy.args[:2]
     source = root[value] if isinstance(value, fx.Node) else None
+    # the last operation so far that must come before the write
     latest = None
     for node in graph.nodes:
         if node is copy:
@@ -158,6 +169,7 @@ def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
 def mapped_regions(operations: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """What `torch.vmap` has computed, from where a dimension is hidden to where all are back."""
     regions: list[list[fx.Node]] = []
+    # vmaps may be nested: a region ends when the outermost one does
     depth = 0
     for node in operations:
         name = getattr(node.target, "__name__", "")
@@ -186,6 +198,7 @@ def company(
     found = {node: list(writers.get(root[node], [])) for node in operations}
     for region in mapped_regions(operations):
         for node in region:
+            # Inside a region values have a hidden dimension, and mean nothing apart.
             found[node] += region
     return found
 
@@ -204,6 +217,7 @@ def inseparable(
             uses.setdefault(root[source], []).append(place)
         for value in changed_by(node):
             changes.setdefault(root[value], []).append(place)
+    # The model's outputs are used after everything.
     last |= {leaf: len(moving) for leaf in outputs if isinstance(leaf, fx.Node)}
     found: set[int] = set()
     for region in mapped_regions(moving):
@@ -217,6 +231,7 @@ def inseparable(
         lives = [(made[node], last.get(node, 0)) for node in moving if root[node] is family]
         if len(lives) > 1:
             for place in range(min(lives)[0] + 1, places[-1] + 1):
+                # more than one name of this memory would cross here
                 if sum(born < place <= end for born, end in lives) > 1:
                     found.add(place)
     return frozenset(found)

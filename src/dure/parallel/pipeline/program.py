@@ -54,6 +54,8 @@ def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
+        # Several stages may begin at one place if that could not be parted; those are then empty,
+        # and refused (`CutModel.decide`).
         while stage < len(starts) and place >= starts[stage] and place not in trace.inseparable:
             stage += 1
         stage_of[node] = stage_of.get(origin_of(node), stage)
@@ -68,6 +70,7 @@ def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) ->
             if source in trace.names:
                 names[stage_of[node]][trace.names[source]] = None
     for leaf in trace.outputs:
+        # A model may give back a parameter as it is; the last stage then needs it.
         if isinstance(leaf, fx.Node) and leaf in trace.names:
             names[stages - 1][trace.names[leaf]] = None
     return [list(own) for own in names]
@@ -101,9 +104,11 @@ def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list
             last_use[source] = max(last_use.get(source, 0), stage_of[node])
     for leaf in trace.outputs:
         if isinstance(leaf, fx.Node) and leaf in stage_of:
+            # The last stage gives the model's outputs, wherever they were made.
             last_use[leaf] = stages - 1
     crossed: list[list[fx.Node]] = [[] for _ in range(stages - 1)]
     for node in trace.moving:
+        # over every boundary from where it is made to where it is used last
         for boundary in range(stage_of[node], last_use.get(node, 0)):
             crossed[boundary].append(node)
     return crossed
@@ -154,6 +159,7 @@ class _Builder:
         self.stream = stream
         self.later = later
         self.graph = fx.Graph()
+        # each node of the trace that is needed, and its copy in this graph
         self.copies: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
         self.numbers = trace.numbers_of_draws()
@@ -166,6 +172,11 @@ class _Builder:
         results: Sequence[fx.Node],
         last: bool,
     ) -> Program:
+        """The program of these operations.
+
+        own: the stage's operations. results: what it gives on; in the last stage these are the
+        model's outputs.
+        """
         trace = self.trace
         graph = self.graph
         # What is given on may be constant: then it is computed here, with its company.
@@ -173,6 +184,7 @@ class _Builder:
         for node in list(ends):
             ends += trace.company.get(node, [])
         needed = {*trace.ancestors([*own, *ends]), *ends, *results}
+        # only the inputs that this stage reads; a rank may read none
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
         # What is changed in place. Buffers and parameters have names; any other value may share its
         # memory with what was received.
@@ -190,6 +202,7 @@ class _Builder:
             if node.op == "get_attr" and node in needed:
                 self._attribute(node)
         own_set = set(own)
+        # In the order of the trace: an operation may change memory that a later one reads.
         for node in trace.operations:
             if node in own_set or (node in trace.constant and node in needed):
                 self._operation(node)
@@ -197,6 +210,7 @@ class _Builder:
         graph.output(
             tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given)
         )
+        # The parameters themselves, not copies: gradients arrive in the model's.
         module = fx.GraphModule(self.attributes, graph)
         own_names = [value for value in changed if value in trace.names]
         return Program(
@@ -211,6 +225,7 @@ class _Builder:
         )
 
     def _attribute(self, node: fx.Node) -> None:
+        # by the model's name, so that tied parameters are one attribute
         target = self.trace.names.get(node, str(node.target))
         self.attributes[target] = self.trace.tensor(node)
         self.copies[node] = self.graph.create_node("get_attr", target, name=node.name)
@@ -218,6 +233,7 @@ class _Builder:
     def _operation(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, lambda source: self.copies[source])
         self.copies[node] = copy
+        # the divided layer itself, in the place of the operation that stood for it
         if is_opaque(node):
             copy.target = behind(node, self.trace.layers)
         elif node in self.numbers:
@@ -229,6 +245,7 @@ class _Builder:
     def _apart(self, node: fx.Node, target: Any, later: Later) -> Any:
         """The same operation, its weight's gradient apart where that is a parameter and it pays."""
         place, deferred = apart(target, later)
+        # An operation whose weight is not where it is expected stays as it is.
         if deferred is None or place >= len(node.args) or node.kwargs:
             return target
         weight = node.args[place]

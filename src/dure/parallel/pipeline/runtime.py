@@ -66,10 +66,14 @@ class Engine:
         """
         self._step = step
         self._batches = batches
+        # What has come or was handed over, until it is used; and what was computed, until it is
+        # sent.
         self._inputs: dict[Place, list[Tensor]] = {}
         self._gradients: dict[Place, list[Tensor]] = {}
         self._results: dict[Place, list[Tensor]] = {}
         self._sends: list[Callable[[], None]] = []
+        # Receives that are not begun, and those that are: both in the order of the list, which is
+        # that of the senders.
         self._expected = deque(action for action in self.actions if action.kind in RECEIVES)
         self._coming: deque[tuple[list[Tensor], Callable[[], None]]] = deque()
         self._ahead = 1 if self._device.type == "cpu" and self._lie_here() else AHEAD
@@ -79,6 +83,8 @@ class Engine:
         for action in self.actions:
             self._do(action)
         started = time.perf_counter()
+        # No rank waits at a send before this, which is what `validate` relies on to exclude
+        # deadlocks.
         for end in self._sends:
             end()
         if self._sends:
@@ -112,15 +118,18 @@ class Engine:
         started = time.perf_counter()
         if kind == "forward":
             received = self._inputs.pop(place, [])
+            # The state of the stage before comes last in its message.
             if self._stream.carried and number > 0:
                 self._stream.go_on_from(received.pop())
             results = stage.forward(microbatch, batch, received)
             if self._stream.carried:
+                # also from the last stage, where `_hand_over` drops it
                 results.append(self._stream.state())
             self._hand_over(place, number + 1, results, self._inputs)
         elif kind == "weight_gradient":
             stage.weight_gradient(microbatch)
         else:
+            # An input gradient is sent at once; the weight gradient is an action of its own, later.
             descend = stage.backward if kind == "backward" else stage.input_gradient
             results = descend(microbatch, batch, self._gradients.pop(place, []))
             self._hand_over(place, number - 1, results, self._gradients)
@@ -134,6 +143,7 @@ class Engine:
     ) -> None:
         if not 0 <= to < self.schedule.stages:
             return
+        # not a message: the tensors themselves
         if self.schedule.home[to] == self.group.rank:
             inboxes[to, place[1]] = results
         else:
@@ -148,6 +158,7 @@ class Engine:
         # A conjugate or negative view has a flag, which does not travel with its memory.
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
         end = self.group.begin_transfer(_words(action), sends, [])
+        # What has left at once needs no wait.
         if end is not done_already:
             self._sends.append(end)
 
@@ -172,6 +183,7 @@ class Engine:
         if action.kind == "receive_input" and self._stream.carried:
             tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
         receives = [(tensor, source) for tensor in tensors]
+        # It is asked for only in the wait: until then it lies here, and disturbs nobody.
         if self._ahead == 1:
             return tensors, partial(self._fetch, action, receives)
         return tensors, self.group.begin_transfer(_words(action), [], receives)

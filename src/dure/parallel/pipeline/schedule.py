@@ -54,6 +54,7 @@ COMPUTING: tuple[Kind, ...] = ("forward", "backward", "input_gradient", "weight_
 SENDS: tuple[Kind, ...] = ("send_output", "send_gradient")
 RECEIVES: tuple[Kind, ...] = ("receive_input", "receive_gradient")
 
+# the other end of each message: its kind, and how far its stage is from this one
 _COUNTERPARTS: dict[Kind, tuple[Kind, int]] = {
     "send_output": ("receive_input", 1),
     "receive_input": ("send_output", -1),
@@ -85,6 +86,7 @@ class Action(NamedTuple):
 
     @property
     def computes(self) -> bool:
+        """Whether it computes, and is no transfer."""
         return self.kind in COMPUTING
 
     @property
@@ -111,6 +113,7 @@ def foreign(home: Sequence[int], stage: int, other: int) -> bool:
 def send_after(action: Action, home: Sequence[int]) -> Action | None:
     """The message that an action makes, if it makes one."""
     kind, stage, microbatch = action
+    # A weight gradient makes no message: nobody else needs it.
     if kind == "forward" and foreign(home, stage, stage + 1):
         return Action("send_output", stage, microbatch)
     if kind in ("backward", "input_gradient") and foreign(home, stage, stage - 1):
@@ -165,6 +168,7 @@ class Schedule:
         return "weight_gradient" in kinds
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, in ascending order."""
         return tuple(stage for stage, home in enumerate(self.home) if home == rank)
 
     def text(self) -> str:
@@ -195,6 +199,7 @@ class Schedule:
                     f"line {number}: {line[:40]!r} is not understood: write 'schedule:', 'home:', "
                     "'microbatches:' or 'rank 0:' and what belongs there"
                 )
+            # the second one would silently replace the first
             if key in fields:
                 raise ValueError(f"line {number}: {key!r} is there twice: keep one of them")
             fields[key] = value
@@ -215,6 +220,7 @@ def _row(items: Iterable[object]) -> str:
 
 
 def _of_fields(fields: dict[str, str]) -> Schedule:
+    # Ranks are counted, and then have to be 0 … p-1 without a gap.
     ranks = sum(key.startswith("rank ") for key in fields)
     lists = [f"rank {rank}" for rank in range(max(1, ranks))]
     for key in ("schedule", "home", "microbatches", *lists):
@@ -252,8 +258,10 @@ def with_transfers(
     coming: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, actions in enumerate(computing):
         for action in actions:
+            # in the order in which this rank makes them
             if send := send_after(action, home):
                 coming[rank, home[send.counterpart.stage]].append(send.counterpart)
+    # what is sent at all; a computation may need what no action makes
     made = set().union(*coming.values())
     lists = []
     for rank, actions in enumerate(computing):
@@ -265,7 +273,9 @@ def with_transfers(
             # is put in all the same, and refused by `validate`.
             while needed and needed not in received:
                 queue = coming[home[needed.counterpart.stage], rank]
+                # oldest first, until the needed one was received
                 receive = queue.popleft() if needed in made else needed
+                # Received ahead of its use, it is not received again.
                 received.add(receive)
                 done.append(receive)
             done.append(action)

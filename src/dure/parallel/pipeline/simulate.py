@@ -79,6 +79,7 @@ class Times:
 
     def of(self, action: Action) -> float:
         """Seconds of an action: on its rank, or of a send until its message is there."""
+        # What was measured of this very action goes before the times of its stage.
         if action in self.measured:
             return self.measured[action]
         if action.kind in SENDS:
@@ -145,8 +146,10 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     clocks = [0.0] * schedule.ranks
     arrivals: dict[Action, float] = {}
     spans = []
+    # In an order that can happen, so each send comes before its receive, and one walk is enough.
     for rank, action in running_order(schedule):
         if action.kind in SENDS:
+            # A send takes none of the rank's time.
             arrivals[action] = clocks[rank] + times.of(action)
             continue
         start = clocks[rank]
@@ -155,6 +158,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
         clocks[rank] = start + times.of(action)
         if action.computes:
             spans.append(Span(rank, action, start, clocks[rank]))
+    # by time, whichever rank was walked first
     spans.sort(key=lambda span: (span.start, span.rank))
     return Simulation(schedule.ranks, tuple(spans), tuple(map(peak_of, schedule.actions)))
 

@@ -93,6 +93,8 @@ class Stage:
         self.number = number
         self.last = last
         self.trains = trains
+        # In 1F1B the last stage goes backward right after forward: to compute again would save
+        # nothing.
         self.recompute = recompute and not last
         self.program_for = program_for
         self._structure_for = structure_for
@@ -128,9 +130,11 @@ class Stage:
             ends = self._run(program, batch, values)
         elif self.recompute:
             kept.state = self._stream.state() if self._stream.carried else None
+            # Recomputation has to see the buffers as they were before this forward changed them.
             kept.buffers = {
                 name: program.module.get_buffer(name).clone() for name in program.written
             }
+            # no graph: only what was received is held until backward
             with torch.no_grad():
                 ends = self._run(program, batch, values)
         else:
@@ -138,10 +142,13 @@ class Stage:
         if self.last:
             self.losses[number] = float(ends[0].item())
             return []
+        # The graph stays here; only values go on.
         return [end.detach() for end in ends]
 
     def _run(self, program: Program, batch: Microbatch, values: Sequence[Tensor]) -> list[Tensor]:
         inputs = [batch.inputs[index] for index in program.inputs] if program.inputs else []
+        # A trace holds for one shape; what it would compute for another is wrong, and maybe no
+        # error.
         for given, shape in zip(inputs, program.shapes, strict=False):
             if shape is not None and given.shape != shape:
                 raise ValueError(
@@ -151,6 +158,7 @@ class Stage:
         results = program.module(*values, *inputs)
         if not self.last:
             return list(results)
+        # the loss takes what the model gives, not leaves
         outputs = tree_unflatten(list(results), self._structure_for(batch.examples))
         return [loss_of(self._loss, outputs, batch.targets, batch.share)]
 
@@ -180,6 +188,8 @@ class Stage:
             self._compute_again(kept, number, batch, program)
         if self.last:
             ends = kept.ends
+            # The loss is a mean over the micro-batch; its share makes the sum over micro-batches
+            # that of the batch.
             gradients = [torch.full_like(kept.ends[0], batch.share)]
         else:
             leaving = zip(kept.ends, program.leaving, strict=True)
@@ -187,6 +197,7 @@ class Stage:
         # A frozen stage's ends have no graph, though a gradient comes for each.
         pairs = zip(ends, gradients, strict=True)
         wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+        # A stage may have nothing that learns, and nothing before it.
         if wanted:
             torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
         if self._remaining is not None:
@@ -219,6 +230,7 @@ class Stage:
         kept = self._kept.pop(number)
         program = self.program_for(batch.examples)
         return [
+            # The stage before waits for a gradient of each, whether there is one or not.
             tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor, value in zip(kept.received, program.received, strict=True)
             if value.differentiable

@@ -66,6 +66,7 @@ class Value:
 
     @classmethod
     def of(cls, tensor: Tensor, differentiable: bool) -> Value:
+        """That of a tensor, which may be without data."""
         return cls(tuple(tensor.shape), tensor.dtype, differentiable, _order(tensor))
 
     @property
@@ -85,11 +86,13 @@ class Value:
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor as they lie in memory; as they are indexed, where it has gaps."""
     strides: tuple[int, ...] = tensor.stride()
+    # largest stride first; of equal ones the first dimension
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     expected = 1
     for dimension in reversed(order):
         if tensor.shape[dimension] != 1:
             if strides[dimension] != expected:
+                # It has gaps or overlaps: no order of dimensions describes it.
                 return tuple(range(tensor.dim()))
             expected *= tensor.shape[dimension]
     return tuple(order)
@@ -103,15 +106,18 @@ class Trace:
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         self.module, self.layers = exported(model, inputs)
+        # First, for it rewrites the graph that all of the following look at.
         settle(self.module)
         self._on_shards = modules_on_shards(model)
         nodes = list(self.module.graph.nodes)
         self.root = families(self.module.graph)
         self.changed: set[fx.Node] = set()
         for node in nodes:
+            # Memory that some operation changes, by the value that it belongs to.
             self.changed.update(self.root[value] for value in changed_by(node))
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.operations = [node for node in nodes if node.op == "call_function"]
+        # torch.export keeps how the outputs' leaves make up the outputs
         self.structure: TreeSpec = self.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
         self.outputs: list[Any] = list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.names = names_of(model, self.module, nodes)
@@ -132,6 +138,7 @@ class Trace:
         # All are taken for constant at first; those that need something else are taken out until
         # nothing changes, for an operation's company may come after it.
         constant = {node for node in self.operations if not draws(node)}
+        # Of what the model holds: all but parameters, which are learned, and memory that changes.
         constant.update(
             node
             for node in self.module.graph.nodes
@@ -143,6 +150,7 @@ class Trace:
         while len(constant) != before:
             before = len(constant)
             for node in self.operations:
+                # A value that others write into is constant only if they are.
                 needed = [*node.all_input_nodes, *self.company[node]]
                 if node in constant and not all(source in constant for source in needed):
                     constant.remove(node)
@@ -181,6 +189,7 @@ class Trace:
                 written.update(
                     self.root[value] for value in changed_by(node) if value.op != "get_attr"
                 )
+        # A view that was made before the write shows what was written.
         found |= {node for node in self.operations if self.root[node] in written and _floats(node)}
         return frozenset(found & self._wanted(found))
 
@@ -218,6 +227,7 @@ class Trace:
     def ancestors(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """What these operations use, and what that uses, as far as it is constant."""
         seen: dict[fx.Node, None] = {}
+        # A stack of our own: chains of operations are longer than Python recurses.
         stack: list[fx.Node] = []
         for node in nodes:
             stack += node.all_input_nodes
@@ -245,12 +255,14 @@ def leaves_of(inputs: Any) -> list[Any]:
 
 def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     """The graph, and what its opaque operations stand for."""
+    # torch.export runs the model, which may draw; what comes after must not notice.
     before = generators_state()
     try:
         with warnings.catch_warnings(), _settings():
             warnings.simplefilter("ignore")
             with hidden(model) as layers, unseen(model) as lost:
                 module = torch.export.export(model, (inputs,), strict=False).module()
+    # It says already what is wrong, and callers tell it from the rest.
     except LengthError:
         raise
     except Exception as error:
@@ -273,6 +285,7 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Those of torch while it traces, and then what they were."""
+    # Settings of the whole process: they are put back, whatever happens.
     fast = torch.backends.mha.get_fastpath_enabled()
     without_stacks = fx.config.do_not_emit_stack_traces
     # The fast path of a transformer's layer is one operation, in which one cannot cut.
@@ -298,6 +311,7 @@ def names_of(
     names: dict[fx.Node, str] = {}
     for node in nodes:
         if node.op == "get_attr" and str(node.target) in targets:
+            # A tied parameter has several names in a graph, and one here: the model's first.
             names[node] = known.get(id(targets[str(node.target)]), str(node.target))
     return names
 
@@ -310,6 +324,7 @@ def draws(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
+        # an operation with a graph inside draws if something in it does
         inside = part_of(node)
         return inside is not None and any(map(draws, inside[0].nodes))
     schema = node.target._schema
@@ -317,6 +332,7 @@ def draws(node: fx.Node) -> bool:
     given.update(zip((argument.name for argument in schema.arguments), node.args, strict=False))
     for argument in schema.arguments:
         given.setdefault(argument.name, argument.default_value)
+    # attention's dropout_p is 0 where it is off; other dropouts have a flag "train" as well
     for chance in ("dropout_p", "p", "dropout"):
         if chance in given and ("train" in given or chance == "dropout_p"):
             return bool(given[chance]) and bool(given.get("train", True))

@@ -34,8 +34,10 @@ class UncutModel:
         names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
         self.holders: dict[str, list[int]] = {name: [0] for name in names}
         self.learned = frozenset(name for name, _ in model.named_parameters())
+        # as a trace flattens them, so that stages treat both models alike
         inputs = tree_flatten(((sample(1),), {}))[1]
         self._flat = _Flat(model, inputs)
+        # any of them, for no trace tells: see `Held.speaking`
         written = tuple(name for name, _ in model.named_buffers())
         self._program = Program(
             module=self._flat,
@@ -87,6 +89,8 @@ class _Flat(nn.Module):
         self._inputs = inputs
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
+        # back to what the model itself takes
         (inputs,), _ = tree_unflatten(list(leaves), self._inputs)
+        # noted in each pass, for whoever puts the leaves together again (`structure`)
         outputs, self.outputs = tree_flatten(self.model(inputs))
         return tuple(outputs)

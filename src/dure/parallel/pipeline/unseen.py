@@ -30,6 +30,7 @@ as they are."""
 def unseen(model: nn.Module) -> Iterator[list[str]]:
     """Inside, what a trace of the model loses is put on the list, each as the end of a sentence."""
     found: list[str] = []
+    # What a trace cannot have is seen by comparing before and after.
     drawn = _drawn()
     counted = numbers_of(model)
     after = dict(counted)
@@ -39,8 +40,10 @@ def unseen(model: nn.Module) -> Iterator[list[str]]:
         after.update(numbers_of(model))
 
     with ExitStack() as patches:
+        # In evaluation nobody goes backward, so own gradients do not matter.
         if model.training:
             for kind in set(_kinds(Function)):
+                # a forward of its own, not an inherited one, which is replaced where it is defined
                 if "forward" in vars(kind) and not kind.__module__.startswith(TRACING):
                     patches.enter_context(
                         _replaced(kind, "forward", staticmethod(_noticed(kind, found)))

@@ -55,6 +55,7 @@ def check(schedule: Schedule, require_backward: bool = True) -> None:
 
     require_backward: False where forwards alone are enough.
     """
+    # In this order: each check may rely on those before it, and the first thing wrong is told.
     _check_homes(schedule)
     for rank in range(schedule.ranks):
         _check_belongs(schedule, rank)
@@ -138,6 +139,7 @@ def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
     """What has to come before an action on its rank: one of each of these."""
     kind, stage, microbatch = action
     forward = Action("forward", stage, microbatch)
+    # B and I both give the gradient of the inputs: one of them is enough.
     gradient = Action("input_gradient", stage, microbatch)
     if kind in RECEIVES:
         return []
@@ -148,6 +150,7 @@ def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
     if kind == "send_gradient":
         return [(Action("backward", stage, microbatch), gradient)]
     needs: list[tuple[Action, ...]] = [] if kind == "forward" else [(forward,)]
+    # from another rank: the receive; else the action of the neighbouring stage, here on this rank
     if message := receive_before(action, home):
         needs.append((message,))
     elif kind == "forward" and stage > 0:
@@ -182,6 +185,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
         for choice in _needs(action, schedule.home):
             if not any(needed in places for needed in choice):
                 raise _error(schedule, rank, place, f"needs {_where(choice, actions)}")
+        # only now, so that an action does not satisfy its own need
         places[action] = place
 
 
@@ -200,6 +204,7 @@ def _where(choice: tuple[Action, ...], actions: tuple[Action, ...]) -> str:
 
 
 def _check_complete(schedule: Schedule, require_backward: bool) -> None:
+    # Actions name their stage, and stages have one rank: all ranks' actions can lie in one set.
     there = set().union(*schedule.actions)
     for stage, rank in enumerate(schedule.home):
         for number in range(schedule.microbatches):
@@ -244,6 +249,8 @@ def _check_messages(schedule: Schedule) -> None:
         for place, action in enumerate(actions):
             if action.kind in RECEIVES:
                 source = schedule.home[action.counterpart.stage]
+                # There are as many sends as receives: each has its counterpart, and nothing is
+                # there twice.
                 send = next(queues[source])
                 if send != action.counterpart:
                     said = (
@@ -270,6 +277,7 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
         while places[rank] < len(actions):
             action = actions[places[rank]]
             if action.kind in RECEIVES and action.counterpart not in sent:
+                # a message has one receiver, so one rank waits for it
                 waiting[action.counterpart] = rank
                 break
             if action.kind in SENDS:
@@ -278,6 +286,7 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
                     ready.append(waiting.pop(action))
             order.append((rank, action))
             places[rank] += 1
+    # All others have come to their end, or wait too: no send is left that could wake anybody.
     if waiting:
         raise _deadlock(schedule, places, set(waiting.values()))
     return order
@@ -293,6 +302,7 @@ def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> Schedul
         return schedule.home[schedule.actions[rank][places[rank]].counterpart.stage]
 
     chain = [min(stuck)]
+    # From rank to the rank it waits for, until one comes again: these are the circle.
     while awaited(chain[-1]) not in chain:
         if awaited(chain[-1]) not in stuck:  # it has come to its end without that send
             rank = chain[-1]

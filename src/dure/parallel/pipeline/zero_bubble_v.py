@@ -46,6 +46,7 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
     free = set(range(ranks))
     clock = 0
     while min(done["weight_gradient"]) < microbatches:
+        # sorted, so that all ranks make the same lists
         for rank in sorted(free):
             for kind, stage in _wishes(rank, ranks):
                 left = begun[kind][stage] < microbatches
@@ -81,6 +82,7 @@ def _is_ready(kind: Kind, stage: int, ranks: int, begun: _Counts, done: _Counts)
     """Whether the next action of a kind in a stage of a V may begin."""
     number = begun[kind][stage]
     last = 2 * ranks - 1
+    # It needs its own input gradient, and waits for no other rank.
     if kind == "weight_gradient":
         return done["input_gradient"][stage] > number
     if kind == "input_gradient":

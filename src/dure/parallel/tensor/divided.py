@@ -51,6 +51,7 @@ class Divided(nn.Module):
         else:
             own = division.part(whole.detach(), self.group.rank, self.group.size)
             self.divisions[name] = division
+        # memory of its own: the undivided parameter can go
         made = nn.Parameter(own, whole.requires_grad)
         # What a user has written on a parameter stays with it.
         made.__dict__.update(vars(whole))
@@ -70,6 +71,7 @@ class Divided(nn.Module):
         memo[id(self.group)] = self.group
         made = type(self).__new__(type(self))
         memo[id(self)] = made
+        # The memo has the group already, which is so copied to itself.
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
@@ -94,6 +96,7 @@ def is_transposed(linear: nn.Module) -> bool:
 
     Raises ValueError if it is not linear, or does more than such a layer.
     """
+    # by name, so that transformers need not be there
     transposed = type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith(
         "transformers."
     )
@@ -115,6 +118,7 @@ def has_hooks(parameter: Tensor) -> bool:
 def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
     """Raises ValueError if a module does more than `kind`, which a divided one would leave out."""
     more = None
+    # A class derived from it is fine as long as it computes the same.
     if type(module).forward is not kind.forward:
         more = "a forward of its own"
     elif is_parametrized(module):

@@ -49,6 +49,7 @@ def parallelize(
     """
     group = Group.of(process_group)
     found = _found(model, plan)
+    # One message a tensor, so that no second copy of the whole model is needed.
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast_values([tensor.detach()], counted=False)
     _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
@@ -88,12 +89,15 @@ def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> Non
             copied(inputs)
     except LengthError:
         raise
+    # Not an answer: the model may do what tensors without data cannot, and is not wrong for that.
     except Exception:
         return
 
 
 def _alone(model: nn.Module, degree: int) -> At:
     """The place of the first of so many ranks, of which no other is there."""
+    # A group of one that says that it has more ranks: parts are cut by its size, and nothing is
+    # sent.
     group = Group()
     group.size = degree
     return At(group, False, Draws(group, _device_of(model)))
@@ -130,6 +134,7 @@ def _made(
                 raise ValueError(
                     "a plan divides layers inside a model, and cannot replace the model itself"
                 )
+            # One module may match several patterns, or have several names, as long as they agree.
             if said.setdefault(id(module), kind) != kind:
                 raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
             if id(module) not in layers:
@@ -164,6 +169,7 @@ def fits(name: str, pattern: str) -> bool:
 
 def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
     """Parameters that were one remain one. Raises ValueError if they are divided differently."""
+    # by the id of the undivided parameter: who divided it first, what it became, and how
     divided: dict[int, tuple[str, nn.Parameter, object]] = {}
     for name, module in model.named_modules():
         layer = layers.get(id(module))
@@ -180,6 +186,7 @@ def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
                 raise ValueError(
                     f"{first} and {name} share a parameter, and the plan divides it in two ways"
                 )
+            # the same object in both layers, so that optimizers and gradients know one
             layer.register_parameter(own, kept)
     # A module that stays whole cannot share with one that is divided.
     for name, module in model.named_modules():
@@ -195,10 +202,12 @@ def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
     """However a forward pass ends, what comes after it draws as all ranks do."""
 
     def before(module: nn.Module, inputs: Any) -> None:
+        # What a pass that failed has left under way is over.
         draws.forget()
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         draws.leave()
 
     model.register_forward_pre_hook(before)
+    # after an error as well
     model.register_forward_hook(after, always_call=True)

@@ -37,6 +37,7 @@ class Division:
 
     def lengths(self, size: int) -> list[int]:
         """What every rank holds of it."""
+        # as `tensor_split` cuts: the first slices are one longer
         of_blocks = [lengths_of(block, size) for block in self.blocks]
         return list(map(sum, zip(*of_blocks, strict=True)))
 
@@ -69,6 +70,7 @@ def sharers(what: str, outputs: int, size: int, unit: int) -> int:
     its width.
     """
     units = outputs // unit
+    # enough units, or an uneven number: then `check_even` decides, and tells what is wrong
     if outputs % unit or units >= size or size % units:
         check_even(what, (outputs,), size, unit)
         return 1

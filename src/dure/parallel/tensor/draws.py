@@ -3,9 +3,8 @@
 All ranks have seeded torch's generator alike, and outside of such regions they draw alike. On the
 way in every rank draws one number from it, the same on all ranks, and goes on with a generator
 seeded by (that number, its rank); on the way out the common generator goes on after that number.
-Nothing has to be
-remembered between steps: a run resumes, and a checkpointed layer is computed once more, with the
-same bits, if the common generator's state is what it was.
+Nothing has to be remembered between steps: a run resumes, and a checkpointed layer is computed once
+more, with the same bits, if the common generator's state is what it was.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", appendix B.2.
 """
@@ -31,6 +30,8 @@ class Draws:
         self._common: list[Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Draws:
+        # One object for all layers of a model, and for its copies: regions begin in one layer and
+        # end in another.
         return self
 
     def _state(self) -> list[Tensor]:
@@ -49,6 +50,7 @@ class Draws:
             return
         # All ranks draw this number, so that the common generator goes on alike afterwards.
         number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
+        # after the number was drawn: from here all go on together when they leave
         self._common = self._state()
         own = derive(number, "tensor parallel", self.group.rank)
         torch.default_generator.manual_seed(own)
@@ -57,6 +59,7 @@ class Draws:
 
     def leave(self) -> None:
         """Those of all ranks from here."""
+        # Nothing was entered: in evaluation, or on a single rank.
         if self._common is None:
             return
         torch.default_generator.set_state(self._common[0])

@@ -53,6 +53,7 @@ def timed(name: str, group: Group, work: Callable[[], Value]) -> Value:
     """Does `work`, which transfers inside of a layer or waits for a transfer."""
     started = time.perf_counter()
     done = work()
+    # The layer is timed as a whole; what it waited inside is taken out of that.
     group.meter.inside(name, started, time.perf_counter())
     return done
 
@@ -66,6 +67,7 @@ def summed(tensor: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, in memory of its own."""
     if group.size == 1:
         return tensor
+    # in shared memory where there is any, so that peers read it where it lies
     return reduced_in_place(room(tensor.shape, tensor, group).copy_(tensor), group)
 
 
@@ -84,6 +86,7 @@ def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
     own = tensor.contiguous()
     parts = timed("all-gather", group, lambda: all_gather(own, group, "native")).unbind()
+    # takes the padding off again
     if min(lengths) < longest:
         padded = zip(parts, lengths, strict=True)
         parts = tuple(part.narrow(dim, 0, length) for part, length in padded)
@@ -97,11 +100,14 @@ def reduce_scattered(tensor: Tensor, group: Group, dim: int, beside: bool = Fals
     """
     if group.size == 1:
         return tensor
+    # A reduce-scatter sends parts that lie one after another, whatever dimension they are slices
+    # of.
     parts = torch.stack(tensor.chunk(group.size, dim))
 
     def work() -> Tensor:
         return reduce_scatter(parts, group, "native")
 
+    # The meter's note of waits belongs to the layer's thread.
     own = work() if beside else timed("reduce-scatter", group, work)
     return own.view(parts.shape[1:])
 
@@ -171,6 +177,7 @@ class _Leave(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Every rank has the same gradient of the sum, and each of its terms has that gradient.
         return gradient, None
 
 
@@ -188,8 +195,11 @@ class _Gather(Function):
         group = ctx.group
         division = ctx.division
         if ctx.sums:
+            # Each rank has used the whole in a way of its own: the gradients differ, and are
+            # summed.
             own = reduce_scattered(gradient, group, division.dim)
         else:
+            # All ranks have used the whole alike: each has the full gradient, and takes its slice.
             own = division.part(gradient, group.rank, group.size)
         return own, None, None, None
 
@@ -208,6 +218,7 @@ class _Scatter(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # With or without the sum forward, each rank knows the gradient of its own slice.
         return gathered(gradient, ctx.group, ctx.division), None, None, None
 
 
@@ -254,6 +265,7 @@ def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
 
     sharers: how many ranks share a unit.
     """
+    # A unit is the parts of `sharers` neighbours in rank, one after another.
     width = tensor.shape[-1] * sharers
     units = enter_sequence(tensor, group, -1)
     return units.narrow(-1, group.rank // sharers * width, width).contiguous()

@@ -100,9 +100,11 @@ class _Column(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         if how.enters and how.sequence is not None and how.group.size > 1:
+            # Kept for backward as it is gathered here: memory for one all-gather less.
             tensor = gathered(tensor, how.group, along(tensor, how.sequence, how.group))
         ctx.how = how
         ctx.shape = tensor.shape
+        # as one matrix: batch and sequence are rows alike
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         outputs = _product(rows, weight if how.transposed else weight.t(), bias)
@@ -116,7 +118,8 @@ class _Column(Function):
         how = ctx.how
         rows, weight = ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
-        # The input's gradient is on its way while the weight's and the bias's are computed.
+        # The input's gradient is on its way while the weight's and the bias's are computed; where
+        # nobody asks for it, this stands in for it.
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
             arrive = _begin_input(how, gradient, weight, ctx.shape)
@@ -133,9 +136,12 @@ def _begin_input(
     """Begins the gradient of a column-parallel layer's input; what is returned waits for it."""
     matrix = (weight.t() if how.transposed else weight).conj()
     group = how.group
+    # What has not entered here is summed by whoever has entered (`enter`), for several layers at
+    # once.
     if not how.enters or group.size == 1:
         inputs = torch.mm(gradient, matrix)
         return lambda: inputs.view(shape)
+    # computed where it is summed, so that nothing is copied into shared memory
     inputs = room((gradient.shape[0], matrix.shape[1]), gradient, group)
     torch.mm(gradient, matrix, out=inputs)
     if how.sequence is not None:
@@ -143,6 +149,7 @@ def _begin_input(
         if not how.beside:
             own = reduce_scattered(inputs.view(shape), group, dim)
             return lambda: own
+        # on the group's thread, in the order of issue
         handle = group.perform(
             "reduce-scatter of a gradient",
             lambda: reduce_scattered(inputs.view(shape), group, dim, beside=True),
@@ -171,11 +178,13 @@ class _Row(Function):
         outputs = room((rows.shape[0], matrix.shape[1]), rows, group)
         torch.mm(rows, matrix, out=outputs)
         if how.sequence is not None:
+            # rows are tokens again: the sequence is a dimension of its own
             whole = outputs.view(*tensor.shape[:-1], -1)
             check_sequence(whole, how.sequence, group)
             # The shard is summed already, so that each rank adds the bias once.
             own = reduce_scattered(whole, group, how.sequence)
             return own if bias is None else own.add_(bias)
+        # Without the bias: it would be added N times.
         reduced_in_place(outputs, group)
         if bias is not None:
             outputs.add_(bias)
@@ -198,6 +207,8 @@ class _Row(Function):
         of_weight = (
             _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
         )
+        # Along a sequence the gradient was gathered above, so the bias has that of all shards, on
+        # every rank.
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None
 
@@ -231,13 +242,13 @@ class ColumnParallel(DividedLinear):
 
     weight, bias: undivided, the same on all ranks; this rank's part of them is copied.
     process_group: a group of torch.distributed, or a `dure.collectives.Group`; None is all ranks.
-    blocks: outputs that are divided each on their own, as those of query, key and value in one
-        matrix; None is one.
+    blocks: outputs that are divided each on their own, such as those of query, key and value in
+        one matrix; None is one.
     unit: a block is divided between multiples of it, such as the width of a head.
     gather_output: all outputs on every rank, by an all-gather; its gradient must be the same on all
         ranks.
-    enters: False where the input has entered the divided region already, as by `enter`, with other
-        layers.
+    enters: False where the input has entered the divided region already, for several layers at
+        once, such as by `enter`.
     sequence: the dimension of the input along which the ranks hold shards of a sequence; None where
         they do not. The gathered input is kept for backward, so that nothing is gathered twice.
     transposed: whether the weight is stored as A.
@@ -278,6 +289,7 @@ class ColumnParallel(DividedLinear):
                 "outputs"
             )
         what = f"{name} with {self.out_features} outputs"
+        # 1 where every rank has units of its own
         self.sharers = 1
         if shares and len(blocks) > 1:
             raise ValueError(
@@ -298,10 +310,12 @@ class ColumnParallel(DividedLinear):
 
     @property
     def opens(self) -> int:
+        """1 where its outputs stay divided, and its input was not divided already."""
         return int(self._how.enters and not self.gather_output)
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
         weight: Tensor = self.weight  # type: ignore[assignment]
+        # a rank gets the outputs of all that share its unit
         own = self.sharers * weight.shape[1 if self._how.transposed else 0]
         shape = [*given[:-1], self.out_features if self.gather_output else own]
         if self._how.sequence is None or not self._how.enters:
@@ -312,6 +326,8 @@ class ColumnParallel(DividedLinear):
         """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
+        # After the product: what follows is divided, and draws for itself until the row-parallel
+        # layer.
         if self.draws is not None and self.training:
             self.draws.enter()
         if self.sharers > 1:
@@ -350,6 +366,7 @@ class RowParallel(DividedLinear):
             f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit
         )
         self.divide("weight", weight, Division(dim, (self.in_features,)))
+        # whole on every rank, and added once, after the sum
         self.divide("bias", bias, None)
         self.input_is_parallel = input_is_parallel
         self._how = _How(
@@ -358,6 +375,7 @@ class RowParallel(DividedLinear):
 
     @property
     def opens(self) -> int:
+        """-1: the sum over the ranks ends the divided region."""
         return -1
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
@@ -370,6 +388,7 @@ class RowParallel(DividedLinear):
         """tensor: (..., this rank's inputs, or all). Returns all outputs, or a shard of them."""
         if self.draws is not None:
             self.draws.leave()
+        # All ranks have all of the input: each takes the columns that meet its rows of A.
         if not self.input_is_parallel:
             tensor = scatter_features(tensor, self.group)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)

@@ -41,6 +41,7 @@ def _opaque(
 
 @_opaque.register_fake
 def _(tensor: Tensor, weights: list[Tensor], number: int, shape: list[int], opens: int) -> Tensor:
+    # an embedding's input is of integers, and its output of the weights' dtype
     like = weights[0] if weights else tensor
     return like.new_empty(shape)
 
@@ -61,6 +62,7 @@ def opaque(
 
     shape: of the result. weights: the parameters that it uses. opens: see above.
     """
+    # of the innermost trace, which is the one that is being made
     layers = _under_way[-1]
     layers.append(function)
     result: Tensor = torch.ops.dure.opaque(
@@ -70,6 +72,7 @@ def opaque(
 
 
 def is_opaque(node: fx.Node) -> bool:
+    """Whether a node stands for a layer that is not looked into."""
     return node.target is torch.ops.dure.opaque.default
 
 
@@ -95,6 +98,7 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
     _under_way.append(found)
     layers = [module for module in model.modules() if isinstance(module, Divided)]
     for layer in layers:
+        # on the instance, which hides the class's own until it is deleted
         layer.forward = _stub(layer)
     try:
         yield found
@@ -105,6 +109,7 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
 
 
 def _stub(layer: Divided) -> Callable[[Tensor], Tensor]:
+    # the class's own, bound: not the stub
     function = type(layer).forward.__get__(layer)
 
     def stub(tensor: Tensor) -> Tensor:

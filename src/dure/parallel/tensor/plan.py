@@ -65,6 +65,8 @@ class Checked:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             try:
+                # Frozen: a value that is converted, such as a list to a tuple, is put back this
+                # way.
                 object.__setattr__(self, name, msgspec.convert(value, hint))
             except msgspec.ValidationError as error:
                 raise ValueError(f"{type(self).__name__}({name}={value!r}): {error}") from None
@@ -98,6 +100,8 @@ class Column(Checked):
             shares=self.shares,
             name=name,
         )
+        # With gathered outputs no divided region follows; along a sequence, or after an Enter,
+        # somebody else begins it.
         if self.enters and not self.gather_output and self.sequence is None:
             layer.draws = at.draws
         return layer
@@ -187,6 +191,7 @@ class Attributes(Checked):
     units: Positive | None = None
 
     def __init__(self, *names: str, units: int | None = None) -> None:
+        # `Attributes("heads", "width")`: names by place, which a dataclass would not write so.
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "units", units)
         self.__post_init__()
@@ -196,6 +201,8 @@ class Attributes(Checked):
         degree = at.group.size
         by = f"the degree {degree}: choose a degree that divides it"
         if self.units is not None:
+            # how many ranks share a unit; with more units than ranks none is shared, and nothing is
+            # divided
             degree = max(1, degree // self.units)
             by = (
                 f"the {degree} ranks that would share one of {self.units} units: choose a smaller "
@@ -213,6 +220,7 @@ class Attributes(Checked):
                 )
             parts[each] = value // degree
 
+        # Later: a plan is checked as a whole before anything is changed.
         def divide() -> None:
             for each, part in parts.items():
                 setattr(module, each, part)
@@ -238,6 +246,8 @@ class Enter(Checked):
         sequence = self.sequence
 
         def entered(tensor: Tensor) -> Tensor:
+            # A trace has one opaque operation here, which is this function itself, called when the
+            # program runs.
             if is_tracing():
                 shape = list(tensor.shape)
                 if sequence is not None:
@@ -287,6 +297,7 @@ class Join(Checked):
                 return opaque(joined, tensor, of_whole(tensor.shape, dim, group))
             return enter_sequence(tensor, group, dim)
 
+        # Changes are made later: a plan is checked as a whole first.
         return lambda: _keep(
             module.register_forward_hook(lambda module, inputs, output: joined(output))
         )
@@ -306,8 +317,10 @@ class OnShards:
             return summed(gradient, group)
 
         def watch(module: nn.Module, inputs: Any = None) -> None:
+            # A tracer puts its own tensors in the place of parameters: hooks would be put on those.
             for parameter in () if is_tracing() else module.parameters():
                 hooks: Any = parameter._backward_hooks or {}
+                # once for each parameter, though this runs at every call
                 if parameter.requires_grad and over_ranks not in hooks.values():
                     parameter.register_hook(over_ranks)  # type: ignore[no-untyped-call]
 
@@ -326,6 +339,7 @@ class OwnDraws:
     """Inside the module every rank draws for itself."""
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        # of its own: `at.draws` is left by the row-parallel layers inside
         draws = Draws(at.group, at.draws.device)
 
         def before(module: nn.Module, inputs: Any) -> None:
@@ -338,6 +352,7 @@ class OwnDraws:
         def install() -> None:
             mark_on_shards(module)
             module.register_forward_pre_hook(before)
+            # after an error as well: other modules must not go on with this rank's own draws
             module.register_forward_hook(after, always_call=True)
 
         return install
@@ -389,6 +404,7 @@ def on_input(module: nn.Module, function: Callable[[Tensor], Tensor], argument: 
     def hook(
         module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Hugging Face gives some inputs by name.
         if args:
             return (function(args[0]), *args[1:]), named
         return args, {**named, argument: function(named[argument])}

@@ -108,6 +108,8 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
     try:
         return plan_for(model, sequence=sequence)
     except ValueError as error:
+        # A wrapper around a model that is known: the plan's patterns get the name of the child
+        # before them.
         for name, child in model.named_children():
             try:
                 inner = plan_for(child, sequence=sequence)
@@ -116,6 +118,7 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
             return {
                 f"{name}.{pattern}" if pattern else name: kind for pattern, kind in inner.items()
             }
+        # the error about the model itself, not about its children
         raise error
 
 
@@ -125,6 +128,7 @@ def _transformer(model: Any, sequence: bool, gather: bool) -> Plan:
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         "embedding": Vocabulary(along),
         "blocks.*": Attributes("heads"),
+        # three blocks, each divided by heads, so that a rank's queries meet its keys and values
         "blocks.*.query_key_value": Column(blocks=3, unit=width, sequence=along),
         "blocks.*.projection": Row(unit=width, sequence=along),
         "blocks.*.expand": Column(sequence=along),
@@ -132,6 +136,7 @@ def _transformer(model: Any, sequence: bool, gather: bool) -> Plan:
         "output": Output(gather, sequence=along),
     }
     if sequence:
+        # Each rank adds positions to its own shard, so their gradient is that of a shard.
         plan["position"] = (Cut(0), OnShards())
         plan["blocks.*.*_norm"] = plan["norm"] = OnShards()
         plan[""] = OwnDraws()
@@ -144,9 +149,11 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             "the ready plan for GPT-2 knows no cross-attention: write a plan for this model"
         )
     along = 1 if sequence else None
+    # the width of a head: heads are never cut
     width = model.config.n_embd // model.config.n_head
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         f"{prefix}wte": Vocabulary(),
+        # how Hugging Face reshapes queries, keys and values: by a rank's own heads
         f"{prefix}h.*.attn": Attributes("num_heads", "embed_dim", "split_size"),
         f"{prefix}h.*.attn.c_attn": Column(blocks=3, unit=width, sequence=along),
         f"{prefix}h.*.attn.c_proj": Row(unit=width, sequence=along),
@@ -154,6 +161,7 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
         f"{prefix}h.*.mlp.c_proj": Row(sequence=along),
     }
     if prefix:
+        # Along a sequence the norm before it has joined the shards, and so has entered already.
         plan["lm_head"] = Output(gather, enters=not sequence)
     if sequence:
         if not prefix:
@@ -168,6 +176,7 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
     along = 1 if sequence else None
     width = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim
     keys = model.config.num_key_value_heads
+    # Keys and values: where their heads are fewer than ranks, neighbours share one.
     shared = Column(unit=width, enters=False, shares=True)
     gate = Column(enters=False)
     plan: dict[str, Kind | tuple[Kind, ...]] = {
@@ -186,6 +195,7 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
         f"{prefix}layers.*.mlp.down_proj": Row(sequence=along),
     }
     if prefix:
+        # as for GPT-2
         plan["lm_head"] = Output(gather, enters=not sequence)
     if sequence:
         if not prefix:
@@ -224,6 +234,7 @@ def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
     first: str | None = None
     places = list(layers._modules.items())
     for name, layer in places:
+        # A layer that is used twice would have to be divided in two ways at once.
         once = sum(layer is other for _, other in places) == 1
         if layer is not None and once and _is_linear(layer):
             if first is not None:
@@ -232,6 +243,7 @@ def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
                 first = None
             else:
                 first = name
+        # Something else uses the outputs together: they have to be whole before it.
         elif type(layer) not in ELEMENT_WISE:
             first = None
     if not plan:

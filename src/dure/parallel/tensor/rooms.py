@@ -49,15 +49,18 @@ class Rooms:
             self._nbytes -= length
         # Tensors keep this block alive, and not `memory`, which comes back when the block is gone.
         block = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
+        # The finalizer holds `memory`; at the exit of the process nothing has to come back.
         weakref.finalize(block, self._back, os.getpid(), memory).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
     def _back(self, pid: int, memory: Tensor) -> None:
+        # A forked child must not hand out what its parent uses.
         if pid == os.getpid() and self._nbytes + memory.nbytes <= MOST:
             self._nbytes += memory.nbytes
             self._waiting.setdefault(memory.nbytes, []).append(memory)
 
     def forget(self) -> None:
+        """Lets go of all that waits here."""
         self._waiting = {}
         self._nbytes = 0
 

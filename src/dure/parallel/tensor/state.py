@@ -60,8 +60,10 @@ def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any
     for name, value in model.state_dict(keep_vars=True).items():
         division, group = divided.get(name, (None, None))
         if id(value) not in known:
+            # Each tensor is gathered once, in the order of the model, which is that of all ranks.
             known[id(value)] = _whole(value, division, group)
         state[name] = known[id(value)]
+    # A model of which nothing is divided has no group here: then every rank returns its state.
     ranks = {group.rank for _, group in divided.values()}
     return state if everywhere or ranks <= {0} else {}
 
@@ -70,7 +72,9 @@ def _whole(value: Any, division: Division | None, group: Group | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if division is None or group is None or group.size == 1:
+        # memory of its own, so that training on does not change what was taken
         return value.detach().clone()
+    # bookkeeping, which the meter must not count
     return gathered(value.detach(), group.unmetered(), division)
 
 
@@ -85,6 +89,7 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
     own = model.state_dict()
     _check_names("misses", own.keys() - state.keys())
     _check_names("has beside the model's", state.keys() - own.keys())
+    # Everything is checked and cut first, so that an error leaves the model as it was.
     parts = {}
     for name, value in state.items():
         division, group = divided.get(name, (None, None))
@@ -98,6 +103,7 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
                     f"{name} has the shape {list(value.shape)} in the state, and {shape} in the "
                     "model"
                 )
+        # Replicated parameters, buffers and extra states are loaded as they are.
         whole = division is None or group is None
         parts[name] = value if whole else division.part(value, group.rank, group.size)  # type: ignore[union-attr]
     model.load_state_dict(parts)
@@ -122,9 +128,11 @@ def gradient_norm(
     alike: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
+            # All ranks have the same of what is replicated: it counts once, and is not sent.
             (mine if name in divided else alike).append(parameter.grad)
     squares = _squares(mine)
     if group.size > 1:
+        # before the squares of what all ranks have alike are added
         all_reduce(squares, group, "native")
     return (squares + _squares(alike).to(squares.device)).sqrt()[0]
 

@@ -104,10 +104,12 @@ class VocabularyEmbedding(Divided):
             return F.embedding(indices, self.weight, self.padding_idx)  # type: ignore[arg-type]
         here = (indices >= self.start) & (indices < self.start + self.rows)
         known = (indices >= 0) & (indices < self.num_embeddings)
+        # Else every rank would take the index for another one's, and the sum would be 0.
         if not bool(known.all()):
             raise IndexError(f"an index is outside of the vocabulary of {self.num_embeddings}")
         # The padding's row is used, but has no gradient.
         learns = here if self.padding_idx is None else here & (indices != self.padding_idx)
+        # Symbols of other ranks look up some row here, which is then set to 0: one gather for all.
         own = self._rows((indices - self.start).clamp(0, max(0, self.rows - 1)), here, learns)
         if self.sequence is not None:
             return leave_sequence(own, self.group, self.sequence)
@@ -119,6 +121,7 @@ class VocabularyEmbedding(Divided):
             # A vocabulary shorter than the degree leaves this rank zeros, with a gradient's path.
             return weight.sum() + weight.new_zeros(*local.shape, self.embedding_dim)
         found = F.embedding(local, weight)
+        # The same value without a gradient, as nn.Embedding has it for the padding.
         if learns is not here:
             found = torch.where(learns[..., None], found, found.detach())
         return found.masked_fill(~here[..., None], 0)
@@ -142,12 +145,14 @@ class _CrossEntropy(Function):
         """scores: (n, this rank's symbols). Returns each position's loss, 0 for ignored ones."""
         positions, symbols = scores.shape
         maximum = room((positions,), scores, group)
+        # amax refuses an empty dimension; -inf loses against every rank that has symbols
         if symbols:
             torch.amax(scores, 1, out=maximum)
         else:
             maximum.fill_(-torch.inf)
         if group.size > 1:
             reduced_in_place(maximum, group, "max")
+        # Both sums in one message.
         numbers = room((2, positions), scores, group)
         # Less the maximum over all ranks no exponential overflows, and their sum is 1 at least.
         shares = (scores - maximum[:, None]).exp_()
@@ -162,6 +167,8 @@ class _CrossEntropy(Function):
         if group.size > 1:
             reduced_in_place(numbers, group)
         ignored = targets == ignore_index
+        # softmax over the whole vocabulary, of which this rank has its symbols: all that backward
+        # needs
         shares.div_(numbers[0][:, None])
         ctx.save_for_backward(shares, local, here, ignored)
         return (numbers[0].log() - numbers[1]).masked_fill_(ignored, 0)
@@ -173,6 +180,7 @@ class _CrossEntropy(Function):
         gradient = gradient.masked_fill(ignored, 0)[:, None]
         of_scores = shares * gradient
         if shares.shape[1]:
+            # -[v = t], on the rank that holds the target
             of_scores.scatter_add_(1, local, -(gradient * here[:, None]))
         return of_scores, None, None, None, None
 
@@ -195,6 +203,7 @@ def vocabulary_parallel_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}; choose mean, sum or none")
+    # one position without a dimension of its own, as F.cross_entropy takes it
     single = scores_part.dim() == 1
     if single:
         scores_part = scores_part[None]
@@ -217,6 +226,7 @@ def vocabulary_parallel_cross_entropy(
     if reduction == "none":
         return losses[0] if single else losses.view(shape)
     total_loss = losses.sum()
+    # F.cross_entropy too takes the mean over the targets that are not ignored
     return total_loss if reduction == "sum" else total_loss / (flat_targets != ignore_index).sum()
 
 

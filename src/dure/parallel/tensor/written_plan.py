@@ -26,6 +26,7 @@ READY = "ready"
 
 def _known() -> dict[str, Any]:
     """The kinds of things that a plan can say, by name."""
+    # Not at the top: most runs have no plan, and that module imports all divided layers.
     from dure.parallel.tensor import plan
 
     return {kind.__name__: kind for kind in (*get_args(plan.Replacement), *get_args(plan.Change))}
@@ -61,6 +62,7 @@ class TensorPlan:
                 "None: ready"
             )
         object.__setattr__(self, "entries", entries)
+        # A run folder keeps the text, and a run must go on with the same plan.
         if isinstance(written, Mapping) and not self._is_read_again():
             raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
 
@@ -122,6 +124,7 @@ def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
     if text.strip() == READY:
         return ()
     entries: dict[str, tuple[Kind, ...]] = {}
+    # A semicolon at the end leaves an empty entry, which is none.
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         pattern, equals, kinds = (part.strip() for part in entry.partition("="))
         if not equals or not kinds:
@@ -146,6 +149,7 @@ def _kinds(tree: ast.expr) -> list[Kind]:
     """What `A() + B(1)` stands for."""
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         return [*_kinds(tree.left), *_kinds(tree.right)]
+    # `Row` alone is read as `Row()`
     call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
     name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
     known = _known()
@@ -157,6 +161,7 @@ def _kinds(tree: ast.expr) -> list[Kind]:
             f"the plan's {ast.unparse(tree)} cannot be made: write its arguments one by one"
         )
     try:
+        # Literals only: a plan may come from a file, and is never executed.
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return [known[name](*arguments, **named)]

@@ -41,6 +41,7 @@ class Arriving:
     def __init__(self, model: nn.Module, shares: Sequence[Share], wire: Wire) -> None:
         self.wire = wire
         self._coming: dict[int, _Coming] = {}
+        # Several threads may ask for one block, and only one may bring it back.
         self._turn = threading.RLock()
         if not wire.planned:
             return
@@ -51,6 +52,7 @@ class Arriving:
                 for p in module.parameters(recurse=False)
                 if id(p) in holder
             }
+            # The model itself gets a hook for passes without gradients (below).
             if own or module is model:
                 module.register_forward_pre_hook(self._before(list(own.values())), prepend=True)
 
@@ -67,10 +69,15 @@ class Arriving:
         return before
 
     def begin(self, shares: Iterable[Share]) -> None:
-        """Sends and receives the chunks of these blocks, in this order, which is that of all
-        ranks."""
+        """Sends and receives the chunks of these blocks, in this order.
+
+        The order has to be the same on all ranks.
+        """
+        # All are begun before any is waited for: the list is made first.
         for share, handle in [(share, self._gather(share)) for share in shares]:
             kinds = [type(parameter) for parameter in share.parameters]
+            # What is here already needs no waiting later. A parameter of a class of its own keeps
+            # that class, so nothing could tell that it is read.
             if (
                 not self.wire.planned
                 or handle.is_completed()
@@ -92,6 +99,7 @@ class Arriving:
     def _settle(self, share: Share) -> None:
         with self._turn:
             coming = self._coming.get(id(share))
+            # another thread was faster
             if coming is None:
                 return
             self.wire.wait(coming.handle, "parameters")
@@ -106,8 +114,10 @@ class Arriving:
 
 
 def check_reads(model: nn.Module) -> None:
-    """Raises ValueError if a module is compiled: nothing tells when compiled code reads a
-    parameter."""
+    """Raises ValueError if a module is compiled.
+
+    Nothing tells when compiled code reads a parameter.
+    """
     for name, module in model.named_modules():
         compiled = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# What a parameter without elements can answer. Anything else, unknown functions too, fetches first.
 _HARMLESS = {
     "size",
     "dim",
@@ -38,7 +39,9 @@ _HARMLESS = {
     "is_pinned",
     "has_names",
 }
+# Of properties it is the other way round: these few need elements, all others do not.
 _NEEDS_ELEMENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+# The original property: `Divided.grad` hides it.
 _GRADIENT: Any = Tensor.grad
 _bare = torch._C.DisableTorchFunctionSubclass
 
@@ -48,6 +51,7 @@ class Divided(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
+        # in `__dict__`, since a tensor's class may change while its attributes stay
         check = self.__dict__.get("_before_grad")
         if check is not None:
             check()
@@ -64,10 +68,13 @@ class Away(Divided):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        # A property comes here as its getter, `Tensor.shape.__get__`; its own name is that of the
+        # object which the getter belongs to.
         is_property = (
             name == "__get__" and getattr(func.__self__, "__name__", "") not in _NEEDS_ELEMENTS
         )
         if not is_property and name not in _HARMLESS:
+            # After this they are of their own class, and the function sees elements.
             for parameter in _away_among((args, kwargs)):
                 parameter.__dict__["_fetch"](parameter)
         with _bare():
@@ -90,6 +97,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
+    """Puts a gradient into a parameter on this rank, past all checks."""
     with _bare():
         _GRADIENT.__set__(parameter, value)
 
@@ -118,8 +126,12 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
-    """From now on `check` is called before somebody reads the parameter's gradient; it may
-    raise."""
+    """From now on `check` is called before somebody reads the parameter's gradient.
+
+    It may raise.
+    """
+    # A class is exchanged in place: the parameter stays the same object, which optimizers, hooks
+    # and users hold.
     if type(parameter) is nn.Parameter:  # kinds of others stay what they are
         parameter.__class__ = Divided
         parameter.__dict__["_before_grad"] = check
@@ -127,8 +139,10 @@ def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
 
 @contextmanager
 def unwatched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, no check is called: for code that looks at gradients without using them, such as a
-    tracer."""
+    """Inside, no check is called.
+
+    It is for code that looks at gradients without using them, such as a tracer.
+    """
     checks = [
         (p, p.__dict__.pop("_before_grad")) for p in parameters if "_before_grad" in p.__dict__
     ]
@@ -147,6 +161,7 @@ def send_away(
     stays: its elements stay where they are, and are only kept from being used.
     """
     if not stays:
+        # One element, expanded: the shape is right, and no memory is held.
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
             parameter.shape
         )

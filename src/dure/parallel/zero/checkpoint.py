@@ -37,6 +37,7 @@ _REST = "rest.safetensors"
 
 
 def file_of(rank: int, ranks: int) -> str:
+    """The name of a rank's file in a checkpoint of so many ranks."""
     return f"{rank:05d}-of-{ranks:05d}.safetensors"
 
 
@@ -50,9 +51,11 @@ def save(
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
+    # Rank 0 may name the parts in an index only when all of them are there.
     group.all_gather_values([0.0], "waiting for all parts of a checkpoint")
     if group.rank == 0:
         _write_index(folder, model, shares, division, ranks=group.size)
+    # Nobody goes on, to end or to write the next one, before this one is whole.
     group.all_gather_values([0.0], "waiting for the index of a checkpoint")
 
 
@@ -67,12 +70,14 @@ def _part(shares: Sequence[Share], division: Division) -> bytes:
     runs: dict[str, dict[str, int]] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for share in shares:
+        # frozen parameters of stage 3 have weights here, and no state
         parts = {held.place: held.part for held in share.held}
         for index, name in enumerate(share.block.names):
             piece = share.block.piece(index, share.rank)
             if piece is None:
                 continue
             runs[name] = {"start": piece.start, "stop": piece.stop}
+            # the master: nothing is lost where parameters are gathered in fewer digits
             tensors[f"weights/{name}"] = share.of(share.master, piece)
             for key, value in division.state_of(parts.get(index)).items():
                 if isinstance(value, Tensor):
@@ -90,7 +95,9 @@ def _write_index(
         for share in shares
         for name, p in zip(share.block.names, share.parameters, strict=True)
     }
+    # with keep_vars, so that parameters are known by identity, shared ones by all of their names
     state = model.state_dict(keep_vars=True)
+    # JSON has no tensors: those among the settings go into the file of the rest.
     settings, tensors = pack_tree(division.groups())
     rest = {
         name: value
@@ -115,6 +122,7 @@ def _write_index(
     }
     write_atomically(_new(folder, _REST), weights_to_bytes(rest))
     names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
+    # A folder that is another one on each host would make a checkpoint with parts missing.
     unseen = [name for name in names if not _new(folder, name).exists()]
     if unseen:
         raise RunFolderError(
@@ -123,6 +131,8 @@ def _write_index(
     # parts of two checkpoints are none: until the new index is written there is no checkpoint
     (folder / "index.json").unlink(missing_ok=True)
     for name in names:
+        # Each rename is atomic. Files of an older checkpoint of more ranks may stay; no index names
+        # them.
         _new(folder, name).rename(folder / name)
     write_atomically(folder / "index.json", json.dumps(index).encode())
 
@@ -155,10 +165,13 @@ def _check_version(index: Mapping[str, Any], folder: Path) -> None:
 
 
 class Checkpoint:
-    """A checkpoint to read from, as a context. Raises RunFolderError if there is none, or a part of
-    it is missing."""
+    """A checkpoint to read from, as a context.
+
+    Raises RunFolderError if there is none, or a part of it is missing.
+    """
 
     def __init__(self, folder: Path) -> None:
+        # If one file cannot be opened, those that were are closed again.
         with ExitStack() as stack:
             try:
                 index = json.loads((folder / "index.json").read_bytes())
@@ -174,6 +187,7 @@ class Checkpoint:
                 raise RunFolderError(
                     f"{folder} holds no whole checkpoint of ZeRO: {error}"
                 ) from error
+            # All are open: they stay so until `__exit__`.
             self._open = stack.pop_all()
         self.names: dict[str, str] = index["names"]
         self.order: list[str | None] = index["order"]
@@ -191,6 +205,8 @@ class Checkpoint:
         self._numbers: dict[str, dict[str, Any]] = {}
         self._keys: dict[str, set[str]] = {}
         for file, has in zip(self._files, self._has, strict=True):
+            # Numbers, such as a count of steps, are written by each rank that has a piece; the
+            # first rank's count.
             self._numbers = {**json.loads(file.metadata()["numbers"]), **self._numbers}
             for key in has:
                 kind, _, name = key.removeprefix("state/").partition("/")
@@ -204,14 +220,18 @@ class Checkpoint:
         self._open.close()
 
     def read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
-        """The elements [start, stop) of `key` of a parameter; a single number as it is; None if
-        there is none."""
+        """The elements [start, stop) of `key` of a parameter; None if there are none.
+
+        A single number comes as it is.
+        """
         parts = []
         for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
+            # What this file has of the parameter, and what is wanted of it.
             first, last = runs.get(name, _NOTHING)
             low = max(start, first)
             high = min(stop, last)
             if first < last and f"{key}/{name}" in has:
+                # A slice reads from the file only the elements that are asked for.
                 own = file.get_slice(f"{key}/{name}")
                 if not own.get_shape():
                     return file.get_tensor(f"{key}/{name}")  # type: ignore[no-any-return]
@@ -219,11 +239,14 @@ class Checkpoint:
                     parts.append(own[low - first : high - first])
         if not parts:
             return None
+        # Files are in order of rank, and so are the pieces of a parameter.
         whole = torch.cat(parts)
+        # safetensors has no complex numbers: they are written as pairs
         return torch.view_as_complex(whole) if f"{key}/{name}" in self._pairs else whole
 
     def weights(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of a parameter."""
+        # a frozen parameter, which was not divided when this was written
         if name not in self.shapes:
             return self.rest[name].reshape(-1)[start:stop]
         found = self.read("weights", name, start, stop)
@@ -251,6 +274,7 @@ def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Divi
     """
     with Checkpoint(folder) as checkpoint:
         _check_model(model, checkpoint, folder)
+        # The optimizer first: it may refuse, and then nothing has changed yet.
         states: dict[int, dict[str, Any]] = {}
         for share in shares:
             for held in share.held:
@@ -303,6 +327,7 @@ def read_whole(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for number, name in enumerate(checkpoint.order):
             own = checkpoint.state_of(name, 0, lengths[name]) if name is not None else {}
             if own and name is not None:
+                # runs of elements become tensors of the parameter's shape again
                 state[number] = _shaped(own, checkpoint.shapes[name])
         return weights, {"state": state, "param_groups": checkpoint.groups}
 

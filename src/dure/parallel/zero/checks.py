@@ -20,7 +20,9 @@ def prefetch_of(group: Group, device: torch.device) -> int:
     It is rank 0's choice; all ranks call it.
     """
     here = device.type == "cpu" and len(group.hosts()) == 1 and group.backend(device) == "dure"
+    # A thread that sends would take a core from a rank that computes.
     busy = here and available_cores() <= group.size * torch.get_num_threads()
+    # Ranks may count other cores, but the order of messages depends on prefetching.
     return 1 - int(group.all_gather_values([float(busy)], "choice of prefetching")[0][0])
 
 

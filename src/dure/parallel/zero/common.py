@@ -19,11 +19,12 @@ _LINE = 64
 
 
 def common_memory(group: Group, nbytes: int) -> Tensor | None:
-    """Bytes, zeros, that are the same on all ranks; None where the ranks do not share memory. All
-    ranks call it.
+    """Bytes, zeros, that are the same on all ranks; None where the ranks do not share memory.
 
-    They do if the backend is dure and all of them are on one host, and may open each other's files.
+    All ranks call it. They do if the backend is dure and all of them are on one host, and may open
+    each other's files.
     """
+    # alone there is nobody to share with, and plain memory will do
     if group.size == 1:
         return torch.zeros(nbytes, dtype=torch.uint8)
     if nbytes == 0 or group.backend(torch.device("cpu")) != "dure" or len(group.hosts()) > 1:
@@ -33,6 +34,8 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
     if group.rank == 0:
         descriptor = os.memfd_create("dure-zero")
         os.ftruncate(descriptor, nbytes)
+    # The others open the file through rank 0's process, so it must stay open until all have mapped
+    # it.
     pid, theirs = group.all_gather_values(
         [float(os.getpid()), float(descriptor)], "sharing memory"
     )[0]
@@ -44,8 +47,11 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
         mapped = Mapping(descriptor, nbytes).tensor()
     except (OSError, ValueError):
         mapped = None
+    # Only after this do all ranks know the same; it also keeps rank 0 from closing the file too
+    # early.
     told = group.all_gather_values([float(mapped is not None)], "sharing memory")
     everywhere = all(row[0] for row in told)
+    # A mapping outlives its descriptor.
     if descriptor >= 0:
         os.close(descriptor)
     return mapped if everywhere else None
@@ -60,9 +66,11 @@ class Slices:
 
     @staticmethod
     def room(nbytes: int) -> int:
+        """Bytes that a piece takes, up to the end of its last cache line."""
         return -(-nbytes // _LINE) * _LINE
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """The next piece; all ranks take the same ones in the same order, and so share them."""
         nbytes = elements * dtype.itemsize
         piece = self.memory[self.at : self.at + nbytes]
         self.at += self.room(nbytes)

@@ -1,5 +1,7 @@
-"""A model's parameters become shares: units, blocks, and in which precision they are computed
-with."""
+"""A model's parameters become shares.
+
+Here it is decided which units and blocks there are, and in which precision they are computed with.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
 class Cut(NamedTuple):
-    """A unit: names of the modules that need it, the shares of its blocks, whether other units are
-    used within."""
+    """A unit that was cut.
+
+    modules: names of those that need it. shares: of its blocks. around: whether other units are
+    used within.
+    """
 
     modules: list[str]
     shares: list[Share]
@@ -40,8 +45,9 @@ def divide(
     common: bool,
     alone: int = ALONE,
 ) -> list[Cut]:
-    """Takes the parameters over. In stages 1 and 2 frozen ones stay as they are, unless they are
-    shortened.
+    """Takes the parameters over; returns the units.
+
+    In stages 1 and 2 frozen parameters stay as they are, unless they are shortened.
 
     common: whether stage 3 may keep parameters in memory that all ranks read, where they can.
     alone: elements from which on a parameter is a block of its own. All ranks call it.
@@ -50,14 +56,19 @@ def divide(
     short = _shortened(model) if precision == "bf16" else {}
     planned: list[tuple[Plan, list[Block]]] = []
     for plan in plan_units(model, units):
+        # Without elements there is nothing to divide, gather or send.
         names = [name for name in plan.parameters if named[name].numel()]
         names = [name for name in names if named[name].requires_grad or stage == 3 or name in short]
+        # the dtype in which each is gathered; its own where it is not shortened
         dtypes = [short.get(name, named[name].dtype) for name in names]
         planned.append(
             (plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes, alone))
         )
     device = next(iter(named.values())).device
+    # Whether the ranks share memory is asked next, and together.
     common = common and stage == 3 and device.type == "cpu"
+    # All shares lie in one piece of common memory: to make it, and to learn that all can, costs two
+    # exchanges, whatever the number of blocks.
     slices = (
         _slices([block for _, blocks in planned for block in blocks], group) if common else None
     )
@@ -95,8 +106,10 @@ def _sent_from(elements: int, dtype: torch.dtype, group: Group, device: torch.de
 
 
 def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
-    """The parameters that are computed with in bfloat16. Norms with running statistics keep their
-    digits."""
+    """The parameters that are computed with in bfloat16.
+
+    Norms with running statistics keep their digits.
+    """
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     kept = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
     return {
@@ -107,8 +120,7 @@ def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def shorten_numbers(model: nn.Module, rests: Callable[[], bool]) -> None:
-    """From now on inputs of the model become bfloat16, and what it gives back in bfloat16 becomes
-    float32.
+    """From now on inputs of the model become bfloat16, and its outputs float32 again.
 
     rests: tells whether the parameters are whole and in their own dtype, so that inputs have to
     stay in theirs.

@@ -1,5 +1,4 @@
-"""The division as data: which elements of which parameters each rank holds, and what a step then
-sends.
+"""The division as data: which rank holds which elements, and what a step then sends.
 
 A *block* is a row of parameters of one dtype that travels as one message. Its n elements are filled
 up to N chunks of c = ceil(n/N) elements each, at most N-1 elements of padding; rank r holds chunk
@@ -29,8 +28,10 @@ it is so long that its gradient is computed there (`dure.parallel.direct`)."""
 
 
 class Piece(NamedTuple):
-    """A run of elements of a parameter within a chunk: parameter[start:stop] (flat) lies at
-    chunk[at:at+stop-start]."""
+    """A run of elements of a parameter within a chunk.
+
+    parameter[start:stop] (flat) lies at chunk[at:at+stop-start].
+    """
 
     start: int
     stop: int
@@ -38,8 +39,10 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A run of elements of a parameter in a message, parameter[start:stop]. whole: whether that is
-    all of it."""
+    """A run of elements of a parameter in a message, parameter[start:stop].
+
+    number: the parameter's in its block. whole: whether that is all of it.
+    """
 
     number: int
     start: int
@@ -64,6 +67,7 @@ class Block:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @cached_property
@@ -73,6 +77,7 @@ class Block:
 
     @cached_property
     def elements(self) -> int:
+        """Elements of all parameters, without padding."""
         return sum(self.lengths)
 
     @cached_property
@@ -82,12 +87,15 @@ class Block:
 
     @cached_property
     def padded(self) -> int:
+        """Elements of all chunks, padding included."""
         return self.chunk * self.ranks
 
     @property
     def alone(self) -> bool:
-        """Whether it is one parameter without padding: what it is divided into lies in the
-        parameter itself."""
+        """Whether it is one parameter without padding.
+
+        What it is divided into then lies in the parameter itself.
+        """
         return len(self.names) == 1 and self.elements == self.padded
 
     @cached_property
@@ -111,6 +119,7 @@ class Block:
                 whole = stop - start == self.lengths[index]
                 chunks[rank].append((stop - start, Part(index, start, stop, whole)))
         for chunk in chunks:
+            # What is left of a row is padding and the place of the tail.
             rest = self.chunk + tail - sum(length for length, _ in chunk)
             if rest:
                 chunk.append((rest, None))
@@ -122,10 +131,12 @@ class Block:
 
     def _holders(self, first: int, length: int) -> range:
         return (
+            # from the rank that has the first element to the one that has the last
             range(first // self.chunk, -(-(first + length) // self.chunk)) if length else range(0)
         )
 
     def _piece(self, first: int, length: int, rank: int) -> Piece:
+        # the part of the parameter [first, first + length) that lies in the chunk of this rank
         low = max(first, rank * self.chunk)
         high = min(first + length, (rank + 1) * self.chunk)
         return Piece(low - first, high - first, low - rank * self.chunk)
@@ -144,6 +155,7 @@ def blocks_of(
     dtypes: in which each parameter is gathered; its own, or a shorter one under mixed precision.
     alone: elements of long ones.
     """
+    # in order of first appearance, which is the same on all ranks
     rows: dict[tuple[object, ...], list[int]] = {}
     for index, ((_, parameter), dtype) in enumerate(zip(parameters, dtypes, strict=True)):
         length = parameter.numel()
@@ -179,12 +191,15 @@ def bytes_sent(blocks: Sequence[Block], stage: Stage, tail: int, tail_width: int
     trained = sum(block.chunk * block.dtype.itemsize for block in blocks if block.trained)
     whole = sum(block.chunk * block.dtype.itemsize for block in blocks)
     gathered = 2 * whole if stage == 3 else trained
+    # In stage 3 a unit is gathered for forward and once more for backward: twice `whole`.
     return (blocks[0].ranks - 1) * (trained + gathered + tail * tail_width)
 
 
 class Memory(NamedTuple):
-    """Bytes that a rank holds: what stays between steps, and the buffers into which units are
-    gathered."""
+    """Bytes that a rank holds.
+
+    buffers: those into which units are gathered; all else stays between steps.
+    """
 
     parameters: int
     gradients: int
@@ -211,11 +226,13 @@ def memory(blocks: Sequence[Block], stage: Stage, state: float = 8, buffers: int
     for block in blocks:
         mixed = block.dtype != block.master
         held = block.chunk if stage == 3 else block.padded
+        # In stages 1 and 2 frozen parameters are not taken over: they stay where they were.
         parameters += held * block.dtype.itemsize if block.trained or stage == 3 else 0
         if not block.trained:
             continue
         optimizer += block.chunk * (state + (block.master.itemsize if mixed else 0))
         if stage == 1:
+            # In stage 1 gradients stay whole on every rank, as autograd makes them.
             gradients += block.elements * block.dtype.itemsize
         else:
             gradients += block.chunk * block.master.itemsize

@@ -27,15 +27,19 @@ from dure.parallel.zero.wire import Wire
 
 
 class Unit:
-    """Shares that are gathered together. calls: of its modules in this forward pass; saved: places
-    that autograd keeps; stays: until the end of the pass; complete: all its gradients of this
-    backward pass are there; comes_again: a backward pass needed it after it was freed; whole: one
-    buffer a share, where it is gathered or on its way."""
+    """Shares that are gathered together.
+
+    calls: of its modules in this forward pass. saved: places that autograd keeps. stays: until the
+    end of the pass. always_stays: so in every forward pass. complete: all its gradients of this
+    backward pass are there. comes_again: a backward pass needed it after it was freed. whole: one
+    buffer a share, where it is gathered or on its way. handles: while it is on its way.
+    """
 
     def __init__(self, number: int, modules: list[nn.Module], shares: list[Share]) -> None:
         self.number = number
         self.modules = modules
         self.shares = shares
+        # the classes to give back, before the parameters become `Away`
         self.kinds = [[type(parameter) for parameter in share.parameters] for share in shares]
         self.calls = 0
         self.saved = 0
@@ -55,17 +59,22 @@ class Unit:
 
     @property
     def frozen(self) -> bool:
-        """Whether it has parameters without gradients, which nothing tells the end of backward
-        of."""
+        """Whether it has parameters without gradients.
+
+        Nothing tells when backward is done with those.
+        """
         return any(not share.block.trained for share in self.shares)
 
 
 def tensors_in(outputs: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in what a module gives back: in containers, and in objects of classes that torch
-    does not know."""
+    """The tensors in what a module gives back.
+
+    They may lie in containers, and in objects of classes that torch does not know.
+    """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf
+        # to a depth, since objects may refer to each other
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
             yield from tensors_in(list(vars(leaf).values()), depth - 1)
 
@@ -85,6 +94,8 @@ class _Saved:
         unit.saved += 1
 
     def __del__(self) -> None:
+        # Autograd drops what it has kept as soon as a node is done, and so tells when the unit is
+        # free.
         self.unit.saved -= 1
         if not self.unit.saved:
             self.gathering.unneeded(self.unit)
@@ -93,7 +104,7 @@ class _Saved:
 class Gathering:
     """All units of a model on one rank, gathered and freed.
 
-    need: called with a unit that a module needs; set by who decides when units are gathered.
+    need: called with a unit that a module needs; set by whoever decides when units are gathered.
 
     here: whether all parameters are, so that nothing has to be asked
     (`dure.parallel.zero.in_place`).
@@ -107,6 +118,7 @@ class Gathering:
         self.wire = wire
         self.pool = pool
         self.in_backward = False
+        # by address of a buffer's storage: the unit and share that lie in it
         self._where: dict[int, tuple[Unit, int]] = {}
         self.need: Any = None
         for unit in units:
@@ -134,6 +146,7 @@ class Gathering:
             self.wire.wait(handle, "parameters")
         unit.handles = None
         assert unit.whole is not None
+        # Views that are made in inference mode could not be used for training afterwards.
         with torch.inference_mode(False), torch.no_grad():
             for number, (share, whole) in enumerate(zip(unit.shares, unit.whole, strict=True)):
                 self._where[whole.untyped_storage().data_ptr()] = unit, number
@@ -144,6 +157,8 @@ class Gathering:
         if unit.whole is None:
             return
         if unit.handles is not None:
+            # On its way: others count on the message, and the buffer must not be used before it has
+            # come.
             for handle in unit.handles:
                 self.wire.wait(handle, "parameters")
             unit.handles = None
@@ -156,6 +171,7 @@ class Gathering:
         unit.stays = False
 
     def free_all(self) -> None:
+        """Frees every unit that is here or on its way."""
         for unit in self.units:
             self.free(unit)
 
@@ -191,6 +207,8 @@ class Gathering:
         for output in tensors_in(outputs):
             if (found := self.lies_in(output)) is not None:
                 found[0].stays = True
+        # All of its modules have been called, so it is not used again until backward. One that is
+        # called more often is gathered again, and then stays.
         if unit.calls >= len(unit.modules) and not (unit.stays or unit.always_stays):
             self.free(unit)
 
@@ -225,6 +243,7 @@ class Gathering:
     def _unpack(self, kept: Tensor | _Saved) -> Tensor:
         if not isinstance(kept, _Saved):
             return kept
+        # in backward: it may have to be gathered now
         self.need(kept.unit)
         assert kept.unit.whole is not None
         view = kept.unit.whole[kept.number].as_strided(kept.size, kept.stride, kept.offset)
@@ -233,14 +252,19 @@ class Gathering:
         )  # a graph of gradients keeps it beyond this pass
 
     def begin_backward(self) -> None:
+        """A backward pass begins: from now on units are freed when they are complete."""
         self.in_backward = True
         for unit in self.units:
+            # A unit without trained parameters has no gradients to wait for, unless it was once
+            # freed too early.
             unit.complete = not (
                 unit.comes_again or any(share.block.trained for share in unit.shares)
             )
 
     def unneeded(self, unit: Unit) -> None:
         """Autograd keeps no place in this unit any more."""
+        # Outside of backward a graph that is dropped frees nothing: the forward pass may still use
+        # the unit.
         if self.in_backward and unit.complete and unit.handles is None and not unit.stays:
             self.free(unit)
 

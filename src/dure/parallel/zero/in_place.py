@@ -1,8 +1,8 @@
-"""Stage 3 where all ranks share memory (the backend dure, on one host): nothing is gathered, and
-nothing is copied.
+"""Stage 3 where all ranks share memory (the backend dure, on one host).
 
-The parameters are views of the memory in which every rank keeps its chunk. They are all there from
-the beginning of a pass to its end, and outside of passes only kept from being used.
+Nothing is gathered, and nothing is copied. The parameters are views of the memory in which every
+rank keeps its chunk. They are all there from the beginning of a pass to its end, and outside of
+passes only kept from being used.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ class InPlace(Gathering):
     in_place = True
 
     def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
+        # Before the parent sends the parameters away: from then on their memory stays, and only
+        # their class changes.
         for unit in units:
             for share in unit.shares:
                 share.install()
         super().__init__(units, wire, pool)
+        # a flat list, since `bring` and `free_all` go over it in every pass
         self._kinds: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         for unit in units:
             for share, kinds in zip(unit.shares, unit.kinds, strict=True):
@@ -42,6 +45,7 @@ class InPlace(Gathering):
                 parameter.__class__ = kind
 
     def free_all(self) -> None:
+        """Nothing is freed: parameters are only kept from being used, until the next pass."""
         if self.here:
             self.here = False
             for parameter, _ in self._kinds:
@@ -57,6 +61,7 @@ class InPlace(Gathering):
                 self.wire.count(share.own)
 
     def own_memory(self, outputs: Any) -> Any:
+        """As they are: the memory of parameters stays."""
         return outputs
 
     @contextmanager
@@ -65,6 +70,7 @@ class InPlace(Gathering):
         yield
 
     def begin_backward(self) -> None:
+        """Units stay, so nothing has to be noted of them."""
         self.in_backward = True
 
     def complete(self, unit: Unit) -> None:

@@ -1,5 +1,4 @@
-"""Optimizers that update a rank's pieces: they are checked, given their pieces, and their state is
-made whole again.
+"""Optimizers that update a rank's pieces, and how their state becomes whole again.
 
 An optimizer is divided by giving its parameter groups the pieces instead of the parameters, so all
 its settings, and the objects that hold it (a scheduler of learning rates), stay as they are. That
@@ -25,8 +24,10 @@ from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 
 
 class Division:
-    """An optimizer whose groups hold this rank's pieces; `original` remembers the parameters, in
-    order."""
+    """An optimizer whose groups hold this rank's pieces.
+
+    original: the undivided parameters of each group, in order.
+    """
 
     def __init__(self, optimizer: Optimizer, shares: Sequence[Share]) -> None:
         self.optimizer = optimizer
@@ -36,11 +37,14 @@ class Division:
         for group in optimizer.param_groups:
             parameters = list(group["params"])
             self.original.append(parameters)
+            # A parameter of which this rank has no piece leaves the group here; the group remains,
+            # with its settings.
             group["params"] = [
                 held[id(parameter)].part for parameter in parameters if id(parameter) in held
             ]
         for parameters in self.original:
             for parameter in parameters:
+                # An optimizer that has made steps before brings its state along.
                 state = optimizer.state.pop(parameter, None)
                 if state is not None and id(parameter) in held:
                     optimizer.state[held[id(parameter)].part] = _divided(
@@ -65,9 +69,12 @@ class Division:
                 [held.place, held.piece.start, dict(self.state_of(held.part))]
                 for held in share.held
             ]
+            # Elsewhere than on rank 0 nothing arrives, and the loop ends at once.
             for content in group.gather_bytes(tree_to_bytes(rows)):
                 for index, start, own in tree_from_bytes(content):
                     number = number_of.get(id(share.parameters[index]))
+                    # A trained parameter may not be the optimizer's, and one that was never used
+                    # has no state.
                     if number is not None and own:
                         _join(state.setdefault(number, {}), share.block.shapes[index], start, own)
         return {"state": dict(sorted(state.items())), "param_groups": self.groups()}
@@ -125,6 +132,8 @@ class Division:
                 f"this state has {len(groups)} parameter groups, the optimizer "
                 f"{len(self.optimizer.param_groups)}"
             )
+        # torch's load_state_dict knows parameters by their number through all groups: pieces are
+        # numbered in the same way.
         mine: dict[int, Any] = {}
         settings = []
         first = 0
@@ -139,11 +148,15 @@ class Division:
 
 
 def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict[str, Any]:
-    """One parameter's state, of which a piece is cut: tensors of the parameter's shape are, single
-    numbers are not."""
+    """The piece of one parameter's state.
+
+    Tensors of the parameter's shape are cut; single numbers stay as they are.
+    """
     piece = held.piece
 
     def cut(value: Any) -> Any:
+        # Without dimensions there is nothing to cut: a count of steps, or the state of a single
+        # number.
         if isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim():
             return value.reshape(-1)[piece.start : piece.stop].clone()
         return value.clone() if isinstance(value, Tensor) else value
@@ -152,11 +165,14 @@ def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict
 
 
 def _join(whole: dict[str, Any], shape: Sequence[int], start: int, own: Mapping[str, Any]) -> None:
-    """Puts a piece of one parameter's state to its place in the whole. Single numbers are the first
-    piece's."""
+    """Puts a piece of one parameter's state into its place in the whole.
+
+    Single numbers are those of the first piece.
+    """
     for key, value in own.items():
         if not (isinstance(value, Tensor) and value.dim()):
             whole.setdefault(key, value)
             continue
+        # made with the first piece; others fill in theirs
         tensor = whole.setdefault(key, torch.zeros(tuple(shape), dtype=value.dtype))
         tensor.view(-1)[start : start + value.numel()] = value

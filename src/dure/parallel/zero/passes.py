@@ -38,6 +38,8 @@ class Orders:
         self.prefetch = prefetch
         self.learned = False
         self.units = list(range(len(blocks)))
+        # Until the first pass has been seen; a guess that is wrong costs late gradients or waits,
+        # and not a wrong sum.
         self.events = guess(self.units, blocks, around)
         self.everything = list(self.events)
 
@@ -54,8 +56,10 @@ class Orders:
         self, group: Group, needed: Sequence[int], events: Sequence[Action], carrier: int | None
     ) -> None:
         """Takes over what rank 0 has seen. Bookkeeping, once: not counted by the meter."""
+        # What rank 0 did not need comes after what it did: other ranks may need it.
         units = list(dict.fromkeys([*needed, *self.units]))
         actions = completed(events, self.everything, carrier)
+        # Every rank sends as many numbers, though only rank 0's count.
         mine = [float(number) for number in (*units, *map(_coded, actions))]
         numbers = [int(number) for number in group.all_gather_values(mine, "order")[0]]
         self._take(numbers)
@@ -70,8 +74,10 @@ class Orders:
         }
 
     def restore(self, state: Mapping[str, Any] | Sequence[int]) -> bool:
-        """Goes on with what was learned before; whether anything was, for a model of as many units
-        and blocks.
+        """Goes on with what was learned before.
+
+        Returns whether anything was, for a model of as many units and blocks. Raises RunFolderError
+        for a state of another version.
 
         Until version 2 a state was one list of numbers: units, then events as `_coded`; empty if
         nothing was learned.
@@ -144,9 +150,11 @@ class Passes:
         self._unit_of = {block: unit for unit, blocks in self._blocks.items() for block in blocks}
         self.forward: Sweep | None = None
         self.backward: Sweep | None = None
+        # the outermost module of the forward pass under way; how deep in it, if it calls itself
         self.scope: nn.Module | None = None
         self._depth = 0
         self._handled: BaseException | None = None
+        # open during a forward pass: what autograd saves becomes places
         self._saving = ExitStack()
         self._needed: list[int] = []
         self._events: list[Action] = []
@@ -160,6 +168,7 @@ class Passes:
             self._watch_gradients()
 
     def _set_carrier(self) -> None:
+        # The block with the tail goes last: only then is it known what was used and what is late.
         carrier = self.reducing.choose_carrier(self.orders.events)
         self.reducing.carrier = carrier
         self.orders.events = completed(self.orders.events, [], carrier)
@@ -172,11 +181,14 @@ class Passes:
     # Hooks.
 
     def _watch_modules(self, gathering: Gathering) -> None:
+        # The model itself is watched in any case: it begins and ends a pass.
         units: dict[nn.Module, list[Unit]] = {self.model: []}
         for unit in gathering.units:
             for module in unit.modules:
                 units.setdefault(module, []).append(unit)
         for module, own in units.items():
+            # Before all other pre-hooks, which may read parameters; after an error as well, so that
+            # the scope always ends.
             module.register_forward_pre_hook(self._before(own, gathering), prepend=True)
             module.register_forward_hook(self._after(own, gathering), always_call=True)
 
@@ -191,6 +203,7 @@ class Passes:
             if self.in_backward():  # recomputed activations
                 for unit in units:
                     self.need(unit)
+                    # No hook tells when the recomputed part is over.
                     unit.stays = True
                 return
             self._enter(module)
@@ -213,6 +226,7 @@ class Passes:
             # this hook is called after an error too; one that the caller was handling when the
             # pass began does not count
             failed = sys.exc_info()[1] is not self._handled
+            # The buffers are about to be freed: what the caller gets must not be a view of one.
             outputs = gathering.own_memory(outputs)
             self._leave(failed)
             return outputs
@@ -247,9 +261,13 @@ class Passes:
             if not reducing.arrived(number, index):
                 return
             if self.sends:
+                # The event is noted when the gradients are there, not when they leave: the order is
+                # learned from it.
                 self._events.append(Action("reduce", number))
                 sweep.advance()
             unit = self._unit_of.get(number)
+            # A unit has several blocks where dtypes differ or parameters are long; it is complete
+            # with the last of them.
             if unit is not None and all(map(reducing.ready, self._blocks[unit])):
                 assert self.gathering is not None
                 self.gathering.complete(unit)
@@ -263,6 +281,7 @@ class Passes:
             self._depth += module is self.scope
             return
         assert self.gathering is not None
+        # An error may have ended the backward pass before this.
         self.abandon()
         self.scope = module
         self._depth = 1
@@ -270,6 +289,7 @@ class Passes:
         if module is self.model:
             self._needed = []
             self.gathering.count()
+        # A pass of a part of the model has no order: it gathers on demand, on all ranks alike.
         if module is self.model and not self.gathering.in_place:
             self.forward = self._forward_sweep()
         self._saving.enter_context(self.gathering.saving())
@@ -291,6 +311,8 @@ class Passes:
         assert self.gathering is not None
         self._saving.close()
         self.scope = None
+        # Units that this rank did not need are gathered for those that did. After an error nothing
+        # is sent: the ranks are no longer in step anyway.
         if self.forward is not None and not failed:
             self.forward.finish(self._make_room)
         self.forward = None
@@ -331,6 +353,8 @@ class Passes:
         if unit.whole is not None and unit.handles is None:
             return
         if sweep is not None:
+            # Its turn is over and it is not here: it was freed too early. From the next pass on it
+            # stays longer.
             again = unit.whole is None and sweep.has_gathered(unit.number)
             sweep.need(unit.number)
             unit.always_stays |= again and self.scope is not None
@@ -344,12 +368,15 @@ class Passes:
 
     @staticmethod
     def in_backward() -> bool:
+        """Whether autograd runs a backward pass on this thread."""
+        # autograd numbers its passes; -1 is none
         return torch._C._current_graph_task_id() != -1
 
     def _backward(self) -> Sweep:
         """The pass that is under way, or begins now."""
         if self.backward is None:
             self._begin_backward()
+            # at the end of this backward pass, when all gradients are there
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         assert self.backward is not None
         return self.backward
@@ -369,12 +396,14 @@ class Passes:
         if self.gathering is not None:
             self.gathering.in_backward = False
             self.gathering.free_all()
+        # What this rank did not need or use: the other ranks wait for it.
         self.backward.finish(self._make_room)
         if self.gathering is not None:
             self.gathering.free_all()
         self.backward = None
         if self.sends:
             self.reducing.finish()
+            # Stage 1 sends all gradients at once, before the step: any order will do.
             if self.hurried and not self.orders.learned and self.group.size > 1:
                 self.orders.learn(self.group, self._needed, self._events, self.reducing.carrier)
                 self._set_carrier()
@@ -385,12 +414,16 @@ class Passes:
         self._end_backward()
 
     def take_part(self, backward: bool) -> None:
-        """Takes part in a forward pass of the others, and in the backward pass, with nothing to
-        compute."""
+        """Takes part in a pass of the others, with nothing to compute.
+
+        backward: whether a backward pass follows their forward pass.
+        """
         if self.gathering is not None:
             self.abandon()
             self.gathering.count()
             if not self.gathering.in_place:
+                # The others gather each unit once: this rank sends its chunks, and frees what it
+                # gets.
                 self._forward_sweep().finish(self._make_room)
                 self.gathering.free_all()
         if backward and self.hurried:

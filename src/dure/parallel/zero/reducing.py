@@ -1,5 +1,4 @@
-"""Gradients become sums: the message of each block, the tail at the end of the last one, late
-gradients.
+"""Gradients become sums: the message of each block, the tail of the last one, late gradients.
 
 The message of a block is the gradient itself where a parameter is a block alone. Otherwise, and
 where messages have to lie in shared memory, gradients are copied into N rows, one for each rank; in
@@ -36,8 +35,10 @@ from dure.parallel.zero.wire import Later, Wire
 
 @dataclass(frozen=True)
 class Rider:
-    """What a caller sends along with every step: fields of the tail, and what this rank says in
-    them."""
+    """What a caller sends along with every step.
+
+    fields: of the tail. say: gives what this rank says in them.
+    """
 
     fields: Sequence[Field] = ()
     say: Callable[[], Numbers] = dict
@@ -48,7 +49,11 @@ _EXACT = (torch.float32, torch.float64)
 
 
 class _Sent(NamedTuple):
-    """A message under way. pooled: whether its memory goes back to the pool."""
+    """A message under way.
+
+    into: where the sum goes. pooled: whether the message's memory goes back to the pool. adds:
+    whether the sum is added to a gradient that is there.
+    """
 
     share: Share
     message: Tensor
@@ -93,13 +98,17 @@ class Reducing:
         self.carrier: int | None = None
         self.passes = 0
         self.some_used = False
+        # blocks of one parameter, whose gradient may be computed where it leaves from
         self._number_of = {
             id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone
         }
+        # the places that were given away for that, by block, until the gradient leaves
         self._places: dict[int, Tensor] = {}
         self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
         pool.before_change = self._prepared.clear  # so that what it drops is gone
+        # messages of stage 1 in whose rows gradients lie, until these are dropped
         self._kept: list[tuple[Tensor, Handle[None]]] = []
+        # messages that have ended here, and that other ranks may still read
         self._unread: list[tuple[Tensor, Handle[None]]] = []
         self.begin()
 
@@ -111,8 +120,9 @@ class Reducing:
         return Tail([*fields, *own], group.rank, group.size)
 
     def choose_carrier(self, events: Sequence[Action]) -> int | None:
-        """The block that carries the tail: the last one that is copied anyway, or else the last
-        one, of those that can.
+        """The block that carries the tail; None if there is none that can.
+
+        It is the last one that is copied anyway, or else the last one.
 
         In half precision numbers do not keep their value, so where all gradients are so the tail
         travels alone.
@@ -125,6 +135,8 @@ class Reducing:
 
     def begin(self) -> None:
         """A pass begins."""
+        # by block: parameters whose gradient autograd has finished; those whose gradient has been
+        # sent
         self._arrived: list[set[int]] = [set() for _ in self.shares]
         self._used: list[set[int]] = [set() for _ in self.shares]
         self._issued = [False] * len(self.shares)
@@ -133,12 +145,15 @@ class Reducing:
         self._numbers: Tensor | None = None
 
     def arrived(self, number: int, index: int) -> bool:
-        """Parameter `index` of a block has its gradient of this pass; whether the block is complete
-        now."""
+        """Parameter `index` of a block has its gradient of this pass.
+
+        Returns whether the block is complete now.
+        """
         self._arrived[number].add(index)
         return self.ready(number)
 
     def ready(self, number: int) -> bool:
+        """Whether all parameters of a block have their gradients of this pass."""
         return len(self._arrived[number]) == len(self.shares[number].parameters)
 
     def issue(self, number: int) -> None:
@@ -146,12 +161,14 @@ class Reducing:
         self._issued[number] = True
         carries = number == self.carrier
         self._send(number, carries)
+        # More under way would hold more memory. What was sent first has ended first.
         while len(self._sent) > self.most:
             self._settle(self._sent.popleft())
 
     def _send(self, number: int, carries: bool) -> None:
         adds = self._adds[number]
         self._adds[number] = True  # what is late is added to what has been sent
+        # With a tail the gradient has to be copied into rows after all.
         alone = self.shares[number].block.alone and not carries
         self._sent.append(
             self._send_alone(number, adds) if alone else self._send_rows(number, carries, adds)
@@ -167,16 +184,16 @@ class Reducing:
             if share.gradient is None:
                 share.gradient = torch.empty_like(share.master)
             return share.gradient
+        # in place: nobody else reads this rank's own row
         row = message.view(share.block.ranks, -1)[share.rank]
         if stays:  # in stage 1 the message is kept for as long as its row is the gradient
             share.gradient = row
         return row
 
     def _take(self, number: int) -> list[Tensor | None]:
-        """The gradients of a block on this rank, strided and without a graph, which then are gone
-        from there.
+        """Takes the gradients of a block from its parameters, which then have none.
 
-        None where there is none.
+        They are strided and without a graph; None where there is none.
         """
         taken = take_gradients(self.shares[number].parameters)
         used = self._used[number]
@@ -184,14 +201,18 @@ class Reducing:
             if gradient is None:
                 continue
             used.add(index)
+            # With create_graph a gradient has a graph, which sums over ranks do not continue.
             if gradient.is_sparse or gradient.requires_grad:
                 taken[index] = gradient.detach().to_dense()
         return taken
 
     def place_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where the gradient of a parameter can be computed so that it leaves from there
-        (`dure.parallel.direct`)."""
+        """Where the gradient of a parameter can be computed so that it leaves from there.
+
+        None where it cannot (`dure.parallel.direct`).
+        """
         number = self._number_of.get(id(parameter))
+        # A place is given once until it has left: a second product would overwrite the first.
         if number is None or number == self.carrier or number in self._places:
             return None
         block = self.shares[number].block
@@ -199,8 +220,10 @@ class Reducing:
         return self._places[number].view(block.shapes[0])
 
     def _alone(self, number: int) -> tuple[Tensor, bool, list[Tensor]]:
-        """The message of a parameter that is a block, whether its memory is the pool's, and this
-        rank's own chunk where that is not in the message."""
+        """(the message of a parameter that is a block, whether its memory is the pool's, own).
+
+        own: this rank's chunk, where that is not in the message.
+        """
         block = self.shares[number].block
         (taken,) = self._take(number)
         place = self._places.pop(number, None)
@@ -211,12 +234,15 @@ class Reducing:
             # autograd may have written there, and waits for another part of the gradient
             self.pool.leave(place)
             place = None
+        # Others read this message where it lies: it has to be in memory of the pool, which is
+        # shared.
         if self.wire.split_phase:
             place = place if place is not None else self._room(block.padded, block.dtype)
             if gradient is None:
                 return place.zero_(), True, []
             return place, True, self._copy_for_others(number, gradient, place)
         if place is not None:
+            # The gradient ended up elsewhere, and leaves from there.
             self.pool.give(place)
         message = (
             gradient if gradient is not None else self.shares[number].own.new_zeros(block.padded)
@@ -224,14 +250,17 @@ class Reducing:
         return message, False, []
 
     def _copy_for_others(self, number: int, gradient: Tensor, message: Tensor) -> list[Tensor]:
-        """Copies what other ranks read of a gradient; returns this rank's own chunk, unless that is
-        copied too."""
+        """Copies what other ranks read of a gradient.
+
+        Returns this rank's own chunk, unless that is copied too.
+        """
         share = self.shares[number]
         if gradient.dtype != message.dtype:
             message.copy_(gradient)
             return []
         start = share.rank * share.block.chunk
         stop = (share.rank + 1) * share.block.chunk
+        # all but this rank's own chunk, which no other rank reads
         if start:
             message[:start].copy_(gradient[:start])
         if stop < message.numel():
@@ -266,6 +295,8 @@ class Reducing:
         )
 
     def _prepared_rows(self, number: int, tail: int, message: Tensor, into: Tensor) -> _Prepared:
+        # The pool gives the same buffers in every step, so after the first steps nothing is
+        # prepared any more.
         key = number, tail, message.data_ptr(), into.data_ptr()
         if key not in self._prepared:
             share = self.shares[number]
@@ -281,6 +312,7 @@ class Reducing:
 
     def _room(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Memory of the pool, after what others have read by now went back to it."""
+        # `_give` puts back on the list what is still being read.
         unread = self._unread
         self._unread = []
         for message, handle in unread:
@@ -302,6 +334,7 @@ class Reducing:
             left = 0  # gradients that are still here: their block's message did not take them
             for index, gradient in enumerate(gradients_of(share.parameters)):
                 left += gradient is not None
+                # what leaves late counts as used: its sum is there at the end
                 used.append(float(gradient is not None or index in self._used[number]))
             # the carrier is being sent now, and takes what is left of it along
             late.append(float(left > 0 and self._issued[number] and number != self.carrier))
@@ -316,6 +349,7 @@ class Reducing:
         stays = sent.into is sent.share.gradient
         if not stays:
             self._put(sent)
+        # The gradient is a view of this message: its memory must not be used again before `drop`.
         if sent.pooled and stays and self.stage == 1:
             self._kept.append((sent.message, sent.handle))
         elif sent.pooled:
@@ -327,24 +361,31 @@ class Reducing:
         chunk = sent.share.block.chunk
         reduced = sent.into[:chunk]
         if sent.into.numel() > chunk:
+            # a copy, since the message goes back to the pool
             self._numbers = sent.into[chunk:].clone()
         if sent.adds:
             assert share.gradient is not None
             share.gradient.add_(reduced)
             return
+        # In stage 1 an old gradient may be a view of a message; it is not written over.
         if share.gradient is None or self.stage == 1:
             share.gradient = torch.empty_like(share.master)
         share.gradient.copy_(reduced)
 
     def finish(self) -> None:
-        """The end of a pass: waits for all sums, sends what was late, and hands the gradients to
-        the optimizer."""
+        """The end of a pass: waits for all sums, and hands the gradients to the optimizer.
+
+        What was late is sent before.
+        """
+        # No block can carry the tail: it is a message of its own.
         if self.carrier is None and self.shares:
             device = self.shares[0].own.device
             self._numbers = torch.tensor(self._said(), dtype=torch.float32, device=device)
             self.wire.wait(self.wire.all_reduce(self._numbers), "the tail")
         self._settle_all()
         self._hear()
+        # All ranks have heard the same, so all send these blocks once more, in the order of their
+        # numbers.
         for number, late in enumerate(self.heard["late"]):
             if late > 0:
                 self._send(number, False)
@@ -352,6 +393,7 @@ class Reducing:
         first = 0
         for share in self.shares:
             last = first + len(share.parameters)
+            # What some rank has used is a sum on every rank; what none has used stays None.
             share.give_gradients([ranks > 0 for ranks in self.heard["used"][first:last]])
             first = last
         self.passes += 1
@@ -376,13 +418,16 @@ class Reducing:
         return [gradient for gradient in found if gradient is not None]
 
     def drop(self) -> None:
-        """Forgets gradients that have not been sent, and in stage 1 the memory of those that
-        have."""
+        """Forgets gradients that have not been sent.
+
+        In stage 1 the memory of those that have been sent is forgotten too.
+        """
         self.some_used = False
         for share in self.shares:
             drop_gradients(share.parameters)
             if self.stage == 1 and not share.accumulates():
                 share.forget_gradient()
+        # places that were given away and whose gradients are now gone
         for place in self._places.values():
             self.pool.give(place)
         self._places.clear()

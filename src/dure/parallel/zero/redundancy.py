@@ -112,6 +112,7 @@ class ZeroRedundancy:
         self.device = check_model(model, self.optimizer)
         check_element_wise(self.optimizer)
         check_weights_stay(model, self.group.size)
+        # `prefetch_of` is collective: either all ranks ask, or none does.
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
         self.wire = Wire(
             self.group,
@@ -120,8 +121,10 @@ class ZeroRedundancy:
             mean=reduce == "mean",
             planned=overlap_gather,
         )
+        # One message a tensor, so that no second copy of the whole model is needed.
         for tensor in (*model.parameters(), *model.buffers()):
             self.group.broadcast_values([tensor], counted=False)
+        # From here on the parameters are the shares'; the optimizer gets pieces of them.
         cuts = divide(
             model,
             stage,
@@ -135,6 +138,7 @@ class ZeroRedundancy:
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
         self.division = Division(self.optimizer, self.trained)
+        # In split-phase the others read messages where they lie.
         self._pool = Pool(self.device, shared=self.wire.split_phase)
         under_way = prefetch + 1 + self.wire.split_phase
         self.reducing = Reducing(
@@ -147,14 +151,17 @@ class ZeroRedundancy:
         self.arriving = Arriving(model, self.trained, self.wire)
         if precision == "bf16":
             shorten_numbers(model, lambda: self.passes.rests)
+        # the same group with a meter that nobody reads: bookkeeping is not counted
         self._quiet = copy.copy(self.group)
         self._quiet.meter = Meter(self.group.meter.name)
         self._whole = Whole(model, self.shares, self.passes, group=self._quiet, algorithm=algorithm)
         self._whole.meet()
+        # whether stage 1 has sent the gradients of this step; passes that the last step has used
         self._reduced = False
         self._stepped = 0
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
+        # Loops call these by habit; torch's own would leave gradients that have not been sent.
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
@@ -163,6 +170,7 @@ class ZeroRedundancy:
         direct = Direct(own, self.reducing.place_of)
         gathering = None
         if self.stage == 3:
+            # All or none: the shares lie in one piece of common memory.
             in_place = all(share.common for share in self.shares)
             kind = InPlace if in_place else Gathering
             gathering = kind(self._units(cuts), self.wire, self._pool)
@@ -204,8 +212,10 @@ class ZeroRedundancy:
         return [share.block for share in self.shares]
 
     def bytes_per_step(self) -> int:
-        """What this rank sends in a step of forward, backward and update. In stage 3, when the
-        order is learned."""
+        """Bytes that this rank sends in a step of forward, backward and update.
+
+        In stage 3 that holds from when the order is learned.
+        """
         numbers = self.reducing.tail.length
         carrier = self.reducing.carrier
         size = self.group.size
@@ -216,9 +226,11 @@ class ZeroRedundancy:
         )
 
     def memory(self) -> Memory:
-        """Bytes that this rank holds now: parameters, gradients, the optimizer's state (the masters
-        of mixed precision among it), and buffers for messages and units; not what the user and the
-        model's own buffers hold."""
+        """Bytes that this rank holds now.
+
+        The masters of mixed precision count as optimizer state; buffers are those for messages and
+        units. What the user and the model's own buffers hold does not count.
+        """
         state = [
             value
             for one in self.optimizer.state.values()
@@ -229,11 +241,13 @@ class ZeroRedundancy:
         gradients = [
             share.gradient for share in self.trained if share.gradient is not None
         ] + self.reducing.local()
+        # A gradient of stage 1 may be a view of a buffer: it counts once, as gradient.
         own = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         divided = {id(parameter) for share in self.shares for parameter in share.parameters}
         whole = [parameter for parameter in self.model.parameters() if id(parameter) not in divided]
         return Memory(
             _nbytes([*whole, *(share.own for share in self.shares if not share.common)])
+            # Common memory is one storage for all shares: a rank counts its own chunks of it.
             + sum(share.own.nbytes for share in self.shares if share.common),
             _nbytes(gradients),
             _nbytes([*state, *masters]),
@@ -242,8 +256,8 @@ class ZeroRedundancy:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is sent inside is not counted by the group's meter: that of an evaluation, for
-        example."""
+        """Inside, what is sent is not counted by the group's meter: an evaluation, for example."""
+        # What is recorded inside is dropped after it: the lists come back as they were.
         waits = list(self.wire.waits)
         transfers = list(self.wire.transfers)
         self.settle()
@@ -260,10 +274,10 @@ class ZeroRedundancy:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients on this rank, whole; the next one outside
-        sends their sum.
+        """Inside, backward passes leave their gradients on this rank, whole.
 
-        In stage 1 nothing is sent before the step in any case.
+        The next backward pass outside sends their sum. In stage 1 nothing is sent before the step
+        in any case.
         """
         before = self.passes.sends
         self.passes.sends = False
@@ -277,8 +291,7 @@ class ZeroRedundancy:
         self.arriving.settle()
 
     def take_part(self, backward: bool = True) -> None:
-        """Takes part in a step of the other ranks for which this one has no examples: it adds
-        zeros.
+        """Takes part in a step of the others for which this rank has no examples: it adds zeros.
 
         In stage 3 a layer that the model uses several times in a pass is gathered as often, which
         this rank cannot know: for such a model compute any example, and multiply its loss by 0.
@@ -297,6 +310,7 @@ class ZeroRedundancy:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients; `optimizer.zero_grad` and `model.zero_grad` are this."""
+        # by the class, since the instance's own has been replaced by this method
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
         for part in self.parts():  # also what the optimizer was not given
             if set_to_none:
@@ -307,18 +321,19 @@ class ZeroRedundancy:
         self._reduced = False
 
     def parts(self) -> list[nn.Parameter]:
-        """What the optimizer updates on this rank: runs of elements of the parameters, with their
-        gradients."""
+        """What the optimizer updates on this rank.
+
+        These are runs of elements of the parameters, with their gradients.
+        """
         return [held.part for share in self.trained for held in share.held]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scales the gradients so that their norm over all ranks is `max_norm` at most; returns the
-        norm before.
+        """Scales the gradients so that their norm over all ranks is `max_norm` at most.
 
-        As `torch.nn.utils.clip_grad_norm_`, whose arguments these are. A rank sends one float64 to
-        each other rank.
+        Returns the norm before. Works as `torch.nn.utils.clip_grad_norm_`, whose arguments these
+        are. A rank sends one float64 to each other rank.
         """
         self.reduce()
         gradients = [part.grad for part in self.parts() if part.grad is not None]
@@ -327,6 +342,7 @@ class ZeroRedundancy:
             raise RuntimeError(
                 f"the norm of the gradients is {float(total)}, so they cannot be clipped"
             )
+        # as torch does it, so that the result is the same as that of one process
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
@@ -338,11 +354,13 @@ class ZeroRedundancy:
             norms = torch.stack(
                 [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
             )
+        # A norm of norms is that of all elements together, since no element is in two parts.
         mine = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
         parts = all_gather(mine, self.wire.group, self.wire.algorithm)
         return parts.max() if math.isinf(norm_type) else parts.sum() ** (1 / norm_type)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # args[0] is the optimizer itself
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError("ZeRO takes no closure: call forward and backward, then step()")
         if self.passes.rests:
@@ -357,6 +375,7 @@ class ZeroRedundancy:
             raise RuntimeError(
                 "step() after a backward pass inside no_sync(); the last one has to be outside"
             )
+        # Each finished pass counts: with the number of the last step there was none since.
         if self.reducing.passes == self._stepped or not self.reducing.some_used:
             raise RuntimeError(
                 "step() before backward(): no rank has a gradient (one without examples calls "
@@ -371,9 +390,11 @@ class ZeroRedundancy:
         self.reducing.some_used = False
         for share in self.trained:
             share.round()
+        # In common memory the next forward pass reads what other ranks have just updated.
         self._whole.meet()
         if self.stage < 3:
             self._check_home()
+            # Backward's order reversed is about the order in which forward needs the blocks.
             order = [
                 action.number
                 for action in reversed(self.passes.orders.events)
@@ -385,6 +406,8 @@ class ZeroRedundancy:
         for share in self.trained:
             assert share.whole is not None
             for parameter, start in zip(share.parameters, share.block.starts, strict=True):
+                # `model.to(...)` gives parameters other memory, and updates would go where nobody
+                # looks.
                 if parameter.data_ptr() != share.whole.data_ptr() + start * share.whole.itemsize:
                     raise RuntimeError(
                         "the model was moved or converted after it was divided; do that before"
@@ -393,6 +416,7 @@ class ZeroRedundancy:
     def _gradients_are_divided(self) -> None:
         if self.passes.in_backward():
             return
+        # Before the first backward pass there is nothing to miss, and None is the truth.
         if any(share.accumulates() for share in self.trained) or (
             self.stage == 1 and self.reducing.local()
         ):
@@ -416,10 +440,10 @@ class ZeroRedundancy:
             yield
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
-        """The model's whole state_dict, on rank 0; `everywhere`: on every rank. Elsewhere it is
-        empty.
+        """The model's whole state_dict, on rank 0; elsewhere it is empty.
 
-        All ranks call it. Ranks that get nothing need room for one block at a time.
+        everywhere: on every rank. All ranks call it. Ranks that get nothing need room for one block
+        at a time.
         """
         self.settle()
         return self._whole.state_dict(everywhere)
@@ -433,22 +457,25 @@ class ZeroRedundancy:
         self._whole.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0; elsewhere
-        without tensors.
+        """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0.
 
-        All ranks call it. It loads into the same optimizer of one process, or of any number of
-        ranks.
+        On other ranks it is without tensors. All ranks call it. It loads into the same optimizer of
+        one process, or of any number of ranks.
         """
         return self.division.state_dict(self._quiet)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole state, which every rank gives. Raises ValueError if it
-        does not fit."""
+        """Takes this rank's part of a whole state, which every rank gives.
+
+        Raises ValueError if it does not fit.
+        """
         self.division.load_state_dict(state)
 
     def save(self, folder: str | Path) -> None:
-        """Writes model and optimizer into a folder that all ranks see, each its part
-        (`zero.checkpoint`)."""
+        """Writes model and optimizer into a folder that all ranks see, each rank its part.
+
+        See `dure.parallel.zero.checkpoint`.
+        """
         checkpoint.save(Path(folder), self.model, self.shares, self.division, group=self._quiet)
 
     def load(self, folder: str | Path) -> None:
@@ -464,6 +491,6 @@ class ZeroRedundancy:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind these tensors, each piece of memory once."""
+    """Bytes of the memory in which these tensors lie, each piece of memory once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,8 +1,7 @@
-"""The message of a block that is not one parameter alone: its gradients, copied into N rows, one a
-rank.
+"""The message of a block that is not one parameter alone.
 
-No other rank reads the row of the rank itself: where a sum can be made of what lies anywhere, it
-is not copied.
+Its gradients are copied into N rows, one for each rank. No other rank reads the row of the rank
+itself: where a sum can be made of what lies anywhere, it is not copied.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ class Rows:
     """
 
     def __init__(self, block: Block, tail: int, message: Tensor, own: int | None) -> None:
+        # All views are made here, once: a step only copies into them.
         rows = message.view(block.ranks, -1)
         self._dtype = message.dtype
         filled = [
@@ -34,10 +34,14 @@ class Rows:
 
     def fill(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Copies the gradients, which are strided; zeros where there is none, and after them.
-        Returns what together is the row that was not copied, if there is one."""
+
+        Returns what together is the row that was not copied, if there is one.
+        """
         own = self._whole_row(gradients)
         into = []
         values = []
+        # Where the own row can be read where it lies, its places in the message stay as they are:
+        # nobody reads them.
         for place, part in self._others if own else [*self._own, *self._others]:
             gradient = gradients[part.number] if part is not None else None
             if part is None or gradient is None:
@@ -46,14 +50,18 @@ class Rows:
             into.append(place)
             values.append(_run(gradient, part))
         if into:
+            # one call for all, which also converts dtypes
             torch._foreach_copy_(into, values)
         return own
 
     def _whole_row(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The own row as it lies in the gradients; empty if some of it is missing, or has to be
-        converted."""
+        """The own row as it lies in the gradients.
+
+        It is empty if some of it is missing, or has to be converted.
+        """
         row = []
         for place, part in self._own:
+            # padding has no gradient: zeros of the message stand for it
             gradient = gradients[part.number] if part is not None else place.zero_()
             if (
                 gradient is None
@@ -67,14 +75,17 @@ class Rows:
 
     def say(self, numbers: Sequence[float]) -> None:
         """Writes the tail."""
+        # in every row, since each rank receives one row alone
         self._tails[:] = torch.tensor(numbers, dtype=self._tails.dtype, device=self._tails.device)
 
 
 def _filled(
     block: Block, row: Tensor, parts: Sequence[tuple[int, Part | None]]
 ) -> list[tuple[Tensor, Part | None]]:
-    """The places of a row, with what is to be copied there. A whole parameter is copied as it is,
-    in its shape."""
+    """The places of a row, with what is to be copied there.
+
+    A whole parameter is copied as it is, in its shape.
+    """
     places = row.split_with_sizes([length for length, _ in parts])
     return [
         (place.view(block.shapes[part.number]) if part is not None and part.whole else place, part)

@@ -1,5 +1,7 @@
-"""What a rank holds of a block: its chunk of the parameters, of their gradients, and what the
-optimizer updates."""
+"""What a rank holds of a block.
+
+It is the rank's chunk of the parameters, that of their gradients, and what the optimizer updates.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from dure.parallel.zero.division import Block, Piece
 
 
 class Held(NamedTuple):
-    """A piece of a parameter that this rank updates. place: the parameter's in the block. part:
-    what the optimizer is given: of one dimension, or none for a single number."""
+    """A piece of a parameter that this rank updates.
+
+    place: the parameter's in the block. part: what the optimizer is given; it has one dimension, or
+    none for a single number.
+    """
 
     place: int
     piece: Piece
@@ -45,6 +50,7 @@ class Share:
         self.parameters = list(parameters)
         self.rank = rank
         self.common = common
+        # Whether memory is of one chunk or of all shows in its length; on one rank a chunk is all.
         self.whole = memory if block.ranks == 1 or memory.numel() > block.chunk else None
         self.own = (
             memory if self.whole is None else memory[rank * block.chunk : (rank + 1) * block.chunk]
@@ -53,6 +59,8 @@ class Share:
         self.gradient: Tensor | None = None
         self._cut: Tensor | None = None  # the gradient that `_pieces` are of
         self._pieces: list[Tensor] = []
+        # A master of its own costs memory, and is made only where rounding would lose small
+        # updates.
         mixed = block.dtype != block.master
         self.master = torch.empty_like(self.own, dtype=block.master) if mixed else self.own
         self.take([parameter.data for parameter in parameters])
@@ -93,14 +101,17 @@ class Share:
     @torch.no_grad()
     def fill(self, read: Callable[[str, int, int], Tensor]) -> None:
         """Sets the share to what `read(name, start, stop)` says of elements of the parameters."""
+        # so that padding is zero, whatever the memory has held
         self.master.zero_()
         for index, name in enumerate(self.block.names):
             piece = self.block.piece(index, self.rank)
             if piece is not None:
                 self.of(self.master, piece).copy_(read(name, piece.start, piece.stop))
         self.round()
+        # In common memory every rank writes its own chunk, and together they have written all.
         if self.whole is None or self.common:
             return
+        # the padding, which the next all-gather sends along
         self.whole[self.block.elements :].zero_()
         for name, length, view in zip(
             self.block.names, self.block.lengths, self.views(self.whole), strict=True
@@ -129,6 +140,8 @@ class Share:
             self._cut = self.gradient
             self._pieces = [self.part(self.gradient, held.place, held.piece) for held in self.held]
         for held, gradient in zip(self.held, self._pieces, strict=True):
+            # A gradient that is there already is a view of the same sum, to which this pass has
+            # been added.
             if used[held.place] and held.part.grad is None:
                 held.part.grad = gradient
 
@@ -152,20 +165,26 @@ class Pool:
         )  # called before a buffer is dropped, or left
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor of so many elements, until it is given back, or left."""
         nbytes = elements * dtype.itemsize
         place = next(
             (place for place, buffer in enumerate(self.free) if buffer.numel() >= nbytes), None
         )
+        # `free` is sorted by size, so the first that is large enough is the smallest one.
         if place is not None:
             buffer = self.free.pop(place)
         else:
             self._changes()
+            # The largest free one was too small: it goes, so that the number of buffers does not
+            # grow.
             del self.free[-1:]
             buffer = self._made(nbytes)
         address = buffer.data_ptr()
         self.used[address] = buffer
+        # The same view again, so that what was prepared for its address can be used again.
         view = self._views.get((address, nbytes, dtype))
         if view is None:
+            # A tensor that is made in inference mode could never be written to in training.
             with torch.inference_mode(False):
                 view = self._views[address, nbytes, dtype] = buffer[:nbytes].view(dtype)
         return view
@@ -186,6 +205,8 @@ class Pool:
         del self.used[tensor.data_ptr()]
 
     def _changes(self) -> None:
+        # New memory may get the address of what is dropped: nothing that was made for that address
+        # may live on.
         self._views.clear()
         self.before_change()
 

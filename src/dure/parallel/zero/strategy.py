@@ -99,13 +99,18 @@ class ZeRO(Strategy):
 
 
 class ZeROLearner(SingleLearner):
-    """SGD over a model that is divided. `self.model` and `self.optimizer` are the task's own,
-    divided in place."""
+    """SGD over a model that is divided.
+
+    `self.model` and `self.optimizer` are the task's own, divided in place.
+    """
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.strategy = strategy
+        # Counted before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
+        # gradients are summed, and not averaged, since each is multiplied with its share of the
+        # batch
         self.zero = ZeroRedundancy(
             self.model,
             self.optimizer,
@@ -136,10 +141,16 @@ class ZeROLearner(SingleLearner):
         return self._flops
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
+        """Leaves this rank's part of the joint batch's gradient with the optimizer's pieces.
+
+        Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
+        """
         self._wish = wish
         self._loss = 0.0
         self.zero.zero_grad()
+        # The first ranks have one example more where the batch does not divide; some may have none.
         part = indices.tensor_split(self.group.size)[self.group.rank]
+        # Empty pieces too: every rank goes through as many passes.
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
                 self.backward(piece, self.shares.of(piece, indices))
@@ -152,6 +163,7 @@ class ZeROLearner(SingleLearner):
         self.zero.reduce()
         self.group.meter.compute("reduce", started, time.perf_counter(), self.step + 1)
         heard = self.zero.reducing.heard
+        # Until the last rank came, this one was idle and not sending.
         self._account(self.started + max(heard["arrival"]))
         for rank, loss in enumerate(heard["loss"]):
             if not math.isfinite(loss):  # no rank can save the last good state alone
@@ -165,14 +177,18 @@ class ZeROLearner(SingleLearner):
         return Progress(sum(heard["loss"]), len(indices), int(heard["wish"][0]))
 
     def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward; the loss is said in the tail of the last message, so before
-        backward ends."""
+        """Forward and backward over `indices`; returns the mean loss.
+
+        The loss is said in the tail of the last message, and so before backward ends.
+        """
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         loss = loss_of(self.task.loss, self.model(inputs), targets, share)
         value = float(loss.item())
         self._loss += share * value
         forwarded = time.perf_counter()
+        # a mean loss times this piece's share: summed over pieces and ranks, that of the joint
+        # batch
         (loss * share).backward()  # type: ignore[no-untyped-call]
         meter = self.group.meter
         meter.compute("forward", started, forwarded, self.step + 1)
@@ -185,6 +201,7 @@ class ZeROLearner(SingleLearner):
             "loss": [self._loss],
             "arrival": [time.perf_counter() - self.started],
         }
+        # The other ranks leave these zeros, so that the sum is what rank 0 says.
         if self.group.rank == 0:
             said["wish"] = [float(self._wish)]
             if self.speaking is not None:
@@ -212,6 +229,7 @@ class ZeROLearner(SingleLearner):
     def evaluate(self) -> dict[str, float]:
         def idle() -> None:
             """Gathers what others gather, where this rank has no batch left."""
+            # In stages 1 and 2 a forward pass sends nothing.
             if self.strategy.stage == 3 and self.test_examples is not None:
                 first = torch.zeros(1, dtype=torch.int64)
                 inputs, _ = self.test_examples.batch(first)
@@ -244,5 +262,6 @@ class ZeROLearner(SingleLearner):
         load_passing_buffers(self.model, state["buffers"])
         self.zero.load_optimizer_state_dict(state["optimizer"])
         self.zero.passes.restore_order(state["order"])
+        # Anew: what was loaded is what all ranks have now.
         self.speaking = speaker_of(self.model)
         self.step = state["step"]

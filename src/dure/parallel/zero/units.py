@@ -24,9 +24,11 @@ _OWN = 0.25
 
 @dataclass
 class Plan:
-    """One unit. modules: names of those that need it. parameters: by name, in order. around:
-    whether modules inside of which other units are used need it, so that it is there from first to
-    last."""
+    """One unit.
+
+    modules: names of those that need it. parameters: by name, in order. around: whether modules
+    inside of which other units are used need it, so that it is there from first to last.
+    """
 
     modules: list[str]
     parameters: list[str]
@@ -39,8 +41,10 @@ None chooses."""
 
 
 def plan_units(model: nn.Module, units: Units = None) -> list[Plan]:
-    """The units of a model, in the order of its modules. Every parameter is in exactly one of
-    them."""
+    """The units of a model, in the order of its modules.
+
+    Every parameter is in exactly one of them. Raises ValueError for units of no element.
+    """
     planner = _Planner(model, units)
     plans = planner.open("", model)
     return planner.settle_shared(plans)
@@ -64,6 +68,7 @@ class _Planner:
 
     def direct(self, module: nn.Module) -> list[str]:
         """The names of what a module holds itself."""
+        # A parameter with two names in one module is there once.
         own = module.parameters(recurse=False)
         return list(dict.fromkeys(self.names[id(parameter)] for parameter in own))
 
@@ -79,11 +84,13 @@ class _Planner:
         direct = self.direct(module)
         if not inside:
             return []
+        # Nothing inside is of the kinds that were asked for: it stays with the whole model.
         if self.kinds and not any(isinstance(part, self.kinds) for part in module.modules()):
             return [Plan([""], inside, around=True)]
         parts = [
             (f"{name}.{part}" if name else part, child) for part, child in module.named_children()
         ]
+        # Activations and the like have nothing to gather.
         parts = [(part, child) for part, child in parts if self.inside(child)]
         if self._is_unit(module, inside, direct) or not parts:
             return [Plan([name], inside)]
@@ -94,6 +101,8 @@ class _Planner:
         if self.kinds:
             return isinstance(module, self.kinds)
         size = self.size(inside)
+        # To open a module that holds much itself would gain little: its own part is there as long
+        # as it runs.
         return size <= self.limit or self.size(direct) >= _OWN * size
 
     def _merged(self, plans: list[Plan]) -> list[Plan]:
@@ -103,6 +112,7 @@ class _Planner:
             last = merged[-1] if merged else None
             if (
                 last is not None
+                # a unit around others is there longer than its neighbours
                 and not (last.around or plan.around)
                 and self.size(last.parameters) + self.size(plan.parameters) <= self.limit
             ):
@@ -113,13 +123,17 @@ class _Planner:
         return merged
 
     def settle_shared(self, plans: list[Plan]) -> list[Plan]:
-        """One unit around each module; and parameters that several units use go to the nearest
-        module around them."""
+        """Leaves one unit around each module, and every parameter in one unit.
+
+        A parameter that several units use goes to the nearest module around them.
+        """
+        # reversed, so that the first unit around a module is the one that remains
         around = {plan.modules[0]: plan for plan in reversed(plans) if plan.around}
         for plan in plans:
             if plan.around and plan is not around[plan.modules[0]]:
                 around[plan.modules[0]].parameters += plan.parameters
                 plan.parameters = []
+        # A tied parameter is inside of several modules, and was put into the unit of each.
         users: dict[str, list[Plan]] = {}
         for plan in plans:
             for parameter in dict.fromkeys(plan.parameters):
@@ -131,6 +145,7 @@ class _Planner:
                 plan.parameters = [name for name in plan.parameters if name != parameter]
             home = _common([module for plan in using for module in plan.modules])
             if not any(plan.around and plan.modules == [home] for plan in plans):
+                # before its users, in whose forward passes it is needed first
                 plans.insert(min(map(plans.index, using)), Plan([home], [], around=True))
             next(
                 plan for plan in plans if plan.around and plan.modules == [home]

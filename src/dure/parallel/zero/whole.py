@@ -32,12 +32,17 @@ class Whole:
         self.model = model
         self.shares = list(shares)
         self.passes = passes
+        # not beside: nothing else is under way when the whole model is asked for
         self.wire = Wire(group, algorithm, beside=False)
 
     @torch.no_grad()
     def values(self, share: Share) -> list[Tensor]:
-        """A block's parameters in their own dtype; in stages 1 and 2 the model's own memory, if
-        that is it."""
+        """A block's parameters in their own dtype.
+
+        In stages 1 and 2 they are the model's own memory, unless the master has another dtype.
+        """
+        # A clone where memory is common: one rank may change what it was given, while others still
+        # read.
         if share.whole is not None and share.master is share.own:
             return share.views(share.whole.clone() if share.common else share.whole)
         whole = torch.empty(share.block.padded, dtype=share.block.master, device=share.own.device)
@@ -47,6 +52,7 @@ class Whole:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, the model is whole on every rank."""
+        # Hooks would gather and free units under the feet of whoever uses the whole model.
         if self.passes.scope is not None or self.passes.in_backward():
             raise RuntimeError(
                 "gathered() inside the model's forward or backward pass: call it before or after"
@@ -56,6 +62,7 @@ class Whole:
         values = {id(share): self.values(share) for share in self.shares}
         with torch.no_grad():
             self._give(values)
+        # From here on hooks do nothing: all parameters are here.
         self.passes.rests = True
         try:
             yield
@@ -75,8 +82,10 @@ class Whole:
                 parameter.data = value
 
     def _take_back(self, values: Mapping[int, list[Tensor]]) -> None:
+        # Others may still read what this rank is about to write.
         self.meet()
         for share in self.shares:
+            # In stages 1 and 2 the user has changed the share itself, unless the master is apart.
             if share.whole is None or share.common or share.master is not share.own:
                 share.take([parameter.data for parameter in share.parameters])
             if share.whole is not None:
@@ -87,15 +96,20 @@ class Whole:
         self.meet()
 
     def meet(self) -> None:
-        """Where memory is common: no rank writes before all have read, and no rank reads before all
-        have written."""
+        """Waits for all ranks where memory is common.
+
+        No rank writes before all have read, and no rank reads before all have written.
+        """
         if any(share.common for share in self.shares):
             self.wire.meet()
 
     @torch.no_grad()
     def state_dict(self, everywhere: bool) -> dict[str, Any]:
-        """The model's state_dict in memory of its own: on rank 0, or on every rank; elsewhere
-        empty. All call it."""
+        """The model's state_dict in memory of its own: on rank 0, or on every rank.
+
+        Elsewhere it is empty. All ranks call it.
+        """
+        # Every rank takes part in the gathering of every block, also one that keeps nothing.
         keeps = everywhere or self.wire.group.rank == 0
         found = {}
         for share in self.shares:
@@ -104,6 +118,7 @@ class Whole:
                     found[id(parameter)] = value.clone()
         if not keeps:
             return {}
+        # The model decides on names and order; with keep_vars its parameters are known by identity.
         state: dict[str, Any] = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if id(value) in found:
@@ -138,6 +153,7 @@ class Whole:
         self.meet()
         for share in self.shares:
             share.take([values[id(parameter)] for parameter in share.parameters])
+        # buffers, and frozen parameters that are not divided
         rest = {name: value for name, value in state.items() if id(known[name]) not in divided}
         self.model.load_state_dict(rest, strict=False)
         self.meet()
