@@ -36,6 +36,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     sizes: Sequence[int]
 
 
+# gc=False: Python's collector passes over these. They are many, and never part of a cycle.
 class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The server asks a client to train from these weights.
 

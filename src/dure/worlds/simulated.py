@@ -104,6 +104,7 @@ class Underway(NamedTuple):
         """What became of it in the end. An assignment that failed took its share of the time."""
         share = 1.0
         if self.reason is not None:
+            # Devices with infinite speed take no time at all: 0 / 0 has to be 0 here.
             share = (self.ends - self.began) / max(self.transfer + self.compute, 1e-300)
         return Flight(
             client=self.client,
@@ -203,18 +204,22 @@ class Simulation:
                 f"no client will be there again after {self.now:g} seconds: by the availability "
                 f"{self.conditions.availability} all have left for the last time"
             )
+        # Not "<=": an update that arrives at the very moment of a deadline comes first, and counts.
         if not self._queue or coordinator.wake < self._queue[0][0]:
             assert coordinator.wake < math.inf, (
                 "a coordinator that waits for nobody says when it wants to be told"
             )
+            # A `wake` in the past means at once; the clock never runs back.
             self.now = max(self.now, coordinator.wake)
             return coordinator.tick(self.now)
         self.now, _, ticket = heapq.heappop(self._queue)
         flight = self._underway.pop(ticket)
+        # Nothing came up, so only the way down is counted.
         if flight.reason is not None:
             actions = coordinator.failed(ticket, flight.reason, self.now)
             self.flown.append(flight.landed(flight.reason, up=0))
             return actions
+        # Before the coordinator is told: its answer may be a `Combine` that names this ticket.
         self._arrived[ticket] = flight
         actions = coordinator.update(ticket, self.now)
         outcome = "accepted"
@@ -227,6 +232,8 @@ class Simulation:
     def _do(self, coordinator: Coordinator, actions: list[Action]) -> Combine | None:
         """Does what the coordinator wants done now."""
         combine = None
+        # A stack and no recursion: where nobody is there, each failure brings another assignment,
+        # as many times as there are clients.
         waiting = list(reversed(actions))
         while waiting:
             action = waiting.pop()
@@ -250,6 +257,8 @@ class Simulation:
         if not known.availability.always:
             there = known.availability.next(client, now, self.seed)
             if there > now:
+                # Never again. When all are gone for good, no event can come and the run ends with
+                # an error.
                 if math.isinf(there):
                     self._gone.add(client)
                 return AWAY
@@ -259,6 +268,8 @@ class Simulation:
         down, compute, up = self._seconds(client, work.examples, size, work.up)
         deadline = assignment.deadline
         if deadline is not None and self.clients.partial and now + down + compute + up > deadline:
+            # As much work as fits between download and upload; at least one step, so the update may
+            # still be late.
             left = deadline - now - down - up
             speed = known.devices.of(client, self.seed).examples_per_second
             work = self.clients.work(assignment, now, left * speed)
@@ -266,6 +277,7 @@ class Simulation:
         ends = now + down + compute + up
         reason = None
         if leaves < ends:
+            # Leaving is a fact of the availability and goes before the chance of dropping out.
             ends = leaves
             reason = LEFT
         elif known.drop_out and self._drawn("drop out", assignment.ticket) < known.drop_out:
@@ -282,6 +294,8 @@ class Simulation:
             transfer=down + up,
             compute=compute,
         )
+        # Events at the same time come in the order in which they were made: the queue needs no
+        # other rule.
         heapq.heappush(self._queue, (ends, self._made, assignment.ticket))
         self._made += 1
         return None
@@ -308,6 +322,7 @@ class Simulation:
             self._queue = queue
             self._underway = underway
             self._arrived = arrived
+            # Only a memory of what was found out; it is found out again where it is needed.
             self._gone = set()
 
         return back

@@ -190,6 +190,8 @@ class Clients:
         ahead: computed together with these where they are fewer than the engine likes at once, and
         kept until they are asked for.
         """
+        # Nothing computed ahead and nothing to compute ahead: no bookkeeping in between. With an
+        # attack all updates are needed at once, since liars may know the honest ones.
         plainly = orders and not ahead and not self._ready
         computed = self._trained(orders) if plainly else self._together(orders, ahead)
         return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
@@ -208,11 +210,15 @@ class Clients:
         personal = self.personal
         if not personal.clients:
             return Measured([], {})
+        # One object for all clients: `Personal.over` loads a model only when it is another object
+        # than before.
         whole = Own(self.algorithm.whole(measure.weights, self.kept().tensors), measure.buffers)
         values = _named("client", personal.over(repeat(whole)))
         own = partial(self._own, measure, whole)
         if personal.fine_tune:
             values |= _named("personal", personal.over(self._tuned(own, measure)))
+        # Where no client has a model of its own, these numbers would be those of the global model
+        # again.
         elif any(own(client) is not whole for client in personal.clients):
             values |= _named("personal", personal.over(map(own, personal.clients)))
         return Measured(personal.clients, values)
@@ -229,6 +235,7 @@ class Clients:
 
     def mark(self) -> Callable[[], None]:
         """A way back to this moment, as long as nothing is settled."""
+        # Memories need no copy: only `settle` writes them.
         pending = dict(self._pending)
         ready = dict(self._ready)
 
@@ -285,6 +292,8 @@ class Clients:
         if self._engine is None:
             again = self.chosen is not None
             if again and jobs:
+                # A resumed run may begin with another number of jobs. The choice, and the size of
+                # chunks, follow from the number that the first run saw, so as many are shown again.
                 jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
             self._typical = len(jobs)
             engine = self._make(jobs, self.chosen, self.chunk, self.threads)
@@ -305,6 +314,8 @@ class Clients:
         missing = [order for order in orders if order.assignment.ticket not in self._ready]
         if missing and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
+            # Two bounds in one: what is computed now is at most a cohort, and so is what lies ready
+            # after it.
             room = self._cohort([*missing, *more]) - max(len(missing), len(self._ready))
             if room > 0 and more:
                 for update in self._trained([*missing, *more[:room]]):
@@ -333,6 +344,8 @@ class Clients:
             indices=indices,
             weights=one.weights,
             buffers=one.buffers,
+            # As if the turns before had been done in full: a client that stopped at a deadline does
+            # not shift its later batches.
             first_step=one.turn * self._known_steps(indices.numel()),
             steps=order.work.steps,
             turn=one.turn,
@@ -346,6 +359,8 @@ class Clients:
     def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
         asked = [self._jobs(order) for order in orders]
         flat = [job for jobs in asked for job in jobs]
+        # An algorithm may make several jobs of one assignment (Ditto makes two): all go to the
+        # engine in one list, and are taken from its results in the same order.
         results = self.engine(flat).train(flat)
         for order, jobs in zip(orders, asked, strict=True):
             yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
@@ -354,6 +369,7 @@ class Clients:
         memory = self.memories.get(asked.client)
         delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
         self._pending[asked.ticket] = (asked.client, memory)
+        # The first job is the one for the global model; others are not reported.
         first = trained[0]
         return Update(
             ticket=asked.ticket,
@@ -411,8 +427,11 @@ class Clients:
         ]
         if not lying:
             return updates
+        # Without rounds updates that are combined together may be of several models.
         turn = max(update.round for update in updates)
         clients = [update.client for update in updates]
+        # What an algorithm sends besides (SCAFFOLD's controls) is forged with the update, and
+        # parted again below.
         honest = [[*update.delta, *update.extra] for update in updates]
         forged = attack.forge(honest, lying, self.seed, turn, clients=clients)
         return [

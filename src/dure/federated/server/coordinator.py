@@ -134,6 +134,8 @@ class Coordinator:
 
     def check_in(self, client: int, now: float) -> list[Action]:
         """A client is there. For drivers that know; others never call it."""
+        # The first check-in shows that this driver knows who is there. From then on only those who
+        # have checked in are asked.
         if self.present is None:
             self.present = set()
         self.present.add(client)
@@ -157,8 +159,12 @@ class Coordinator:
         if known.reported:
             return [Refuse(ticket, client, "it was sent already")]
         if self.synchronous and self.updates.tickets:
+            # Between `Combine` and `finish` the updates of the round are fixed: this one is too
+            # late.
             del self.open[ticket]
             return [self._late(ticket)]
+        # A key that is written again keeps its place, so `open` stays in order of tickets, on which
+        # `_take` relies.
         self.open[ticket] = Open(known.assignment, reported=True)
         self._reports += 1
         self.busy.pop(client, None)
@@ -181,6 +187,8 @@ class Coordinator:
         driver."""
         known = self.open.get(ticket)
         if known is None:
+            # Called for what it does: the client, busy until now for a round that is over, is free
+            # again.
             self._late(ticket)
             return []
         if known.reported:
@@ -194,9 +202,11 @@ class Coordinator:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: a round begins or ends at its deadline, free places are filled."""
+        # While updates are combined there is no model yet that could be handed out.
         if self.updates.tickets:
             return []
         if now >= self.wake:
+            # Time alone may have brought clients back, so the search may start again.
             self.wake = self.deadline
             self._probes = 0
         if not self.began:
@@ -236,13 +246,20 @@ class Coordinator:
         self._attempt = 0
         self._probes = 0
         if self.synchronous:
+            # Nobody is told of these refusals here: a round ends as soon as enough have reported,
+            # so none is left that has reported.
             self._close("the round is over")
         elif self.oldest is not None:
+            # A list of references: models are replaced and never changed, so an old one costs only
+            # its own memory.
             models = [*self._past, (self.model.weights, self.model.buffers)]
             self._past = models[-self.oldest - 1 :]
+        # The model has its next number by now, from which these are drawn.
         if self._varies:
             self._count()
+        # The driver calls `tick` at once, which begins the next round or fills free places.
         self.wake = now
+        # Last, since it may raise: the state is by then that of a finished round.
         self.updates.check(result)
         return result
 
@@ -265,6 +282,8 @@ class Coordinator:
         """Asks as many clients as the pacing wants at work."""
         if not self.began or self.updates.tickets:
             return []
+        # In a round `_asked` counts all who were asked and did not fail: those who have answered
+        # keep their place.
         places = self.asks - self._asked
         if not self.synchronous:  # those who have answered are not at work any more
             places += self._reports
@@ -288,10 +307,14 @@ class Coordinator:
             number = self.model.number
             self._order = self._draw(self.seed, number, self._attempt, self.sizes, self.asks)
         # In a round each place of the order comes once; without rounds the order has no end.
+        # `_probes` ends the search once every client has been looked at in vain. It is set back
+        # when somebody could have come: at a check-in, at `wake`, with a new model.
         while self._probes < count and not (self.synchronous and self._position >= count):
             client = self._order(self._position)
             self._position += 1
             self._probes += 1
+            # Clients that still work for a round that is over are busy too: they would compute two
+            # at once.
             free = client not in self.busy and client not in self._answered
             if free and (self.present is None or client in self.present):
                 return client
@@ -307,6 +330,7 @@ class Coordinator:
         """An older model instead of the newest, drawn at random: simulated staleness."""
         assert self.oldest is not None
         drawn = derive(self.seed, "staleness", self.tickets) % (self.oldest + 1)
+        # At first there are fewer old models than may be drawn; the oldest one stands for those.
         old = min(drawn, len(self._past) - 1)
         weights, buffers = self._past[-1 - old]
         return sent._replace(number=sent.number - old, weights=weights, buffers=buffers)
@@ -352,6 +376,7 @@ class Coordinator:
             return []
         reported = self._reports
         needed = self.needs
+        # Every open ticket has reported, so nothing more comes unless somebody else is asked.
         idle = reported == len(self.open)
         if not self.synchronous:
             return self._take(needed) if reported >= needed else self._wait(now, idle)
@@ -362,6 +387,7 @@ class Coordinator:
             return self._take(needed)
         if (over or stuck) and reported >= self.pacing.minimum:
             return self._take(needed)
+        # The deadline has passed with fewer than the minimum: what has come is refused.
         if over:
             return self._again(now)
         return self._wait(now, idle) if stuck else []
@@ -371,6 +397,7 @@ class Coordinator:
         order of client."""
         reported = [one.assignment for one in self.open.values() if one.reported][:most]
         self._reports -= len(reported)
+        # Without rounds those who are at work go on for the next model; only the combined are done.
         if not self.synchronous:
             self._asked -= len(reported)
         reported.sort(key=_client_and_ticket)
@@ -381,9 +408,12 @@ class Coordinator:
         """Nobody could be asked: it tries again later, and at once gives up at last where nobody is
         at work either (`idle`). Raises TooFewClientsError then."""
         if not idle:
+            # Some places stay empty since nobody was found for them: look again later, though an
+            # answer may come before that.
             if self._probes >= len(self.sizes):
                 self.wake = min(self.wake, now + RETRY)
             return []
+        # With nobody at work only time can help. The bound ends a run whose clients never return.
         self._attempt += 1
         if self._attempt > ATTEMPTS:
             answered = "no client"
@@ -430,6 +460,7 @@ class Coordinator:
 
     def _late(self, ticket: int) -> Refuse:
         """An answer to a ticket that is not open any more."""
+        # Tickets of rounds that are over are remembered only as what keeps their client busy.
         client = next((client for client, held in self.busy.items() if held == ticket), -1)
         if client < 0:
             return Refuse(ticket, client, "nobody asked for it, or it was sent already")
@@ -441,6 +472,9 @@ class Coordinator:
     def mark(self) -> Callable[[], None]:
         """A way back to this moment between two models, as long as the next one is not made: cheap
         enough to be taken before each of them."""
+        # Shallow copies are enough: what the containers hold (assignments, models) is replaced and
+        # never changed. `model` and `updates` are kept by reference, as neither changes for good
+        # before `finish`.
         kept = {
             name: copy(one) if isinstance(one, dict | list | set) else one
             for name, one in vars(self).items()
@@ -462,6 +496,7 @@ class Coordinator:
     def state(self) -> dict[str, Any]:
         """Everything but what was folded, as a tree for checkpoints. Models that clients hold are
         written once each."""
+        # All assignments of one model share its tensors, in memory and so in the file.
         sent = [one.assignment for one in self.open.values()]
         models = {
             one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one in sent

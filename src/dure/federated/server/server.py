@@ -108,6 +108,8 @@ class Server(Learner):
         """What clients have said of the newest model that they measured."""
 
     def flops_per_step(self) -> float:
+        # A step of a client of mean size: clients with fewer examples than a batch make smaller
+        # ones.
         sizes = self.coordinator.sizes
         typical = sum(sizes) / len(sizes)
         return flops_per_step(self.model, self.sample, min(self.batch_size or typical, typical))
@@ -119,8 +121,11 @@ class Server(Learner):
         combined."""
         coordinator = self.coordinator
         number = coordinator.model.number
+        # A step replaces the weights and does not change them, so this stays the model before.
         before = coordinator.model.weights
         started = time.perf_counter()
+        # A loss that is not finite ends the run; its last checkpoint has to hold a state that can
+        # go on.
         ways_back = [self.carrier.mark(), coordinator.mark()]
         try:
             combine = self.carrier.carry(coordinator)
@@ -131,6 +136,8 @@ class Server(Learner):
             raise
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
+        # Clients hear of their updates only after `finish`, which may refuse all of them (too few
+        # for the rule): a refused client must not keep what it learned.
         result = coordinator.finish(self.carrier.now)
         refused = result.refused
         kept = [ticket for ticket in combine.tickets if ticket not in refused]
@@ -156,11 +163,13 @@ class Server(Learner):
             if looks:
                 self.log.saw(update)
             plain = not update.buffers
+            # Buffers are not looked at by engines: an update that has some is checked here.
             coordinator.fold(update, finite=checked and plain, computed=as_computed and plain)
 
     def _count(self, flown: Sequence[Flight]) -> None:
         """Bytes of the server and of the clients, and the clients' seconds, which are their
         devices'."""
+        # One meter is that of a single client, or of all where they are too many (`MOST_METERS`).
         together = len(self.counted) == 1
         for flight in flown:
             meter = self.counted[0 if together else flight.client]
@@ -220,6 +229,8 @@ class Server(Learner):
 
     def _load_global(self) -> None:
         model = self.coordinator.model
+        # Where a part of the model belongs to each client, the server has only the rest: clients
+        # give the mean of theirs, for measuring.
         kept = self.carrier.kept().tensors if self.algorithm.divides else ()
         self.flat.load(self.algorithm.whole(model.weights, kept))
         self.buffers.load(self.model, model.buffers)
