@@ -70,7 +70,7 @@ class Federated(Strategy):
         held_out: the share of each client's data that it does not train on, for measuring models
             client by client.
         fine_tune: epochs for which a client trains the global model further before its own is
-        measured.
+            measured.
     """
 
     clients: int | None = 10
@@ -252,6 +252,7 @@ class Federated(Strategy):
         """Both halves in this process, joined by the place's carrier."""
         assert place.carrier is not None
         assert place.conditions is not None
+        # The clients first: the carrier asks them who they are as soon as the server begins.
         model = place.model(task, seed)
         clients = self.clients_half(task, model, place.conditions, seed)
         place.ending.callback(clients.close)
@@ -308,12 +309,16 @@ class Federated(Strategy):
         attack = conditions.attack if conditions.attackers else None
         lying = _lying(conditions, len(own), seed)
         if attack is not None and attack.poisons:
+            # Data are spoilt once, so liars on data are the same in all rounds (`Conditions` sees
+            # to it).
             examples, own = poisoned(examples, own, lying(0), attack)
         algorithm = self.algorithm(_start(task, model, len(own)))
         synchronous = self.pacing(len(own)).synchronous
         # Where nobody looks at single updates, an engine need not form them.
         sums = not algorithm.answers and attack is None and self.rule().sums
 
+        # Called once jobs are there, perhaps again after `close`: each engine gets a model of its
+        # own to change.
         def engine(
             jobs: Sequence[Job], chosen: str | None, chunk: int, threads: int | None
         ) -> Engine:
@@ -382,8 +387,11 @@ def _held_out(
     own = []
     kept = []
     for client, part in enumerate(parts):
+        # At least one example to measure with, and at least one to train on, which goes first.
         count = min(max(round(share * len(part)), 1), len(part) - 1)
         order = torch.randperm(len(part), generator=generator(seed, "held out", client))
+        # Sorted: which examples are held out is random, the order in which a client has the rest is
+        # not (arrival goes by it).
         own.append(part[order[: len(part) - count].sort().values])
         kept.append(part[order[len(part) - count :].sort().values])
     return own, kept

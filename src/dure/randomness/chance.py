@@ -13,6 +13,7 @@ _STANDARD = NormalDist()
 def uniform(seed: int, purpose: str, *position: int) -> float:
     """A number in (0, 1), neither end included, with 52 random bits: a function of the arguments
     (one hash)."""
+    # 52 bits and a half more are 53, all that a float64 holds: no rounding, so never 0 or 1.
     return ((derive(seed, purpose, *position) >> 11) + 0.5) * 2.0**-52
 
 

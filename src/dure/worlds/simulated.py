@@ -219,7 +219,7 @@ class Simulation:
             actions = coordinator.failed(ticket, flight.reason, self.now)
             self.flown.append(flight.landed(flight.reason, up=0))
             return actions
-        # Before the coordinator is told: its answer may be a `Combine` that names this ticket.
+        # From now on the update counts as lying here, until it is combined or refused.
         self._arrived[ticket] = flight
         actions = coordinator.update(ticket, self.now)
         outcome = "accepted"

@@ -84,6 +84,8 @@ def _divided(text: str) -> tuple[str, str, str]:
     """The text before and after the "/" that divides an aggregator from the one that it wraps,
     which is none of those in the path of a user's file."""
     outer, slash, inner = text.partition("/")
+    # A user's file may lie in a folder, so that its path has slashes: what divides is the first one
+    # after the ":".
     if outer.partition(":")[0].strip() in AGGREGATORS or not is_reference(text):
         return outer, slash, inner
     file, _, rest = text.partition(":")

@@ -55,10 +55,14 @@ class CentredClipping(Collects):
             else [tensor.double() for tensor in state]
         )
         for _ in range(self.iterations):
+            # v + sum of s_i (x_i - v) = (1 - sum of s) v + sum of s_i x_i: the rows in one pass,
+            # without differences. A distance of 0 gives infinity, clamped to 1.
             shares = (self.tau / rows.distances(centre)).clamp(max=1) / len(rows)
             pulled = rows.combination(shares, torch.float64)
             centre = [
                 v * (1 - float(shares.sum())) + p for v, p in zip(centre, pulled, strict=True)
             ]
+        # The state in the dtype of the updates as well: a resumed run goes on with the same
+        # numbers.
         result = [v.to(like.dtype) for v, like in zip(centre, rows.updates[0], strict=True)]
         return result, [tensor.clone() for tensor in result]

@@ -93,6 +93,7 @@ class ClippedRows(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
+        # A row of norm 0 gives infinity, clamped to 1.
         factors = (self.norm / rows.distances()).clamp(max=1)
         shortened = rows.mixed(factors.diag(), rows.weights)
         return combine_inner(self.inner, shortened, dropped=dropped, turn=turn, state=state)

@@ -65,5 +65,6 @@ def scores(squared: Tensor, f: int) -> Tensor:
     squared: shape (n, n). Where n is too small for f, the nearest one counts.
     """
     n = len(squared)
+    # Infinity on the diagonal: no row is a neighbour of itself.
     others = squared.masked_fill(torch.eye(n, dtype=torch.bool), float("inf")).sort(1).values
     return others[:, : min(max(n - f - 2, 1), n - 1)].sum(1)

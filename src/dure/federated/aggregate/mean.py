@@ -57,6 +57,7 @@ def finish(folded: Folded) -> list[Tensor]:
     if folded.weight <= 0:
         raise TooFewUpdatesError("the mean of no updates is not defined")
     return [
+        # The sum is not needed any more, so the mean takes its memory.
         total.div_(folded.weight).to(dtype)
         for total, dtype in zip(folded.sums, folded.dtypes, strict=True)
     ]

@@ -29,6 +29,8 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
     for low, high in comparators(len(rows)):
         one = rows[low]
         other = rows[high]
+        # Both results go to memory that is there already: the larger in place of `other`, the
+        # smaller in the spare, and the memory of `one` is the next spare.
         torch.minimum(one, other, out=spare)
         torch.maximum(one, other, out=other)
         rows[low] = spare
@@ -41,6 +43,7 @@ def comparators(n: int) -> list[tuple[int, int]]:
     """Pairs (low, high) of places to compare, one after another, that sort n numbers: about n·(log2
     n)²/4."""
     pairs: list[tuple[int, int]] = []
+    # p, q, r and d (here `distance`) are Knuth's names. largest: the greatest power of 2 below n.
     largest = 1 << max((n - 1).bit_length() - 1, 0)
     p = largest if n > 1 else 0
     while p > 0:

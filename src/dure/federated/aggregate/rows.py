@@ -64,6 +64,7 @@ class Rows:
         if len(self.weights) != len(self):
             raise ValueError(f"{len(self)} updates need as many weights, not {len(self.weights)}")
         self._numbers = numbers
+        # Views where tensors are contiguous: nothing is copied before a block is made.
         self._flat = [_flattened(update) for update in updates]
 
     def __len__(self) -> int:
@@ -76,10 +77,12 @@ class Rows:
         dtype of the updates where rows are updates, for rules to which order is all that counts;
         otherwise in float64.
         """
+        # Mixtures are made of all updates, which may be more than the rows.
         columns = max(1, columns, self._numbers // max(len(self), len(self.updates)))
         for slot, first in enumerate(self._flat[0]):
             for start in range(0, first.numel(), columns):
                 stop = min(start + columns, first.numel())
+                # A copy in any case, so that a caller may write to it.
                 values = torch.stack([flat[slot][start:stop] for flat in self._flat])
                 if self.mix is not None:
                     values = self.mix.to(values.device) @ values.double()
@@ -114,6 +117,8 @@ class Rows:
             return Rows(self.updates, [1.0] * len(self.updates), self._numbers).combination(
                 coefficients @ self.mix, dtype
             )
+        # Rows with coefficient 0 are left out: 0 · inf would be NaN, and one row alone is not
+        # rounded.
         used = coefficients.nonzero().flatten().tolist() or [0]
         return self.only(used).map(
             lambda values: coefficients[used].to(values.device) @ values, dtype=dtype
@@ -142,8 +147,10 @@ class Rows:
         differences."""
         sums = torch.zeros(len(self) * (len(self) - 1) // 2, dtype=torch.float64)
         for block in self.blocks():
+            # Sums of squares add up over blocks, roots do not.
             sums += pdist(block.values).square().cpu()
         result = torch.zeros(len(self), len(self), dtype=torch.float64)
+        # The order in which `pdist` gives its pairs.
         above = torch.triu_indices(len(self), len(self), 1)
         result[above[0], above[1]] = sums
         return result + result.T

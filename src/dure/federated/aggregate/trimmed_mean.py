@@ -45,11 +45,13 @@ class TrimmedMean(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
+        # Of as many as were sent, then less those that were dropped: beta is a share of all.
         cut = still_broken(self.trimmed(len(rows) + dropped), dropped)
 
         def function(values: Tensor) -> Tensor:
             kept = sorted_rows(values)[cut : len(rows) - cut]
             total = torch.zeros_like(kept[0], dtype=torch.float64)
+            # Row by row in float64: a sum that needs no copy of all rows in that precision.
             for row in kept:
                 total += row
             return total / len(kept)

@@ -78,8 +78,10 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
     """Points in few dimensions with the distances of the rows; `centre` is at zero. Shape (m,
     min(m, d))."""
     triangle: Tensor | None = None
+    # Wide blocks: each QR takes the triangle of those before, m rows, along.
     for slot, start, stop, values in rows.blocks(columns=4 * len(rows)):
         values -= centre[slot].reshape(-1)[start:stop]
+        # R of [R_before; block] is R of all rows so far, up to signs, which change no distance.
         tall = values.T if triangle is None else torch.cat([triangle, values.T])
         triangle = torch.linalg.qr(tall, mode="r").R
     assert triangle is not None
@@ -89,6 +91,8 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
 def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
     """Coefficients, shape (m,), of the points, shape (m, k), whose combination minimises the sum of
     distances."""
+    # Each point is tried as the minimum first; `slope` at it says surely yes, surely no, or too
+    # near to tell.
     unsure = []
     total = float(weights.sum())
     for point in points if smoothing == 0 else ():
@@ -128,9 +132,11 @@ def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Ste
     towards = points - z
     distances = _norms(towards)
     here = distances <= (SAME * _norms(points) if smoothing == 0 else -1)
+    # What the points at z weigh: how hard they hold it there.
     eta = float(weights[here].sum())
     if here.all():
         return Step(weights / eta, -eta)
+    # The inner `where` only keeps from dividing by 0; those places are 0 in the end.
     pulls = np.where(here, 0.0, weights / np.where(here, 1.0, np.maximum(distances, smoothing)))
     pull = float(np.linalg.norm(pulls @ towards))
     stay = 0.0 if eta == 0 else 1.0 if pull <= eta else eta / pull

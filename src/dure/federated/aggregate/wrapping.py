@@ -21,6 +21,7 @@ def combine_inner(
     if isinstance(inner, Collects):
         return inner.combine_finite(rows, dropped, turn, state)
     assert isinstance(inner, Folds)
+    # A mixture is made, folded and forgotten before the next one.
     folded = inner.zero(rows.updates[0])
     for index, weight in enumerate(rows.weights):
         folded = inner.fold(folded, rows.row(index), weight)

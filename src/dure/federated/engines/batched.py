@@ -156,15 +156,18 @@ class BatchedEngine(Engine):
 
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
+        # Jobs that begin at different weights (personal layers, say) have none to share.
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
             for kind, places in kinds.items():
                 trained, error = self._cohort([some[place] for place in places], kind)
+                # Shorter than `places` where a job failed: the results before it are still good.
                 results.update(zip(places, trained, strict=False))
                 if error is not None:
                     errors[places[len(trained)]] = error
+            # The error of the first job in the jobs' order, as a loop would have met it.
             end = min(errors, default=len(some))
             # Given away one by one: nobody here keeps what has been taken.
             yield from map(results.pop, range(end))
@@ -187,6 +190,8 @@ class BatchedEngine(Engine):
         return classify
 
     def _kind(self, job: Job, shared: bool) -> Kind:
+        # Factors hold products alone: whatever else moves the weights needs weights of the client's
+        # own.
         added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
         factors = shared and not added and any(self._factored(self._rows(job)))
         return Kind(
@@ -230,6 +235,7 @@ class BatchedEngine(Engine):
         for weights, pays in zip(self.program.weights, self._factored(rows), strict=True):
             if not pays:
                 elements += math.prod(weights.shape)
+            # A bias has its weight's factor, so only the weight is counted.
             elif weights.beside is None:
                 elements += rows * sum(weights.shape)
         return elements * int(self.inputs.element_size())
@@ -262,6 +268,8 @@ class BatchedEngine(Engine):
             samples = sum(sizes)
             loss = sum(map(mul, values[at], sizes)) / samples
             trained[which] = Trained(deltas[at], [], samples, loss)
+        # Seldom: only now is each job looked at. Sums may also overflow by themselves; then nothing
+        # is found.
         if not finite:
             place = {which: at for at, which in enumerate(made.by_steps)}
             for which, job in enumerate(jobs):
@@ -281,10 +289,14 @@ class BatchedEngine(Engine):
         )
         start, constant = self._begin(jobs)
         shares = self.together and len(start) == 1
+        # With one step from shared weights the product is the change: it goes to the output, no
+        # weights are written.
         once = shares and len(steps) == 1 and not rule.momentum
+        # Rows of all steps, as blocks have them: what each factor needs room for.
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
         assert not rows or len(start) == 1, "jobs whose weights are factored begin at the same ones"
         pay = self._factored(rows)
+        # Who only sums updates gets them unformed; what stays factors has no output.
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
@@ -311,6 +323,8 @@ class BatchedEngine(Engine):
             self._write(start, outputs, once)
         if defers:
             products = Products(self._parts(outputs), rule.lr, threads_here)
+            # Unformed updates cannot be looked at for NaN, so a bound has to say that there is
+            # none; where it does not, they are formed and looked at.
             if products.bounded():
                 own = jobs[0].weights[0]
                 return (
@@ -325,6 +339,8 @@ class BatchedEngine(Engine):
     def _threads(self, steps: Sequence[Step]) -> int | None:
         """Of the operators; None where they stay as they are, which the model and the cohort
         decide."""
+        # By the first step, which has all clients: a cohort has one number of threads, for the sake
+        # of its bits.
         if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
             return None
         return max(self.threads, torch.get_num_threads())
@@ -373,6 +389,8 @@ class BatchedEngine(Engine):
         start = self._side_by_side([job.weights for job in jobs])
         constant: Tensor | None = None
         if first.mu and first.anchor is not None:
+            # mu (w - anchor) + correction: what does not change with w is made once, the rest is a
+            # factor on w.
             constant = self._side_by_side([_known(job.anchor) for job in jobs]) * -first.mu
         elif first.mu:
             constant = start * -first.mu
@@ -384,6 +402,8 @@ class BatchedEngine(Engine):
     def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
         """(C, d), or (1, d) if all are one tensor."""
         tensors = [value[0] for value in values]
+        # By identity: the clients of a round are handed the same tensor, and comparing numbers
+        # would cost a pass.
         alike = len(set(map(id, tensors))) == 1
         together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
         return together.to(self.device)
@@ -433,6 +453,8 @@ def windows(
 
 
 def _finite(tensor: Tensor) -> bool:
+    # One pass without a mask: NaN and infinities stay in a sum. A sum may overflow where no element
+    # has; whoever asks then looks closer.
     return bool(tensor.sum().isfinite())
 
 

@@ -218,6 +218,7 @@ class _Made:
 
     def on_processes(self, inner: Engine) -> ProcessesEngine:
         """On several processes, each with one thread for its operators."""
+        # The cores are the children's: an operator has one thread.
         inner.threads = None
         return ProcessesEngine(inner, self.setting.model, self.workers, self._chunk(inner))
 
@@ -230,6 +231,7 @@ class _Made:
         """As many clients a worker at once as the engine likes and a round has for each."""
         jobs = self.setting.jobs
         each = -(-len(jobs) // self.workers)
+        # A chunk decides roundings, so a resumed run has that of its first part.
         return self.setting.chunk or max(1, min(inner.at_once(jobs[0]), each))
 
     def divided(self, inner: Engine) -> ProcessesEngine | None:
@@ -259,6 +261,8 @@ def _auto(made: _Made) -> Engine:
             why = (
                 f"many clients at once are {together / rate:.1f} times as fast as one after another"
             )
+            # The rule proposes many at once, and a noisy clock must not change that: only a clear
+            # loss does.
             if together * CLEARLY >= rate:
                 chosen = batched
                 rate = together
@@ -276,6 +280,7 @@ def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float
     """divided, if it is not clearly slower than `alone`, which has this rate."""
     try:
         gain = _rate(divided, made.setting.jobs[: divided.cohort]) / rate
+    # Even Ctrl-C: children that were started for the trial must not outlive it.
     except BaseException:
         divided.close()
         raise
@@ -284,6 +289,7 @@ def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float
         divided.why = said
         return divided
     divided.close()
+    # `on_processes` took the engine's threads away; it gets them back.
     alone.why = said
     return made.alone(alone)
 
@@ -293,6 +299,7 @@ def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
     into being."""
     batch_size = engine.batch_size
     began = time.perf_counter()
+    # One step of each: the first call warms up, the second says how long a longer trial may be.
     short = _first_steps(jobs, 1)
     _time(engine, short)
     one_step = _time(engine, short)
@@ -316,6 +323,7 @@ def _time(engine: Engine, jobs: Sequence[Job]) -> float:
     last: Sequence[Tensor] = ()
     for trained in engine.train(jobs):
         last = trained.delta
+    # The sum is what the server does with such updates, so it is part of the price.
     if isinstance(last, Deferred):
         last.products.sum([1.0] * last.products.clients)
     return time.perf_counter() - began

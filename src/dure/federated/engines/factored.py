@@ -38,6 +38,7 @@ def which_pay(rows: int, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
         rows * sum(shape) if matrix else 0 for shape, matrix in zip(shapes, matrices, strict=True)
     ]
     weights = [math.prod(shape) for shape in shapes]
+    # 2: a weight of a client's own comes with a change as large. 1: by the weight alone.
     for most in (2, 1):
         pay = [
             matrix and own < most * weight
@@ -67,8 +68,10 @@ class Factored:
         """x Wᵀ + b for the first A clients: x (A, B, n); bias: b_0, (m,), if there is one."""
         y = torch.nn.functional.linear(x, self.start, bias)
         if self._used:
+            # Two thin products in place of a weight: (x Rᵀ), then times L.
             left, right = self._of(x.shape[0])
             along = torch.bmm(x, right.transpose(1, 2))
+            # + 1: the product of x with the column of ones, of which the bias is the weight.
             y.baddbmm_(along if bias is None else along.add_(1), left, alpha=-self.lr)
         return y
 
@@ -88,6 +91,7 @@ class Factored:
             self.right = right
             self._used = rows
             return
+        # Factors of all steps one after another, so that each later step is still one product.
         if not self._used:
             self.left, self.right = (
                 like.new_empty(self.clients, self.rows, like.shape[2]) for like in (left, right)
@@ -95,6 +99,7 @@ class Factored:
         now = slice(self._used, self._used + rows)
         for factor, added in ((self.left, left), (self.right, right)):
             factor[:clients, now] = added
+            # Clients that have no step any more add nothing.
             if clients < self.clients:
                 factor[clients:, now] = 0
         self._used += rows

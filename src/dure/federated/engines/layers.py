@@ -82,6 +82,7 @@ class Linear(Layer):
             before = factored.backward(g) if needs_input else g
             factored.step(g, self.x)
             return before
+        # Before the product, which changes the weights: the gradient is that at the old ones.
         if needs_input:
             before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
         self.weight.product(g.transpose(1, 2), self.x)
@@ -124,6 +125,7 @@ class Relu(Layer):
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         if not needs_input:
             return g
+        # The output is above 0 where the input is, so the input need not be kept.
         before: Tensor = torch.ops.aten.threshold_backward(g, self.y, 0)
         return before
 
@@ -156,6 +158,7 @@ class Reshape(Layer):
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         before = g.reshape(self.before)
+        # Images again: pooling and convolutions want their channels innermost.
         return innermost(before.flatten(0, 1)).view_as(before) if before.ndim == 5 else before
 
 
@@ -263,6 +266,8 @@ class PatchConvolution(Layer):
                 f"images of {height}x{width} pixels are smaller than a kernel of {kh}x{kw}"
             )
         of_client, of_example, of_channel, of_row, of_pixel = padded.stride()
+        # A view of all patches, in which pixels occur several times; `reshape` writes it out, in
+        # one pass.
         taps = padded.as_strided(
             (clients, channels, kh, kw, examples, oh, ow),
             (
@@ -281,6 +286,8 @@ class PatchConvolution(Layer):
         clients, examples, _, height, width = self.images
         rows = g.movedim(2, -1).reshape(clients, self.patches.shape[2], -1)
         before = g
+        # As in Linear: before the weights change. `fold` adds up what patches that overlap say of a
+        # pixel.
         if needs_input:
             spread = torch.bmm(rows, self.weight.now.flatten(2))
             columns = spread.view(clients * examples, -1, spread.shape[2]).transpose(1, 2)
@@ -308,6 +315,7 @@ class Convolution(Layer):
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         weights = self.weight.now.unbind(0)
         biases = self.bias.now.unbind(0) if self.bias is not None else [None] * len(x)
+        # Rows that only fill up a batch are not computed, and are zeros in the output.
         self.x = [innermost(images[:size]) for images, size in zip(x.unbind(0), sizes, strict=True)]
         outputs = [
             torch.conv2d(images, weight, bias, *self.how)
@@ -316,6 +324,8 @@ class Convolution(Layer):
         return side_by_side(outputs, x.shape[1])
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        # Not the bias: its gradient is one sum for all clients, below. Rows that fill up have
+        # gradient 0.
         which = [needs_input, True, False]
         results = [
             torch.ops.aten.convolution_backward(

@@ -85,6 +85,9 @@ class LoopEngine(Engine):
         for job in jobs:
             try:
                 trained = self._train(job)
+            # A parameter without a gradient is passed over by an optimizer, which one flat
+            # parameter cannot be. From now on they stay apart; the job begins again, with the same
+            # draws.
             except _NoGradientError:
                 self.updates = _Updates(self.task, self.parameters)
                 trained = self._train(job)
@@ -99,6 +102,8 @@ class LoopEngine(Engine):
         except (DureError, _NoGradientError):
             raise
         except Exception as error:
+            # A loss that was not finite before the error is the likelier cause: it is raised
+            # instead.
             _values(job, losses)
             raise failed(job, error) from error
         values = _values(job, losses)
@@ -122,9 +127,12 @@ class LoopEngine(Engine):
             inputs, targets = self.examples.batch(batch)
             if self.device.type != "cpu":
                 inputs, targets = to_device((inputs, targets), self.device)
+            # None and not 0: autograd then writes gradients without adding, and one that is missing
+            # shows.
             for parameter in self.parameters:
                 parameter.grad = None
             loss = self.task.loss(self.model(inputs), targets)
+            # Not as a number yet: a GPU would be waited for in every step.
             losses.append(loss.detach())
             loss.backward()  # type: ignore[no-untyped-call]
             step()
@@ -178,6 +186,8 @@ class _Updates:
         def step() -> None:
             for at, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:
+                    # A parameter that took no part in the loss is pulled and corrected all the
+                    # same.
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     elif parameter.grad.is_sparse:
@@ -208,11 +218,13 @@ class _FlatUpdates(_Updates):
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter], whole: nn.Parameter) -> None:
         super().__init__(task, [whole])
+        # `whole` lies in the memory of the model's flat weights, so a step on it moves the model.
         self.pieces = parameters
         self.whole = whole
 
     def begin(self, job: Job) -> Callable[[], None]:
         step = super().begin(job)
+        # One buffer for all steps of the job.
         gradient = torch.empty_like(self.whole)
 
         def collect_and_step() -> None:
@@ -234,6 +246,8 @@ def _flat_updates(
         return None
     if not all(parameter.requires_grad for parameter in parameters):
         return None
+    # Made both ways, for the task may treat parameters apart, by their number or shape: only where
+    # both give the same optimizer with the same settings are the bits the same.
     given = optimizer_of(task, parameters)
     whole = nn.Parameter(flat.buffers[0])
     alone = optimizer_of(task, [whole])
@@ -278,6 +292,8 @@ class _Fresh:
             return self.plain
         made = self.make() if self.reused is None else self.reused
         if self.reused is not None:
+            # To forget the state and the settings that a scheduler changed is as good as new, and
+            # much cheaper for a small model.
             self.reused.state.clear()
             for group, before in zip(self.reused.param_groups, self.before, strict=True):
                 group.update(before)

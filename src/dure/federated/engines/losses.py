@@ -42,6 +42,7 @@ def cross_entropy(
     columns = targets.unsqueeze(-1)
     rows = weights.unsqueeze(-1)
     loss = -(logs.gather(-1, columns) * rows).sum((1, 2))
+    # In place: the loss has been read from it, and p = exp(log p) is next.
     gradient = logs.exp_()
     gradient.scatter_(-1, columns, -1.0, reduce="add")
     return loss, gradient.mul_(rows)
@@ -60,6 +61,7 @@ def _log_softmax(outputs: Tensor) -> Tensor:
 def mse(outputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     difference = outputs - targets
     rows = _rows(weights, outputs)
+    # From left to right: the loss has its squares before the gradient takes the memory.
     return (difference.square() * rows).flatten(1).sum(1), difference.mul_(rows).mul_(2)
 
 
@@ -73,6 +75,7 @@ def binary_cross_entropy(
 
 def _rows(weights: Tensor, outputs: Tensor) -> Tensor:
     """The weight of each element of the outputs."""
+    # torch's "mean" is over elements too, and not over examples alone.
     elements = outputs.shape[2:].numel()
     return (weights / elements).view(*weights.shape, *[1] * (outputs.ndim - 2))
 

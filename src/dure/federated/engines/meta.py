@@ -99,6 +99,7 @@ class MetaEngine(Engine):
     def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
+        # Every local step takes so many batches, so a pass has fewer steps.
         each = 3 if self.hessian_free else 2
         total = 0.0
         samples = 0
@@ -107,6 +108,7 @@ class MetaEngine(Engine):
             loss, gradient = self._meta_gradient(own)
             for group, flat in zip(self.groups, gradient, strict=True):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
+                    # By the task's own optimizer, which reads gradients there.
                     parameter.grad = piece if parameter.requires_grad else None
             optimizer.step()
             total += _finite(loss, job, step) * len(own[1])
@@ -126,6 +128,7 @@ class MetaEngine(Engine):
 
     def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
         """(the loss of the adapted model, the gradient of that loss with respect to the model)."""
+        # Weights are moved in place and put back at the end: one model is enough.
         start = self.flat.copy()
         if self.alpha:
             self._move(self._gradient(batches[0])[1], -self.alpha)
@@ -144,6 +147,7 @@ class MetaEngine(Engine):
         )
         if norm == 0:
             return gradient
+        # So that both sides are always as far apart, however long the gradient is.
         nudge = NUDGE / norm
         sides = []
         before = generators_state()

@@ -38,6 +38,7 @@ class Actor:
     """What lives on a machine of the cluster."""
 
     def __init__(self, path: list[str], packed: bytes) -> None:
+        # One thread, for one CPU is what Ray has reserved, and for the bits.
         torch.set_num_threads(1)
         # Where the task's modules are found.
         sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -114,6 +115,7 @@ class RayEngine(Engine):
         waiting = iter(jobs)
         turn = 0
         while True:
+            # Actors take turns, whichever is faster: which of them computes a chunk changes no bit.
             while len(pending) < CHUNKS_AHEAD * len(self.actors) and (
                 chunk := list(islice(waiting, self.chunk))
             ):
@@ -142,6 +144,8 @@ class RayEngine(Engine):
                     continue
                 key = id(values)
                 if key not in known:
+                    # The tensors are kept with their reference, so that their `id` is not given to
+                    # others meanwhile.
                     known[key] = values, self.ray.put([tensor.numpy() for tensor in values])
                 if key not in places:
                     places[key] = len(sets)
@@ -150,6 +154,8 @@ class RayEngine(Engine):
             light.append(
                 (replace(job, weights=(), buffers=(), anchor=None, correction=None), where)
             )
+        # Each set an argument of its own: Ray replaces references by what they stand for only
+        # there, not inside of lists.
         return actor.train.remote(light, *sets)
 
     def _results(self, chunk: list[Job], future: Any) -> list[Trained]:

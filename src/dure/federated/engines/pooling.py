@@ -50,6 +50,7 @@ NOBODY = 255
 REALS = {torch.float32: 0, torch.float64: 1}
 
 
+# Both structures are those of core/pooling.h: the same fields in the same order.
 class _Convolution(Structure):
     _fields_ = (
         ("clients", c_int64),
@@ -136,11 +137,15 @@ class PooledConvolution(Layer):
         clients = len(x)
         self.images = F.pad(x, (pw, pw, ph, ph)).contiguous()
         kernels = self.weight.now
+        # C always adds a bias.
         none = kernels.new_zeros(clients, len(kernels[0]))
         bias = none if self.bias is None else self.bias.now
+        # Clients' kernels begin on cache lines of their own (`sgd.LINE`), so there may be gaps
+        # between.
         self.shape = shape = self._shape(kernels.stride(0), bias.stride(0))
         outputs = x.new_empty(clients, x.shape[1], shape.rows, shape.columns, shape.kernels)
         self.which = torch.empty_like(outputs, dtype=torch.uint8)
+        # Held by this tuple until the call has ended: C gets bare addresses.
         tensors = (self.images, kernels, bias, outputs, self.which)
         core.pooling_convolve(
             instructions(), REALS[x.dtype], shape, *(each.data_ptr() for each in tensors)
@@ -188,6 +193,7 @@ class PooledConvolution(Layer):
         core = library()
         assert core is not None
         clients = len(g)
+        # C reads the channels innermost, as the outputs were given.
         rows = g.movedim(2, -1).contiguous()
         kernels = g.new_empty(clients, *self.weight.shape)
         bias = g.new_empty(clients, self.weight.shape[0])
@@ -261,6 +267,7 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
     at = 0
     while at < len(chain):
         layer, *after = chain[at : at + 3]
+        # Only before any trained layer, as this one has no gradient of its inputs.
         pooled = not trained and bool(after) and _window(after[0]) == WINDOW
         if pooled and isinstance(layer, PatchConvolution):
             relu = isinstance(after[-1], Relu)

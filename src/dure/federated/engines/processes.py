@@ -108,11 +108,15 @@ class ProcessesEngine(Engine):
         source = iter(jobs)
         pool: deque[Chunk] = deque()
         while True:
+            # The window bounds the results that wait here; beyond it no job is even taken from the
+            # source.
             while len(pool) < self.window and (some := list(islice(source, self.chunk))):
                 pool.append(Chunk(some))
             if not pool:
                 return
             self._hand_out(pool)
+            # Results go out in order: while the first chunk is at work, those of others are only
+            # collected.
             if not pool[0].done:
                 self._receive()
                 continue
@@ -124,6 +128,7 @@ class ProcessesEngine(Engine):
     def _hand_out(self, pool: Iterable[Chunk]) -> None:
         """The largest chunks to the idle."""
         waiting = [chunk for chunk in pool if not chunk.started]
+        # Largest first, so that the last child to end does not end with a large one.
         waiting.sort(key=lambda chunk: -chunk.examples)
         if waiting and not self._children:
             self._start()
@@ -138,6 +143,8 @@ class ProcessesEngine(Engine):
 
     def _give(self, child: _Child, chunk: Chunk) -> None:
         assert self._slots is not None
+        # A slot that a busy child may still read is not written. There are enough for all children
+        # at once (`_start`).
         needed: set[int] = set()
         for busy in self._children:
             if busy.chunk is not None:
@@ -158,6 +165,8 @@ class ProcessesEngine(Engine):
             assert chunk is not None
             try:
                 reply, chunk.error = pickle.loads(child.connection.recv_bytes())
+            # The socket is closed only when the child is gone: it answers, whatever happens to its
+            # jobs.
             except (EOFError, OSError):
                 self._lost(child, chunk)
             chunk.results += child.outputs.read(reply, chunk.jobs)
@@ -165,6 +174,7 @@ class ProcessesEngine(Engine):
             child.chunk = None
 
     def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
+        # A dead child is taken from the list before `close`, which kills and awaits those in it.
         _, status = os.waitpid(child.pid, 0)
         self._children.remove(child)
         child.connection.close()
@@ -182,12 +192,15 @@ class ProcessesEngine(Engine):
         )
 
     def _start(self) -> None:
+        # Nobody writes to it. Children wait at its end, which comes when this process, by whatever
+        # death, has let go of the other.
         self._pipe[:] = os.pipe()
         # A job has at most three sets of tensors: weights, anchor and correction.
         self._slots = slots = Slots(self.layout, 3 * self.chunk * self.workers)
         for _ in range(self.workers):
             outputs = Outputs(self.layout, self.chunk)
             ours, theirs = Pipe()
+            # What is buffered here would be in the child's copy too, and come out twice.
             sys.stdout.flush()
             sys.stderr.flush()
             with warnings.catch_warnings():
@@ -201,6 +214,8 @@ class ProcessesEngine(Engine):
                     sets=slots.sets,
                     outputs=outputs,
                     pipe=self._pipe,
+                    # Copies of the parent's ends: while a sibling held one, a child would not see
+                    # that its parent has closed it.
                     not_mine=[ours, *(child.connection for child in self._children)],
                 )
             theirs.close()
@@ -208,10 +223,12 @@ class ProcessesEngine(Engine):
 
 
 def _end(children: list[_Child], pipe: list[int], owner: int) -> None:
+    # A child has a copy of this finalizer: it must not end its siblings.
     if os.getpid() != owner:
         return
     for child in children:
         child.connection.close()
+        # SIGKILL: a child has nothing to save, and may be deep in an operator.
         # Somebody else may have waited for it.
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(child.pid, signal.SIGKILL)

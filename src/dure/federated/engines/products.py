@@ -94,11 +94,14 @@ class Products:
     def bounded(self) -> bool:
         """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy
         and Schwarz."""
+        # A bound from norms costs one pass over the factors, where forming the updates is what is
+        # to be saved.
         return all(self._bound(part) < LARGE for part in self.parts)  # False where there is a NaN
 
     def _bound(self, part: Part) -> float:
         if isinstance(part, Tensor):
             return _norm(part)
+        # The bias's factor is a column of T ones, of norm √T.
         ones = math.sqrt(part.right.shape[1]) if part.bias else 0.0
         return _norm(part.left) * max(_norm(part.right), ones) * self.lr
 
@@ -132,6 +135,7 @@ class Products:
         total = like.new_empty(sum(sizes)) if onto is None else onto
         places = iter(torch.split(total, sizes))
         counts = {part.left.shape[1] for part in self.parts if isinstance(part, Factors)}
+        # A client's weight counts for each of its T rows; parts with as many rows share that.
         scales = {
             rows: (shares * -self.lr).unsqueeze(1).expand(-1, rows).flatten() for rows in counts
         }
@@ -165,6 +169,7 @@ class Products:
             tensors = []
             for shape in shapes:
                 elements = math.prod(shape)
+                # Copied: the child writes its next results to the same memory.
                 tensors.append(memory[at : at + elements].view(shape).clone())
                 at += elements
             parts.append(tensors[0] if len(tensors) == 1 else Factors(tensors[0], tensors[1], bias))

@@ -119,19 +119,24 @@ class Weights:
         self.rule = rule
         self._pull = pull + rule.weight_decay
         start = start.view(-1, *self.shape)
+        # Views in the shape of the parameter: nothing is copied but the start, and that only where
+        # weights are written.
         self._constant = None if constant is None else constant.view(-1, *self.shape)
         self.shared = start[0] if shares else None
         self._only = None if only is None else only.view(clients, *self.shape)
         self.factored = None
         self.is_factored = False
         if only is not None:
+            # The one step writes the change alone: the clients' weights are one copy, read by all.
             self.values = self.now = start.expand(clients, *self.shape)
             self.has_more = bool(self._pull) or constant is not None
             return
+        # Memory is kept from cohort to cohort, most of which are equally large.
         if len(self._own) != clients:
             self._own = _on_lines(start, clients, self.shape)
         self.values = self.now = self._own
         self.has_more = bool(rule.momentum) or constant is not None
+        # With momentum a gradient is needed by itself: it goes into the velocity.
         if rule.momentum and self._gradient.shape != self.values.shape:
             self._gradient = start.new_empty(self.values.shape)
             self._velocity = start.new_empty(self.values.shape)
@@ -172,11 +177,13 @@ class Weights:
         """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
         matrix = (len(self.now), left.shape[1], right.shape[2])
         lr = self.rule.lr
+        # beta=0 ignores what is in the memory before, even NaN.
         if self._only is not None:
             self._only.view(matrix).baddbmm_(left, right, beta=0, alpha=-lr)
         elif self.rule.momentum:
             torch.bmm(left, right, out=self._gradient[: len(self.now)].view(matrix))
         else:
+            # Weight decay and the pull are a factor on the weights, which the same product applies.
             self.now.view(matrix).baddbmm_(left, right, beta=1 - lr * self._pull, alpha=-lr)
 
     def sum(self, gradient: Tensor) -> None:
@@ -199,6 +206,7 @@ class Weights:
         constant = None if self._constant is None else self._constant[:active]
         if not rule.momentum:
             moved = self.now if self._only is None else self._only
+            # The product did not touch the weights here, so it could not apply the factor.
             if self._only is not None and self._pull:
                 moved.add_(self.now, alpha=-rule.lr * self._pull)
             if constant is not None:
@@ -210,6 +218,7 @@ class Weights:
             gradient.add_(self.now, alpha=self._pull)
         if constant is not None:
             gradient.add_(constant)
+        # As torch.optim.SGD: the first velocity is the gradient itself, without dampening.
         if first:
             velocity.copy_(gradient)
         else:

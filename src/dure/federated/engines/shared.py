@@ -40,6 +40,7 @@ class Layout:
 
     def memory(self, count: int) -> mmap.mmap:
         """For so many sets of weights."""
+        # Anonymous and shared: pages exist once touched, and a fork shares them.
         return mmap.mmap(-1, max(LINE, self.nbytes * count))
 
     def sets(self, memory: mmap.mmap, count: int) -> list[list[Tensor]]:
@@ -70,6 +71,8 @@ class Slots:
     def put(self, values: Sequence[Tensor], needed: set[int]) -> int:
         """The slot that has `values`, after copying them if none had; those in `needed` stay as
         they are."""
+        # torch counts every change in place. Together with identity that says whether a slot's copy
+        # is still right, without a look at the numbers.
         known = [(value, value._version) for value in values]
         for slot, held in enumerate(self.held):
             if len(held) == len(known) and all(
@@ -80,6 +83,7 @@ class Slots:
         slot = next(each for each in range(len(self.sets)) if each not in needed)
         for mine, value in zip(self.sets[slot], values, strict=True):
             mine.copy_(value)
+        # Held, so that no other tensor can get the same identity.
         self.held[slot] = known
         needed.add(slot)
         return slot
@@ -105,6 +109,8 @@ class Outputs:
     def __init__(self, layout: Layout, count: int) -> None:
         memory = layout.memory(count)
         self.sets = layout.sets(memory, count)
+        # The same memory in one piece, for products, whose parts have other sizes than the weights;
+        # all together they are no larger (`which_pay`).
         self.flat = (
             torch.frombuffer(memory, dtype=layout.parts[0][0]) if layout.parts else torch.empty(0)
         )
@@ -118,6 +124,7 @@ class Outputs:
         if deferred and len(deferred) == len(done):
             self._write_products(deferred, reply)
             return reply
+        # Shorter where a job failed: the others have no result.
         for output, trained in zip(self.sets, done, strict=False):
             if trained.failure is None:
                 for mine, delta in zip(output, trained.delta, strict=True):
@@ -129,6 +136,7 @@ class Outputs:
         at = 0
         for delta in deferred:
             products = delta.products
+            # The updates of a cohort share its factors, which are written once.
             if id(products) not in known:
                 known[id(products)] = len(known)
                 reply.products.append((products.write(self.flat[at:]), products.lr))

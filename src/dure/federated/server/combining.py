@@ -90,11 +90,14 @@ class Combining:
         try:
             extra = self.model.finish(self.seed)
         except TooFewUpdatesError as error:
+            # The rule has refused all, also those that `fold` took. The number of the model rises
+            # all the same, so that no round is drawn twice.
             self._refused = dict.fromkeys(self.tickets, str(error))
             self._folded = []
             self.model.skip()
         self.algorithm.absorb(extra, len(self._folded))
         result = self._result()
+        # A round for which nobody was drawn (Poisson sampling) is neither: nothing was refused.
         if self._folded:
             self.vain = 0
         elif self._refused:

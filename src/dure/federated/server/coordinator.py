@@ -257,7 +257,7 @@ class Coordinator:
         # The model has its next number by now, from which these are drawn.
         if self._varies:
             self._count()
-        # The driver calls `tick` at once, which begins the next round or fills free places.
+        # So that the driver calls `tick` at once, which begins the next round or fills places.
         self.wake = now
         # Last, since it may raise: the state is by then that of a finished round.
         self.updates.check(result)

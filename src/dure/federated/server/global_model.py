@@ -62,8 +62,11 @@ class GlobalModel:
             self._defer(update.delta, weight)
             return
         parts = list(update.delta)
+        # x_start + Δ is the client's model; less the global one it is an update like others, so
+        # that mixing is a mean with a scale.
         if start is not None:
             parts = [d + s - w for d, s, w in zip(parts, start, self.weights, strict=True)]
+        # Rules compare, sort and take norms, so they get real numbers only.
         if self._complex:
             parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
         if self.buffers:
@@ -71,6 +74,7 @@ class GlobalModel:
             self._count(update.buffers)
         if scale != 1:
             parts = [part * scale for part in parts]
+        # A rule that collects needs every update by itself, and so holds a whole cohort here.
         if isinstance(self.aggregator, Folds):
             if self._folded is None:
                 self._folded = self.aggregator.zero(parts)
@@ -81,6 +85,8 @@ class GlobalModel:
         if update.extra:
             if self._extra is None:
                 self._extra = Mean().zero(update.extra)
+            # Always the plain mean, by clients and not by examples: it is the algorithm's, and not
+            # the rule's.
             self._extra = Mean().fold(self._extra, update.extra, 1.0)
 
     def _count(self, buffers: Sequence[Tensor]) -> None:
@@ -97,10 +103,12 @@ class GlobalModel:
     def _defer(self, delta: Deferred, weight: float) -> None:
         """Takes an update that is summed with the others of its cohort, when all are here or one of
         another comes."""
+        # Only updates of the same cohort have their sum in one product.
         if self._deferred and self._deferred[0][0].products is not delta.products:
             self._sum_deferred()
         self._deferred.append((delta, weight))
         self._shares.append(weight)
+        # All of the cohort are here: their sum is made now, and the factors are let go.
         if len(self._deferred) == delta.products.clients:
             self._sum_deferred()
 
@@ -110,11 +118,13 @@ class GlobalModel:
             return
         assert isinstance(self.aggregator, Mean)
         products = self._deferred[0][0].products
+        # A client of the cohort whose update was refused, or comes in another fold, weighs 0.
         weights = [0.0] * products.clients
         for delta, weight in self._deferred:
             weights[delta.place] += weight
         home = self.weights[0].device
 
+        # Added straight to what was folded before: the sum of a cohort needs no memory of its own.
         def sum_onto(total: Tensor | None) -> Tensor:
             if products.device == home:
                 return products.sum(weights, total)
@@ -131,6 +141,7 @@ class GlobalModel:
         Raises TooFewUpdatesError if the updates are too few for the aggregator.
         """
         extra: list[Tensor] = []
+        # A cohort of which not all have come, as some were refused, is summed only here.
         self._sum_deferred()
         if self._shares:
             combined = self._combined(Turn(seed, self.number))
@@ -154,6 +165,7 @@ class GlobalModel:
 
     def _moved_buffers(self, changes: Sequence[Tensor]) -> list[Tensor]:
         """The new buffers. changes: of the floating-point ones."""
+        # Rules see floating-point buffers only, so both kinds are put back in the model's order.
         moved = iter(changes)
         counters = iter(self._counters)
         buffers = []

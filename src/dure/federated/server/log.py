@@ -25,7 +25,10 @@ its end."""
 
 
 class Log:
-    """liars: who lies in a round; None where nobody does."""
+    """What is remembered of a run for its report.
+
+    liars: who lies in a round; None where nobody does.
+    """
 
     def __init__(self, liars: Callable[[int], Collection[int]] | None) -> None:
         self.liars = liars
@@ -39,6 +42,7 @@ class Log:
 
     def saw(self, update: Update) -> None:
         """An update, before it is folded."""
+        # The whole update, until `moved`: the step that it is compared with is not known before.
         if self.liars is not None and len(self.updates) < MOST:
             self._seen.append(update)
 
@@ -59,6 +63,8 @@ class Log:
         weights were these before and after."""
         if self.liars is None or not self._seen:
             return
+        # In float64: at the end of training a step is small against the weights it is the
+        # difference of.
         step = [new.double() - old.double() for new, old in zip(after, before, strict=True)]
         for update in self._seen:
             lies = update.client in self.liars(update.round)

@@ -153,6 +153,8 @@ class Buffered(Pacing):
     def oldest(self) -> int | None:
         return self.stale
 
+    # With `stale` it is the server that ages the models: a single client at work adds no delay of
+    # its own.
     def asked(self, seed: int, round: int, clients: int) -> int:
         return 1 if self.stale is not None else min(self.concurrency, clients)
 
@@ -183,6 +185,7 @@ class _Endless:
 
     def at(self, position: int) -> int:
         epoch, place = divmod(position, self.clients)
+        # Positions only rise, so the order of one pass is all that is remembered.
         if self._order is None or epoch != self._epoch:
             self._epoch = epoch
             self._order = Permutation(self.clients, derive(self.seed, "candidates", epoch))

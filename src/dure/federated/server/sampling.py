@@ -76,11 +76,13 @@ class Selection:
         known = permutation.first(likely)
 
         def at(position: int) -> int:
-            """Those who are asked where some are away are found when they are asked for."""
+            """The client at a position; more are drawn where some of the likely ones are away."""
+            # Twice as many each time, so that drawing takes linear time however far somebody asks.
             if position >= len(known):
                 known[:] = permutation.first(2 * position + 32)
             return known[position]
 
+        # All are known already: plain indexing is faster than a function.
         return known.__getitem__ if len(known) == len(sizes) else at
 
     def __str__(self) -> str:
@@ -104,6 +106,9 @@ class Weighted(Selection):
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
     ) -> Candidates:
         random = np.random.default_rng(_seed(seed, round, attempt))
+        # An exponential variable divided by n_k has rate n_k, and the least of such is that of
+        # client k with probability n_k / (sum of n): the order of keys is the draw without
+        # replacement.
         keys = random.standard_exponential(len(sizes)) / np.asarray(sizes)
         order: list[int] = np.argsort(keys, kind="stable").tolist()
         return order.__getitem__

@@ -124,8 +124,6 @@ class Server(Learner):
         # A step replaces the weights and does not change them, so this stays the model before.
         before = coordinator.model.weights
         started = time.perf_counter()
-        # A loss that is not finite ends the run; its last checkpoint has to hold a state that can
-        # go on.
         ways_back = [self.carrier.mark(), coordinator.mark()]
         try:
             combine = self.carrier.carry(coordinator)

@@ -79,13 +79,18 @@ class ServerOptimizer:
     def step(
         self, weights: Sequence[Tensor], delta: Sequence[Tensor], state: State, spare: bool = False
     ) -> tuple[list[Tensor], State]:
-        """(the new weights, the new state). weights, delta: as many tensors of the same shapes.
-        spare: whether nobody needs delta any more, so that its memory may be used again."""
+        """One step: (the new weights, the new state).
+
+        weights, delta: as many tensors of the same shapes. spare: whether nobody needs delta any
+        more, so that its memory may be used again.
+        """
+        # FedAvg's own step: one pass, and no moments.
         if self.rule == "sgd" and not self.beta1:
             pairs = zip(weights, delta, strict=True)
             return [
                 torch.add(w, d, alpha=self.lr, out=d if spare else None) for w, d in pairs
             ], state
+        # From here on in the precision of the moments; `kinds` remembers what the weights were.
         kinds = weights
         count = len(weights)
         weights = list(map(_counted_in, weights))
