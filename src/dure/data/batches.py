@@ -32,6 +32,7 @@ class Batches:
         """The indices of `step`'s batch (steps count from 0), int64 of shape (b,), b <=
         batch_size."""
         epoch, position = divmod(step, self.steps_per_epoch)
+        # One epoch's order is remembered: steps come one after another.
         if self.shuffles and epoch != self._epoch:
             order = shuffled(self.n, self.seed, epoch, self.client)
             self._epoch = epoch

@@ -50,6 +50,7 @@ def _table() -> np.ndarray:
             "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    # Where it lies is scikit-learn's own affair: if it has moved, scikit-learn is asked after all.
     if file.is_file():
         return np.loadtxt(file, delimiter=",", dtype=np.int64)
     from sklearn.datasets import load_digits

@@ -66,6 +66,7 @@ class Examples:
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         """The inputs and targets of the examples at `indices`, an int64 tensor of shape (b,)."""
+        # The usual case without a walk through a tree, in every batch of every client.
         if self._plain:
             return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
         return cast(
@@ -127,6 +128,7 @@ class DatasetExamples(Examples):
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         items = [self.dataset[i] for i in indices.tolist()]
+        # Checked here: `default_collate` would say what it cannot collate, and not which example.
         for index, item in zip(indices.tolist(), items, strict=True):
             if not isinstance(item, (tuple, list)) or len(item) != 2:
                 what = (
@@ -152,6 +154,7 @@ class DatasetExamples(Examples):
     def _labels(self) -> Tensor | None:
         targets = getattr(self.dataset, "targets", None)
         if targets is None:
+            # One example is read to see what targets are; all are read only if they are numbers.
             if not self._is_number(self.dataset[0][1]):
                 return None
             targets = list(map(self._target, range(len(self))))

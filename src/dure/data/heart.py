@@ -112,6 +112,7 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
         raise DataError(
             f"{file}, line {number}: a value is neither a number nor '?': {line!r}"
         ) from error
+    # `not >= 0` is also true of NaN: a patient without a diagnosis is none.
     if len(numbers) != len(_COLUMNS) or not numbers[-1] >= 0:
         raise DataError(
             f"{file}, line {number}: {len(numbers)} values, expected {len(_COLUMNS)} "
@@ -131,6 +132,7 @@ def _number(text: str) -> float:
 def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:
     """The columns `FEATURES` of all patients, estimated on the patients at `train`."""
     column = {name: patients[:, i].copy() for i, name in enumerate(_COLUMNS)}
+    # Before anything is counted: a zero must be in no median.
     for name in _ZERO_IS_MISSING:
         column[name][column[name] == 0] = np.nan
     one_hot = [column[name] == value for name, value in _ONE_HOT]
@@ -142,6 +144,7 @@ def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:
 
 def _imputed(values: np.ndarray, train: np.ndarray) -> np.ndarray:
     known = values[train][~np.isnan(values[train])]
+    # Where no training patient has a value there is no median either.
     return np.where(np.isnan(values), np.median(known) if known.size else 0.0, values)
 
 

@@ -100,4 +100,5 @@ def _elements(path: Path, content: bytes, dtype: np.dtype[np.generic], rank: int
         raise DataError(
             f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}"
         ) from error
+    # torch knows only the machine's own order; the copy is writable as well, unlike the bytes.
     return elements.astype(dtype.newbyteorder("="))

@@ -78,6 +78,7 @@ class Text:
 
     def decode(self, indices: Sequence[int]) -> str:
         """The text that `indices` stand for; padding is nothing, an unknown character is U+FFFD."""
+        # Index 0 is padding, 1 unknown.
         symbols = ["", "�", *self.characters]
         return "".join(symbols[index] for index in indices)
 
@@ -151,6 +152,7 @@ def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
     for line in lines:
         name, tab, text = (part.strip(" ") for part in line.partition("\t"))
         heading = (name or text).strip()
+        # An empty line ends what a missing bracket or name has left open.
         if not heading:
             name_begun = ""
             in_direction = False
@@ -179,6 +181,7 @@ def _without_directions(text: str, in_direction: bool = False) -> tuple[str, boo
         _, closed, text = text.partition("]")
         if not closed:
             return "", True
+    # The last bracket of the line is an opening one.
     goes_on = text.rfind("[") > text.rfind("]")
     return re.sub(r"\s+", " ", _DIRECTION.sub("", text)).strip(), goes_on
 
@@ -259,9 +262,11 @@ def _windows(texts: Mapping[str, str], characters: str, length: int) -> Examples
 
 def _encode(text: str, characters: str) -> np.ndarray:
     """The indices of the text's characters, int64."""
+    # As arrays of code points: a search in the sorted vocabulary for all characters at once.
     codes, known = (
         np.frombuffer(string.encode("utf-32-le"), "<u4") for string in (text, characters)
     )
+    # A character above all that are known would be found past the end.
     position = np.minimum(np.searchsorted(known, codes), len(known) - 1)
     return np.where(known[position] == codes, position + _FIRST_CHARACTER, UNKNOWN).astype(np.int64)
 

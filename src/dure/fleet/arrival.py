@@ -108,6 +108,7 @@ class Window(Arrival):
     def present(self, n: int, now: float) -> Tensor:
         start = int(n * (math.fmod(now, self.seconds) / self.seconds))
         count = _count(n, self.share)
+        # What reaches over the end is at the beginning, which comes first: positions are ascending.
         wrapped = max(start + count - n, 0)
         return torch.cat([torch.arange(wrapped), torch.arange(start, start + count - wrapped)])
 

@@ -114,6 +114,8 @@ class Probability(Availability):
 
     def _first(self, there: bool, client: int, period: int, seed: int) -> int:
         """The first period from `period` on in which the client is there, or is not."""
+        # Only the rarer of the two is drawn. If that is what is asked for, it is the next one
+        # found; if not, it is the first period that is none of those found in a row.
         rare = min(self.p, 1 - self.p)
         if rare == 0:
             return period
@@ -132,11 +134,14 @@ class Probability(Availability):
         the throws of a distant time, or of a small P, need not be made one by one.
         """
         length = math.ceil(1 / rare)
+        # Whole blocks: what is drawn in a block is a function of its number, from wherever it is
+        # asked.
         block = period // length
         while True:
             at = -1
             drawn = 0
             while True:
+                # A geometric number by inversion: how many periods come before the next rare one.
                 gap = math.log(uniform(seed, "availability", client, block, drawn)) / math.log1p(
                     -rare
                 )
@@ -173,9 +178,8 @@ class Daily(Availability):
         if self.share == 1:
             return math.inf
         start, end = self._window(client, now, seed)
-        return max(
-            end, math.nextafter(max(start, now), math.inf)
-        )  # a gap may be shorter than numbers can tell
+        # A gap may be shorter than numbers can tell.
+        return max(end, math.nextafter(max(start, now), math.inf))
 
     def _window(self, client: int, now: float, seed: int) -> tuple[float, float]:
         """(start, end) of the first window that ends after `now`."""
@@ -226,6 +230,7 @@ class AvailabilityFile(Availability):
                     f"({self.every:g})"
                 )
             found.setdefault(client, []).append((start, end))
+        # The class is frozen, and this is no field: it is read from the file that `path` names.
         object.__setattr__(
             self, "_windows", [_joined(found[client]) for client in in_order(list(found))]
         )
@@ -242,9 +247,8 @@ class AvailabilityFile(Availability):
         windows = self._of(client)
         if window == len(windows):
             return math.inf
-        if (
-            windows[window][1] == self.every and windows[0][0] == 0
-        ):  # the next cycle's first window goes on with it
+        # The next cycle's first window goes on with it.
+        if windows[window][1] == self.every and windows[0][0] == 0:
             if len(windows) == 1:
                 return math.inf
             cycle = cycle + 1
@@ -265,6 +269,7 @@ class AvailabilityFile(Availability):
         cycle = _cycle(now, self._begin, self.every) if self.every else 0
         begin = self._begin(cycle)
         window = bisect_right(windows, now, key=lambda window: begin + window[1])
+        # Past the last window of a cycle: the first one of the next.
         return (cycle + 1, 0) if self.every and window == len(windows) else (cycle, window)
 
 

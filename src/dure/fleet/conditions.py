@@ -69,6 +69,7 @@ class Conditions:
                 f"attackers is {self.attackers}, but it is a whole number of clients, or a share "
                 f"below 1"
             )
+        # "attackers" without an attack is more likely an option forgotten than a wish.
         if isinstance(self.attack, NoAttack) != (self.attackers == 0):
             raise ValueError(
                 "an attack needs attackers, and attackers an attack: give both, as sign-flip and 4"

@@ -159,6 +159,7 @@ class DevicesFile(Devices):
                     f"{self.path}, line {line}: speeds are positive numbers, not {values}"
                 )
             found[client] = _device(*values)
+        # The class is frozen, and this is no field: it is read from the file that `path` names.
         object.__setattr__(self, "_devices", [found[client] for client in in_order(list(found))])
 
     def of(self, client: int, seed: int) -> Device:

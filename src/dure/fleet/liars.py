@@ -26,6 +26,7 @@ class Liars(Collection[int]):
         self._count = count
 
     def __contains__(self, client: object) -> bool:
+        # O(1): where the client stands in the permutation, of which nothing is stored.
         return isinstance(client, int) and self._permutation.inverse(client) < self._count
 
     def __len__(self) -> int:

@@ -74,6 +74,7 @@ def describe(
     number = max(int(labels.max()) + 1, len(classes or ()))
     if int(labels.min()) < 0 or number * len(counts) > MOST_NUMBERS:  # no classes 0, 1, …
         return Description(partition.description, counts, None)
+    # One histogram of pairs (client, class), as one number each.
     together = torch.bincount(divided.owners * number + labels, minlength=number * len(counts))
     histograms: list[list[int]] = together.view(-1, number).tolist()
     names = (

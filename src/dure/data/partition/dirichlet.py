@@ -40,6 +40,7 @@ class Dirichlet(Partition):
     ) -> Parts:
         labels = needed(labels, n, self)
         random = np.random.default_rng(derive(seed, "partition"))
+        # A generator of its own: how shares are rounded does not change how they are drawn.
         rounding = np.random.default_rng(derive(seed, "rounding of shares"))
         parts: list[list[Tensor]] = [[] for _ in range(clients)]
         for label in torch.unique(labels):
@@ -64,6 +65,7 @@ def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int
     """
     order = random.permutation(len(shares))
     ends = np.floor(shares[order].cumsum() / shares.sum() * n + random.random())
+    # The sum of all shares may be rounded to a little more or less than 1.
     ends[-1] = n
     counts = np.empty(len(shares), dtype=int)
     counts[order] = np.diff(np.minimum(ends, n), prepend=0)

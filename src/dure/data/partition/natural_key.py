@@ -37,6 +37,7 @@ class NaturalKey(Partition):
         self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
     ) -> Parts:
         keys = _keys(keys, n)
+        # By name and not by first appearance: every order of the examples gives the same clients.
         names = sorted(set(keys))
         if clients != len(names):
             some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -20,6 +20,7 @@ class Parts(Sequence[Tensor]):
     def __init__(self, owners: Tensor, clients: int) -> None:
         self.owners = owners
         self.sizes = torch.bincount(owners, minlength=clients)
+        # Stable, so that each client's examples are in ascending order.
         self._indices = owners.sort(stable=True).indices
         self._starts: list[int] = [0, *self.sizes.cumsum(0).tolist()]
 

@@ -40,6 +40,7 @@ def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> li
         raise ValueError(f"{len(parts)} clients cannot have {minimum} of {total} examples each")
     for poor in range(len(parts)):
         while sizes[poor] < minimum:
+            # Looked for each time: a gift may leave another client the largest.
             rich = max(range(len(parts)), key=sizes.__getitem__)
             # The giver keeps its minimum. The largest has more than that, or the total would not be
             # enough.

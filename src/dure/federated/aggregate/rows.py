@@ -114,11 +114,11 @@ class Rows:
         that row, to the bit.
         """
         if self.mix is not None:
+            # A combination of mixtures is one of the updates: one pass, and no mixture is made.
             return Rows(self.updates, [1.0] * len(self.updates), self._numbers).combination(
                 coefficients @ self.mix, dtype
             )
-        # Rows with coefficient 0 are left out: 0 · inf would be NaN, and one row alone is not
-        # rounded.
+        # Rows with coefficient 0 are not even read.
         used = coefficients.nonzero().flatten().tolist() or [0]
         return self.only(used).map(
             lambda values: coefficients[used].to(values.device) @ values, dtype=dtype

@@ -45,7 +45,7 @@ class TrimmedMean(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
-        # Of as many as were sent, then less those that were dropped: beta is a share of all.
+        # beta is a share of all that were sent; those that were dropped count as cut off already.
         cut = still_broken(self.trimmed(len(rows) + dropped), dropped)
 
         def function(values: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class OwnModels(Algorithm):
         weights, buffers = (
             self._parts(memory, job.weights) if memory else (job.weights, job.buffers)
         )
+        # The pull is towards the weights that were received, and not to those where the client's
+        # own model begins.
         return [
             job,
             replace(job, weights=weights, buffers=buffers, mu=self.lam, anchor=assignment.weights),

@@ -65,4 +65,5 @@ class Discounted(Algorithm):
     """Stale updates count for less."""
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
+        # s is a scale and no weight: weights would be divided out again by the mean.
         return (1.0 + staleness) ** -0.5, 1.0

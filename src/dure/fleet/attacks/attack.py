@@ -75,6 +75,7 @@ class Attack:
             if clients is None:
                 return generator(seed, "attack", turn, position)
             client = clients[position]
+            # Without rounds a client may have two updates in one model: its lies differ too.
             times = clients[:position].count(client)
             return generator(seed, "attack", turn, client, *([times] if times else []))
 

@@ -146,6 +146,8 @@ class Large(Attack):
 
 
 def _noise(like: Update, sigma: float, random: torch.Generator) -> list[Tensor]:
+    # Drawn on the CPU and in the default dtype, so that a liar sends the same whatever the device
+    # or dtype.
     drawn = (torch.randn(tensor.shape, generator=random) for tensor in like)
     return [(noise * sigma).to(tensor) for noise, tensor in zip(drawn, like, strict=True)]
 

@@ -99,6 +99,7 @@ class Mimic(Attack):
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
+        # A copy, so that what the honest client sent stays its own.
         sent = [tensor.clone() for tensor in _honest(updates, liars)[0]]
         return dict.fromkeys(liars, sent)
 
@@ -110,6 +111,7 @@ def z_max(n: int, f: int) -> float:
     At least 0; f of at most n-2 are given an honest crowd to hide in, for more it is 0.
     """
     honest = n - f
+    # The honest clients that the liars need on their side for a majority.
     supporters = max(n // 2 + 1 - f, 1)
     if supporters >= honest:
         return 0.0
