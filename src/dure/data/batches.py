@@ -15,8 +15,10 @@ from dure.randomness.seeds import shuffled
 
 
 class Batches:
-    """The batches of n examples. batch_size: None is all the data in every step. client: whose
-    examples they are."""
+    """The batches of n examples.
+
+    batch_size: None is all the data in every step. client: whose examples they are.
+    """
 
     def __init__(self, n: int, batch_size: int | None, seed: int, client: int = 0) -> None:
         self.n = n

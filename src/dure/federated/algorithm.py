@@ -30,8 +30,11 @@ class Own(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What an algorithm begins with. weights: the model's, one flat tensor a dtype. lr: of the
-    clients' optimizer, NaN where it has none."""
+    """What an algorithm begins with.
+
+    weights: the model's, one flat tensor a dtype. lr: of the clients' optimizer, NaN where it has
+    none.
+    """
 
     model: nn.Module
     weights: Sequence[Tensor]
@@ -72,8 +75,10 @@ class Algorithm:
         return ()
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
-        """(scale, weight): the update is scaled, and has this weight in the mean. staleness: models
-        made meanwhile."""
+        """(scale, weight): the update is scaled, and has this weight in the mean.
+
+        staleness: models made meanwhile.
+        """
         return 1.0, float(update.examples)
 
     def absorb(self, extra: list[Tensor], updates: int) -> None:
@@ -89,8 +94,10 @@ class Algorithm:
     # The client's side
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
-        """What the client computes. job: FedAvg's; memory: what it kept, None if it has not taken
-        part yet."""
+        """What the client computes.
+
+        job: FedAvg's; memory: what it kept, None if it has not taken part yet.
+        """
         return [job]
 
     def answer(

@@ -129,8 +129,10 @@ class Federated(Strategy):
         """Raises ValueError if the algorithm cannot train the task."""
 
     def engine(self, setting: Setting) -> Engine:
-        """Who computes what clients are asked. Raises ValueError for a wanted engine that
-        cannot."""
+        """Who computes what clients are asked.
+
+        Raises ValueError for a wanted engine that cannot.
+        """
         return engine_for(setting)
 
     def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
@@ -262,8 +264,10 @@ class Federated(Strategy):
     def server_half(
         self, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
     ) -> Server:
-        """The server, which learns of its clients through the carrier. model: the run's, which
-        becomes the server's own."""
+        """The server, which learns of its clients through the carrier.
+
+        model: the run's, which becomes the server's own.
+        """
         train, test = examples_for(model, task)
         clients = len(carrier.join().sizes)
         attack = None
@@ -291,8 +295,10 @@ class Federated(Strategy):
     def clients_half(
         self, task: Task, model: nn.Module, conditions: Conditions, seed: int
     ) -> Clients:
-        """All clients of the federation, with their examples. model: the run's, which stays as it
-        is."""
+        """All clients of the federation, with their examples.
+
+        model: the run's, which stays as it is.
+        """
         # Engines are made later, when a forward pass may have given the run's model other buffers.
         fresh = another(model, task, seed)
         examples, _ = examples_for(model, task)

@@ -32,8 +32,10 @@ from dure.settings import listed, read, write
 
 @dataclass(frozen=True)
 class Arrival:
-    """What all settings have in common: a name, a text form, and `present`. still: whether all is
-    there always, so that nobody need ask."""
+    """What all settings have in common: a name, a text form, and `present`.
+
+    still: whether all is there always, so that nobody need ask.
+    """
 
     name: ClassVar[str]
     still: ClassVar[bool] = False
@@ -79,8 +81,10 @@ class Arriving(Arrival):
 
 @dataclass(frozen=True)
 class Leaving(Arrival):
-    """Data are forgotten evenly, the oldest first. share: what stays. seconds: when only that is
-    left."""
+    """Data are forgotten evenly, the oldest first.
+
+    share: what stays. seconds: when only that is left.
+    """
 
     name: ClassVar[str] = "leaving"
     share: float = 0.1
@@ -95,8 +99,10 @@ class Leaving(Arrival):
 
 @dataclass(frozen=True)
 class Window(Arrival):
-    """A window moves over the data and begins again. share: of the data in it. seconds: for one way
-    around."""
+    """A window moves over the data and begins again.
+
+    share: of the data in it. seconds: for one way around.
+    """
 
     name: ClassVar[str] = "window"
     share: float = 0.1

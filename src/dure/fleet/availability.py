@@ -42,8 +42,10 @@ periods apart."""
 
 @dataclass(frozen=True)
 class Availability:
-    """What all settings have in common: a name, a text form, `next` and `until`. always: whether
-    every client is always there, so that nobody need ask."""
+    """What all settings have in common: a name, a text form, `next` and `until`.
+
+    always: whether every client is always there, so that nobody need ask.
+    """
 
     name: ClassVar[str]
     always: ClassVar[bool] = False

@@ -56,8 +56,10 @@ def is_liar(
 
 
 def count(clients: int, attackers: float) -> int:
-    """How many of `clients` lie. Raises ValueError for attackers that are no number of clients, or
-    share below 1."""
+    """How many of `clients` lie.
+
+    Raises ValueError for attackers that are no number of clients, or share below 1.
+    """
     if 0 <= attackers < 1:
         return round(attackers * clients)
     if attackers != attackers or attackers < 0 or attackers % 1:

@@ -38,8 +38,10 @@ Action = Assign | Refuse | Combine
 
 
 class Coordinator(Protocol):
-    """As much of a coordinator as a carrier has to know. wake: when it wants to be told that time
-    has passed."""
+    """As much of a coordinator as a carrier has to know.
+
+    wake: when it wants to be told that time has passed.
+    """
 
     wake: float
 
@@ -69,8 +71,10 @@ class Work(NamedTuple):
 
 
 class Order(NamedTuple):
-    """An assignment that a client works on. began: when it was handed out; work: as much of it as
-    it does."""
+    """An assignment that a client works on.
+
+    began: when it was handed out; work: as much of it as it does.
+    """
 
     assignment: Assignment
     began: float

@@ -36,8 +36,10 @@ _HEAD = struct.Struct("<4sIQQ")
 _MAGIC = b"dure"
 
 _ALIGNED = 16
-"""The bytes of the largest element, a complex number in double precision. Memory that Python
-allocates begins at such a multiple too, so no element lies across one."""
+"""The bytes of the largest element, a complex number in double precision.
+
+Memory that Python allocates begins at such a multiple too, so no element lies across one.
+"""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -30,8 +30,10 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Clients introduce themselves. sizes: how many examples each has; its place here is its
-    number."""
+    """Clients introduce themselves.
+
+    sizes: how many examples each has; its place here is its number.
+    """
 
     sizes: Sequence[int]
 
@@ -93,8 +95,10 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """The update with this ticket does not count, for this reason. client: -1 where nobody knows
-    whose it is."""
+    """The update with this ticket does not count, for this reason.
+
+    client: -1 where nobody knows whose it is.
+    """
 
     ticket: int
     client: int

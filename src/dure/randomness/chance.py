@@ -23,7 +23,9 @@ def normal(seed: int, purpose: str, *position: int) -> float:
 
 
 def check_share(value: float, what: str) -> None:
-    """Raises ValueError unless `value` is in [0, 1]. what: whose share, as "stragglers: the
-    share"."""
+    """Raises ValueError unless `value` is in [0, 1].
+
+    what: whose share, as "stragglers: the share".
+    """
     if not 0 <= value <= 1:
         raise ValueError(f"{what} is between 0 and 1, not {value}")

@@ -87,8 +87,11 @@ class Simulated(Conditions, World):
 
 
 class Underway(NamedTuple):
-    """An assignment on its way. ends: when its update arrives, or it fails for `reason`. transfer,
-    compute: the seconds that it takes as a whole."""
+    """An assignment on its way.
+
+    ends: when its update arrives, or it fails for `reason`. transfer, compute: the seconds that it
+    takes as a whole.
+    """
 
     client: int
     round: int

@@ -15,8 +15,10 @@ from dure.data.partition.parts import Parts
 
 @dataclass(frozen=True)
 class NaturalKey(Partition):
-    """One client for each key, client k that of `sorted(set(keys))[k]`. A single client has all the
-    data."""
+    """One client for each key, client k that of `sorted(set(keys))[k]`.
+
+    A single client has all the data.
+    """
 
     name: ClassVar[str] = "natural-key"
 

@@ -1,5 +1,6 @@
-"""How updates become one. An aggregator *folds* a stream in O(1) memory, or *collects* all updates
-first.
+"""How updates become one.
+
+An aggregator *folds* a stream in O(1) memory, or *collects* all updates first.
 
     mean                        weighted by n_k; folds                              McMahan
     median                      of each coordinate                                  Yin

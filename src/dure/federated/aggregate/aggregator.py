@@ -60,8 +60,10 @@ class Aggregator:
 
 @dataclass(frozen=True)
 class Folds(Aggregator):
-    """Takes updates as a stream. `zero` before the first, `fold` for each, `finish` after the
-    last."""
+    """Takes updates as a stream.
+
+    `zero` before the first, `fold` for each, `finish` after the last.
+    """
 
     collects: ClassVar[bool] = False
 
@@ -74,8 +76,10 @@ class Folds(Aggregator):
         raise NotImplementedError
 
     def finish(self, folded: Any) -> list[Tensor]:
-        """The combined update, maybe in the memory of `folded`. Raises TooFewUpdatesError if
-        nothing was folded."""
+        """The combined update, maybe in the memory of `folded`.
+
+        Raises TooFewUpdatesError if nothing was folded.
+        """
         raise NotImplementedError
 
 

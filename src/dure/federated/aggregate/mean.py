@@ -65,8 +65,10 @@ def finish(folded: Folded) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Mean(Folds):
-    """The weighted mean. It withstands nothing: one update that is not finite makes the result not
-    finite."""
+    """The weighted mean.
+
+    It withstands nothing: one update that is not finite makes the result not finite.
+    """
 
     name: ClassVar[str] = "mean"
     sums: ClassVar[bool] = True

@@ -37,8 +37,10 @@ class Median(Collects):
 
 
 def coordinate_median(rows: Rows, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The median of each coordinate of finite rows. dtype: of the result, None for that of the
-    updates."""
+    """The median of each coordinate of finite rows.
+
+    dtype: of the result, None for that of the updates.
+    """
     return rows.map(lambda values: middle(sorted_rows(values)), own_dtype=True, dtype=dtype)
 
 

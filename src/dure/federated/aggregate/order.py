@@ -20,8 +20,10 @@ MOST = 256
 
 
 def sorted_rows(values: Tensor) -> list[Tensor]:
-    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,). Uses the
-    memory of `values`."""
+    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,).
+
+    Uses the memory of `values`.
+    """
     if len(values) > MOST:
         return list(values.sort(0).values)
     rows = list(values)

@@ -107,8 +107,9 @@ class Rows:
         return self._shaped(result)
 
     def combination(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """(sum over rows i of coefficients[i]·row i), summed in float64. coefficients: float64,
-        shape (m,).
+        """(sum over rows i of coefficients[i]·row i), summed in float64.
+
+        coefficients: float64, shape (m,).
 
         dtype: of the result, None for that of the updates. One coefficient of 1 among zeros gives
         that row, to the bit.
@@ -193,10 +194,12 @@ class Rows:
         return sum(self.weights[row] for row in rows)
 
     def order(self, keys: Tensor) -> list[int]:
-        """The rows sorted by `keys`, of shape (m,). Among equal keys the values of rows decide,
-        never their places: the row that is smaller at the first coordinate where they differ comes
-        first. Keys are equal that agree in nine digits: sums that are equal differ in their
-        roundings, by how they were made."""
+        """The rows sorted by `keys`, of shape (m,).
+
+        Among equal keys the values of rows decide, never their places: the row that is smaller at
+        the first coordinate where they differ comes first. Keys are equal that agree in nine
+        digits: sums that are equal differ in their roundings, by how they were made.
+        """
         numbers = _nine_digits(keys).tolist()
 
         def compare(one: int, other: int) -> int:

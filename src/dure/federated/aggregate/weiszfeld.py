@@ -75,8 +75,10 @@ def geometric_median(rows: Rows, weights: Sequence[float], smoothing: float = 0.
 
 
 def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
-    """Points in few dimensions with the distances of the rows; `centre` is at zero. Shape (m,
-    min(m, d))."""
+    """Points in few dimensions with the distances of the rows; `centre` is at zero.
+
+    Shape (m, min(m, d)).
+    """
     triangle: Tensor | None = None
     # Wide blocks: each QR takes the triangle of those before, m rows, along.
     for slot, start, stop, values in rows.blocks(columns=4 * len(rows)):

@@ -48,8 +48,11 @@ FEW = 1_000
 """So many clients' examples are looked up once, and not for each assignment."""
 
 Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
-"""An engine for jobs like these. The rest is what an engine before it had, in a run that goes on:
-its name, its `chunk` and its `threads`."""
+"""An engine for jobs like these.
+
+The rest is what an engine before it had, in a run that goes on: its name, its `chunk` and its
+`threads`.
+"""
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,10 @@ class Clients:
         return Join(self.sizes)
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
-        """What an assignment takes. most: examples that can be processed in time; at least one step
-        is done."""
+        """What an assignment takes.
+
+        most: examples that can be processed in time; at least one step is done.
+        """
         client = assignment.client
         examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
         return self._known_work(examples, assignment.nbytes, most)
@@ -418,8 +423,10 @@ class Clients:
         )
 
     def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
-        """The updates as they are sent: those of liars are not what they computed. A liar that
-        knows the honest ones knows those that are combined with its own."""
+        """The updates as they are sent: those of liars are not what they computed.
+
+        A liar that knows the honest ones knows those that are combined with its own.
+        """
         lying = [
             position
             for position, update in enumerate(updates)

@@ -62,9 +62,11 @@ _NOTHING = Trained([], [], 0, 0.0)
 
 
 class Kind(NamedTuple):
-    """What is added to the gradients of a job: mu, whether it has an anchor, a correction. factors:
-    whether nothing is, it begins at weights that all share, and its batches are so few that these
-    are factored. lr_factor: the job's."""
+    """What is added to the gradients of a job: mu, whether it has an anchor, a correction.
+
+    factors: whether nothing is, it begins at weights that all share, and its batches are so few
+    that these are factored. lr_factor: the job's.
+    """
 
     mu: float
     anchored: bool

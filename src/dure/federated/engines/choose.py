@@ -45,8 +45,10 @@ messages."""
 
 
 class Way(NamedTuple):
-    """How an engine that has a name computes. batched: many clients at once, not one after
-    another."""
+    """How an engine that has a name computes.
+
+    batched: many clients at once, not one after another.
+    """
 
     batched: bool
     where: Literal["here", "processes", "ray"]

@@ -53,8 +53,10 @@ def which_pay(rows: int, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
 
 
 class Factored:
-    """A layer's weight. start: W_0, (m, n). clients: C. rows: of all steps of the client that has
-    most."""
+    """A layer's weight.
+
+    start: W_0, (m, n). clients: C. rows: of all steps of the client that has most.
+    """
 
     def __init__(self, start: Tensor, clients: int, rows: int, lr: float) -> None:
         self.start = start

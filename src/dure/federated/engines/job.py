@@ -40,9 +40,11 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
 
 class Trained(msgspec.Struct, frozen=True, gc=False):
-    """What came of a job. delta: the weights after training less `job.weights`. samples: examples
-    processed; loss: mean over them. failure: the reason, if the client could not do it; everything
-    else is then empty."""
+    """What came of a job.
+
+    delta: the weights after training less `job.weights`. samples: examples processed; loss: mean
+    over them. failure: the reason, if the client could not do it; everything else is then empty.
+    """
 
     delta: Sequence[Tensor]
     buffers: Sequence[Tensor]

@@ -146,8 +146,10 @@ def failed(job: Job, error: BaseException) -> WorkerFailedError:
 
 
 def not_finite(job: Job, loss: float = math.nan, step: int | None = None) -> LossNotFiniteError:
-    """The error that names the client. step: local, from 0; None: the weights are what is not
-    finite."""
+    """The error that names the client.
+
+    step: local, from 0; None: the weights are what is not finite.
+    """
     when = "after its last local step" if step is None else f"local step {step + 1}"
     return LossNotFiniteError(loss, f"client {job.client}", f"round {job.round + 1}, {when}")
 

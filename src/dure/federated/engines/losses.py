@@ -49,9 +49,11 @@ def cross_entropy(
 
 
 def _log_softmax(outputs: Tensor) -> Tensor:
-    """Along the last dimension. Where that is shorter than a vector register, torch's goes one
-    number at a time, but computes many rows side by side where they lie side by side: ten times
-    faster for ten classes."""
+    """Along the last dimension.
+
+    Where that is shorter than a vector register, torch's goes one number at a time, but computes
+    many rows side by side where they lie side by side: ten times faster for ten classes.
+    """
     wide = outputs.numel() < MANY or outputs.shape[-1] * outputs.element_size() >= REGISTER
     if wide or outputs.device.type != "cpu":
         return torch.log_softmax(outputs, -1)

@@ -21,8 +21,10 @@ class Memory:
         self._blocks: list[Tensor] = []
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """A tensor of shape (rows, columns) that nobody else has; its content is anything. like: of
-        its kind."""
+        """A tensor of shape (rows, columns) that nobody else has; its content is anything.
+
+        like: of its kind.
+        """
         # One user: the storage is held by this list alone, so that no view of it is left anywhere.
         for block in self._blocks:
             fits = len(block) >= rows and block.dtype == like.dtype and block.shape[1] == columns

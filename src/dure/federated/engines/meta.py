@@ -180,8 +180,10 @@ class MetaEngine(Engine):
 
 
 def _finite(loss: float, job: Job, step: int) -> float:
-    """The loss of a step. Raises LossNotFiniteError, which names the client, if it is NaN or
-    infinite."""
+    """The loss of a step.
+
+    Raises LossNotFiniteError, which names the client, if it is NaN or infinite.
+    """
     if not math.isfinite(loss):
         raise not_finite(job, loss, step - job.first_step)
     return loss

@@ -53,8 +53,10 @@ class Actor:
         )
 
     def train(self, jobs: Sequence[tuple[Job, list[int | None]]], *sets: list[Any]) -> list[Any]:
-        """The results of the jobs, or the error that ended them. jobs: without their tensors, which
-        are in `sets`."""
+        """The results of the jobs, or the error that ended them.
+
+        jobs: without their tensors, which are in `sets`.
+        """
         tensors = [list(map(torch.from_numpy, one)) for one in sets]
 
         def whole(job: Job, places: list[int | None]) -> Job:
@@ -108,8 +110,10 @@ class RayEngine(Engine):
         self.cohort = count * self.chunk
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order. Raises what a client raised, and WorkerFailedError for an
-        actor that died."""
+        """The results in the jobs' order.
+
+        Raises what a client raised, and WorkerFailedError for an actor that died.
+        """
         pending: deque[tuple[list[Job], Any]] = deque()
         known: dict[int, tuple[Sequence[Tensor], Any]] = {}
         waiting = iter(jobs)

@@ -80,8 +80,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a cohort. by_steps: which of the jobs comes first, second, ... in it; sizes:
-    each one's batches."""
+    """The steps of a cohort.
+
+    by_steps: which of the jobs comes first, second, ... in it; sizes: each one's batches.
+    """
 
     by_steps: Sequence[int]
     steps: Sequence[Step]

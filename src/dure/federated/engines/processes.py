@@ -49,8 +49,10 @@ def forks_here() -> bool:
 
 @dataclass(eq=False)
 class Chunk:
-    """Jobs that one child does together. results: those that have come, and then perhaps an
-    error."""
+    """Jobs that one child does together.
+
+    results: those that have come, and then perhaps an error.
+    """
 
     jobs: list[Job]
     started: bool = False

@@ -67,8 +67,11 @@ Sizes = tuple[tuple[tuple[int, ...], ...], bool]
 
 
 class Products:
-    """The updates of C clients. parts: in the order in which parameters lie in flat weights. lr: of
-    the factors. threads: of the operators that sum them; None is as many as there are then."""
+    """The updates of C clients.
+
+    parts: in the order in which parameters lie in flat weights. lr: of the factors. threads: of the
+    operators that sum them; None is as many as there are then.
+    """
 
     def __init__(self, parts: Sequence[Part], lr: float, threads: int | None = None) -> None:
         self.parts = list(parts)
@@ -196,8 +199,10 @@ def _norm(tensor: Tensor) -> float:
 
 
 class Deferred(Sequence[Tensor]):
-    """A client's update, one flat tensor, which is formed when somebody looks at it. place: the
-    client's in `products`; like: shape and dtype as the weights have them."""
+    """A client's update, one flat tensor, which is formed when somebody looks at it.
+
+    place: the client's in `products`; like: shape and dtype as the weights have them.
+    """
 
     def __init__(self, products: Products, place: int, like: Tensor) -> None:
         self.products = products

@@ -92,8 +92,10 @@ def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
 
 
 def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
-    """The program for the model on such examples. Raises CannotBatchError, with the reason, if
-    there is none."""
+    """The program for the model on such examples.
+
+    Raises CannotBatchError, with the reason, if there is none.
+    """
     # Cheap refusals come first; the trial step comes last.
     loss = loss_of(task.loss)
     parameters = list(model.parameters())
@@ -152,8 +154,10 @@ def _try(
     parameters: Sequence[nn.Parameter],
     examples: Examples,
 ) -> None:
-    """One step of each on the first examples. Raises CannotBatchError if they differ by more than
-    rounding."""
+    """One step of each on the first examples.
+
+    Raises CannotBatchError if they differ by more than rounding.
+    """
     device = parameters[0].device
     some = torch.arange(min(3, len(examples)))
     inputs, targets = (part.to(device) for part in examples.batch(some))

@@ -42,8 +42,10 @@ class SGD:
 
 
 def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> SGD:
-    """The settings of `optimizer`. Raises CannotBatchError if it does anything else, or not to all
-    parameters alike."""
+    """The settings of `optimizer`.
+
+    Raises CannotBatchError if it does anything else, or not to all parameters alike.
+    """
     if type(optimizer) is not torch.optim.SGD:
         raise CannotBatchError(f"the optimizer is {type(optimizer).__name__}, not SGD")
     if len(optimizer.param_groups) != 1:
@@ -67,13 +69,18 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
 
 
 LINE = 64
-"""Bytes. A client's part of a parameter begins there: a product that is added to memory off the
-lines of the cache takes four times as long."""
+"""Bytes.
+
+A client's part of a parameter begins there: a product that is added to memory off the lines of the
+cache takes four times as long.
+"""
 
 
 class Weights:
-    """One parameter of all clients of a cohort. values: (C, *shape). now: (A, *shape), those of the
-    clients that are at work in this step."""
+    """One parameter of all clients of a cohort.
+
+    values: (C, *shape). now: (A, *shape), those of the clients that are at work in this step.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -198,8 +205,10 @@ class Weights:
             self.now.add_(gradient, alpha=-self.rule.lr)
 
     def finish(self, first: bool) -> None:
-        """Ends a step that has more than the products. first: whether it is the clients' first
-        step."""
+        """Ends a step that has more than the products.
+
+        first: whether it is the clients' first step.
+        """
         rule = self.rule
         active = len(self.now)
         # Where it is (1, n) it holds for all.

@@ -25,8 +25,10 @@ gives up."""
 
 
 class Result(NamedTuple):
-    """What a new model was made of. loss: mean over the samples, None of none; refused: by `fold`,
-    ticket to reason."""
+    """What a new model was made of.
+
+    loss: mean over the samples, None of none; refused: by `fold`, ticket to reason.
+    """
 
     loss: float | None
     samples: int

@@ -150,8 +150,11 @@ class Coordinator:
             self.present.discard(client)
 
     def update(self, ticket: int, now: float) -> list[Action]:
-        """An update has arrived. It is refused if nobody asked for it, if it came twice, or if it
-        came too late: when a round is combined already, it is over."""
+        """An update has arrived.
+
+        It is refused if nobody asked for it, if it came twice, or if it came too late: when a round
+        is combined already, it is over.
+        """
         known = self.open.get(ticket)
         if known is None:
             return [self._late(ticket)]
@@ -182,9 +185,11 @@ class Coordinator:
         return self._fill() if self._asked < self.asks or not self.synchronous else []
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
-        """A client will not answer: it was not there, dropped out, or could not do it. Another is
-        asked instead. A client that has answered cannot fail any more: its update lies with the
-        driver."""
+        """A client will not answer: it was not there, dropped out, or could not do it.
+
+        Another is asked instead. A client that has answered cannot fail any more: its update lies
+        with the driver.
+        """
         known = self.open.get(ticket)
         if known is None:
             # Called for what it does: the client, busy until now for a round that is over, is free
@@ -222,8 +227,9 @@ class Coordinator:
         return list(self.updates.tickets)
 
     def fold(self, update: Update, finite: bool = False, computed: bool = False) -> None:
-        """Takes the next update of those that `Combine` named. One that cannot be right is left
-        out, with its reason in the result.
+        """Takes the next update of those that `Combine` named.
+
+        One that cannot be right is left out, with its reason in the result.
 
         finite: the driver knows that all its numbers are. computed: the driver knows that it is
         what was computed here of the assignment, so that nothing about it can be wrong.
@@ -233,8 +239,9 @@ class Coordinator:
         self.updates.fold(update, finite, computed)
 
     def finish(self, now: float) -> Result:
-        """Makes the new model. Where the updates are too few for the rule, the model stays, and
-        they are refused.
+        """Makes the new model.
+
+        Where the updates are too few for the rule, the model stays, and they are refused.
 
         Raises TooFewClientsError where all have been refused too many times in a row.
         """
@@ -494,8 +501,10 @@ class Coordinator:
         return back
 
     def state(self) -> dict[str, Any]:
-        """Everything but what was folded, as a tree for checkpoints. Models that clients hold are
-        written once each."""
+        """Everything but what was folded, as a tree for checkpoints.
+
+        Models that clients hold are written once each.
+        """
         # All assignments of one model share its tensors, in memory and so in the file.
         sent = [one.assignment for one in self.open.values()]
         models = {

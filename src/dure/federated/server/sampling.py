@@ -70,8 +70,11 @@ class Selection:
     def order(
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
     ) -> Candidates:
-        """The order in which clients are asked in this round. attempt: counts the times that it
-        began again. sizes: of all clients. likely: how many are asked if all are there."""
+        """The order in which clients are asked in this round.
+
+        attempt: counts the times that it began again. sizes: of all clients. likely: how many are
+        asked if all are there.
+        """
         permutation = Permutation(len(sizes), _seed(seed, round, attempt))
         known = permutation.first(likely)
 

@@ -24,8 +24,10 @@ from dure.protocol.messages import Assignment, Update
 
 
 def unfit(update: Update, asked: Assignment, finite: bool, collected: bool) -> str | None:
-    """The reason, None where there is none. finite: its numbers are known to be; collected: the
-    rule collects."""
+    """The reason, None where there is none.
+
+    finite: its numbers are known to be; collected: the rule collects.
+    """
     if update.client != asked.client or update.round != asked.round:
         return "it is not an answer to what was asked"
     if len(update.delta) != len(asked.weights) or len(update.buffers) != len(asked.buffers):
@@ -52,8 +54,10 @@ def unfit(update: Update, asked: Assignment, finite: bool, collected: bool) -> s
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite. A product with itself says so in one pass, where it
-    does not overflow."""
+    """Whether no element is NaN or infinite.
+
+    A product with itself says so in one pass, where it does not overflow.
+    """
     flat = tensor.reshape(-1)
     if flat.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat))):
         return True

@@ -116,7 +116,9 @@ def scaled(update: Update, by: float) -> list[Tensor]:
 
 
 def check_positive(value: float, what: str) -> None:
-    """Raises ValueError unless `value` is a positive number. what: the words for it, as "gaussian:
-    sigma"."""
+    """Raises ValueError unless `value` is a positive number.
+
+    what: the words for it, as "gaussian: sigma".
+    """
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{what} is a positive number, not {value}")
