@@ -26,8 +26,9 @@ CLASSES = [str(digit) for digit in range(10)]
 
 
 def read_digits(split_seed: int = 0) -> tuple[Examples, Examples]:
-    """(training, test) examples: inputs float32 of shape (n, 1, 8, 8) in [0, 1], targets int64; n =
-    1437 and 360.
+    """(training, test) examples: 1437 and 360 digits.
+
+    inputs: float32 of shape (n, 1, 8, 8) in [0, 1]. targets: int64 of shape (n,).
 
     Raises DataError if scikit-learn is not installed.
     """

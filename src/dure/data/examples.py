@@ -83,8 +83,7 @@ class Examples:
         return None
 
     def to(self, dtype: torch.dtype) -> Examples:
-        """The same examples with every floating-point tensor in `dtype`; self if nothing
-        changes."""
+        """The same examples with floating-point tensors in `dtype`; self if nothing changes."""
 
         def convert(leaf: Tensor) -> Tensor:
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
@@ -102,8 +101,10 @@ class Examples:
 
 
 class DatasetExamples(Examples):
-    """Examples read one by one from a map-style dataset of (input, target) pairs, transforms and
-    all."""
+    """Examples read one by one from a map-style dataset of (input, target) pairs.
+
+    Its transforms are applied at every reading.
+    """
 
     def __init__(self, dataset: Dataset[Any], keys: Sequence[str] | None = None) -> None:
         items: Any = dataset
@@ -187,8 +188,9 @@ class DatasetExamples(Examples):
 
 
 def as_examples(data: Any) -> Examples:
-    """Examples from what users have: Examples, (inputs, targets), a TensorDataset, or a map-style
-    Dataset.
+    """Examples from what users have.
+
+    data: Examples, (inputs, targets), a TensorDataset, or a map-style Dataset.
 
     Raises ValueError if `data` is none of these.
     """

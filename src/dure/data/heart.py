@@ -1,5 +1,6 @@
-"""The UCI heart disease data: 920 patients of four hospitals, who may not show each other their
-patients.
+"""The UCI heart disease data: 920 patients of four hospitals.
+
+The hospitals may not show each other their patients.
 
 13 features and the diagnosis `num` (0: no vessel narrowed by half; 1-4: some). The label is num >
 0. The hospital is the key: cleveland 303 patients, hungarian 294, switzerland 123, va 200.
@@ -71,8 +72,9 @@ FEATURES = (
 
 
 def read_heart(folder: Path | str, split_seed: int = 0) -> tuple[Examples, Examples]:
-    """(training, test) examples: inputs float32 of shape (n, 29), targets int64 in {0, 1}, keys the
-    hospitals.
+    """(training, test) examples.
+
+    inputs: float32 of shape (n, 29). targets: int64 in {0, 1}. keys: the hospitals.
 
     Raises DataError if one of the four files cannot be read or has a line that is not a patient.
     """

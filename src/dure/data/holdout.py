@@ -22,8 +22,9 @@ from dure.randomness.seeds import generator
 
 
 def hold_out(strata: Sequence[Hashable], fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """(training, test) indices, sorted int64, of the examples whose strata are given; a pure
-    function.
+    """(training, test) indices, sorted int64, of the examples whose strata are given.
+
+    It is a pure function.
 
     Raises ValueError if fraction is not between 0 and 1.
     """

@@ -40,8 +40,10 @@ Indices = Callable[[int], Tensor]
 
 
 class Loaded(NamedTuple):
-    """A batch; which loader read it, and when (seconds of `time.perf_counter`, which processes
-    share)."""
+    """A batch, which loader read it, and when.
+
+    start, end: seconds of `time.perf_counter`, which processes share.
+    """
 
     batch: tuple[Any, Any]
     loader: int
@@ -219,8 +221,7 @@ class _From:
 
 
 class _Steps(Dataset[Any]):
-    """The batch of each step, with the generators' states after it, as a loader's process reads
-    it."""
+    """The batch of each step, with the generators' states after it: what a loader reads."""
 
     def __init__(self, examples: Examples, indices: Indices, seed: Callable[[int], None]) -> None:
         self.examples = examples

@@ -61,8 +61,9 @@ _DIRECTION = re.compile(r"\[[^\]]*\]?|[\]|]")
 
 @dataclass(frozen=True)
 class Text:
-    """Next-character examples: inputs and targets int64 of shape (n, sequence_length), keys the
-    roles if any.
+    """Next-character examples.
+
+    inputs, targets: int64 of shape (n, sequence_length). keys: the roles, if any.
 
     characters: the vocabulary, where `characters[i]` has the index i + 2.
     """
@@ -101,8 +102,9 @@ def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
 
 
 def speeches(play: str) -> dict[str, list[str]]:
-    """Role to its speeches in order, of one play in the Moby format; empty if the text is not a
-    play.
+    """Role to its speeches in order, of one play in the Moby format.
+
+    Empty if the text is not a play.
 
     The lines of a speech are joined by newlines, without indentation.
     """
@@ -145,8 +147,10 @@ def _turns(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
-    """(who begins to speak, text) line by line: None where the speech goes on, "" where a heading
-    ends it."""
+    """(who begins to speak, text), line by line.
+
+    Who is None where the speech goes on, and "" where a heading ends it.
+    """
     name_begun = ""
     in_direction = False
     for line in lines:

@@ -378,16 +378,21 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
 
 
 def _threads(processes: int | None) -> int:
-    """That steps of many clients may have: all that torch has before a run has fewer for the steps
-    of one client."""
+    """The threads that steps of many clients may have.
+
+    They are all that torch has before a run has fewer for the steps of one client.
+    """
     return torch.get_num_threads() if processes is None else min(processes, torch.get_num_threads())
 
 
 def _held_out(
     parts: Sequence[Tensor], share: float, seed: int
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """(what clients train on, what they keep for measuring): the share of each that comes last in
-    an order of its own; a client that has one example alone trains on it."""
+    """(what clients train on, what they keep for measuring).
+
+    The share of each is what comes last in an order of its own; a client that has one example alone
+    trains on it.
+    """
     if not share:
         return parts, []
     own = []

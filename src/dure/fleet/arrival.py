@@ -124,8 +124,10 @@ ARRIVALS: dict[str, type[Arrival]] = listed(globals(), Arrival)
 
 
 def parse_arrival(text: str) -> Arrival:
-    """The arrival that `text` names: "still", "arriving:0.1:3600", ... Raises ValueError for what
-    is none."""
+    """The arrival that `text` names: "still", "arriving:0.1:3600", ...
+
+    Raises ValueError for what is none.
+    """
     return read(text, ARRIVALS, "arrival", Arrival)
 
 

@@ -36,8 +36,10 @@ from dure.settings import listed, read, write
 _DAY = 86_400.0
 
 LEAST = 1e-12
-"""How far a probability is from 0, and from 1 if it is not 1: beyond that, floats do not tell the
-periods apart."""
+"""How far a probability is from 0, and from 1 if it is not 1.
+
+Nearer than that, floats do not tell the periods apart.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,17 @@ class Availability:
     always: ClassVar[bool] = False
 
     def next(self, client: int, now: float, seed: int) -> float:
-        """The first time at or after `now` (seconds, >= 0) at which `client` is there; inf if
-        never."""
+        """The first time at or after `now` (seconds, >= 0) at which `client` is there.
+
+        inf if never.
+        """
         raise NotImplementedError
 
     def until(self, client: int, now: float, seed: int) -> float:
-        """When `client`, which is there at `next(client, now, seed)`, leaves after that; inf if
-        never."""
+        """When `client`, which is there at `next(client, now, seed)`, leaves after that.
+
+        inf if never.
+        """
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -129,8 +135,9 @@ class Probability(Availability):
         return period
 
     def _rare(self, client: int, period: int, rare: float, seed: int) -> Iterator[int]:
-        """The periods, in order, in which the rarer of being there and being away happens; some
-        before `period`.
+        """The periods, in order, in which the rarer of being there and being away happens.
+
+        Some may be before `period`.
 
         Their gaps are geometric. They are drawn block by block, each block with about one, so that
         the throws of a distant time, or of a small P, need not be made one by one.
@@ -198,8 +205,9 @@ class Daily(Availability):
 
 @dataclass(frozen=True)
 class AvailabilityFile(Availability):
-    """Windows that were measured: a CSV file with the columns client,start,end, in seconds; a
-    client may have many.
+    """Windows that were measured: a CSV file with the columns client,start,end, in seconds.
+
+    A client may have many.
 
     every: after so many seconds all begins again, as 604800 for the trace of a week; 0: it does
     not, and who has left for the last time stays away. end may be inf where nothing begins again.
@@ -265,8 +273,10 @@ class AvailabilityFile(Availability):
         return windows[client % len(windows)]
 
     def _place(self, client: int, now: float) -> tuple[int, int]:
-        """(cycle, window) of the first window that ends after `now`; past the last window if there
-        is none."""
+        """(cycle, window) of the first window that ends after `now`.
+
+        It is past the last window if there is none.
+        """
         windows = self._of(client)
         cycle = _cycle(now, self._begin, self.every) if self.every else 0
         begin = self._begin(cycle)
@@ -280,8 +290,10 @@ AVAILABILITIES: dict[str, type[Availability]] = listed(globals(), Availability)
 
 
 def parse_availability(text: str) -> Availability:
-    """The availability that `text` names: "always", "daily:0.25", ... Raises ValueError for what is
-    none."""
+    """The availability that `text` names: "always", "daily:0.25", ...
+
+    Raises ValueError for what is none.
+    """
     return read(text, AVAILABILITIES, "availability", Availability)
 
 

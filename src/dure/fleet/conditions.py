@@ -84,8 +84,7 @@ class Conditions:
             )
 
     def told(self) -> list[str]:
-        """In words, what is not as it is in an ideal world: "devices stragglers:0.1:10", "drop out
-        0.3"."""
+        """In words, what is not ideal: "devices stragglers:0.1:10", "drop out 0.3"."""
         ideal = Conditions()
         names = ("devices", "availability", "arrival", "drop_out", "attack", "attackers")
         return [

@@ -18,8 +18,10 @@ from dure.randomness.seeds import derive
 
 
 class Liars(Collection[int]):
-    """The clients that lie: `client in liars`, `len(liars)`, and `for client in liars`, in
-    ascending order."""
+    """The clients that lie, in ascending order.
+
+    `client in liars`, `len(liars)` and `for client in liars` are what it knows.
+    """
 
     def __init__(self, permutation: Permutation, count: int) -> None:
         self._permutation = permutation

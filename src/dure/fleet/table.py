@@ -1,5 +1,7 @@
-"""Files that say what clients are like: CSV with a header, the first column a client's name, the
-others numbers."""
+"""Files that say what clients are like.
+
+They are CSV with a header; the first column is a client's name, the others are numbers.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ def read_table(path: str, columns: Sequence[str]) -> list[Row]:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Each name once: by number where all are whole numbers, otherwise in order of first
-    appearance.
+    """Each name once.
+
+    By number where all are whole numbers, otherwise in order of first appearance.
 
     Client k of a federation is number k of these, modulo their count.
     """

@@ -62,8 +62,7 @@ class Coordinator(Protocol):
 
 
 class Work(NamedTuple):
-    """What an assignment takes: optimizer steps, gradients of single examples, bytes sent up
-    afterwards."""
+    """What an assignment takes: optimizer steps, gradients of single examples, bytes sent up."""
 
     steps: int
     examples: int
@@ -123,9 +122,12 @@ class Clients(Protocol):
 
 
 class Carrier(Protocol):
-    """now: seconds on the federation's clock. flown: what became of assignments since it was last
+    """What takes messages between a server and its clients, as the server sees it.
+
+    now: seconds on the federation's clock. flown: what became of assignments since it was last
     emptied. checked: whether whoever computed an update has seen to it that its numbers are finite,
-    but for buffers; never true of what comes over a network."""
+    but for buffers; never true of what comes over a network.
+    """
 
     now: float
     flown: list[Flight]

@@ -41,8 +41,9 @@ FEW = 20
 
 
 class Permutation:
-    """The permutation of 0..n-1 that `seed` names; equal arguments give equal permutations, on
-    every machine.
+    """The permutation of 0..n-1 that `seed` names.
+
+    Equal arguments give equal permutations, on every machine.
 
     Raises ValueError unless 1 <= n <= 2^62.
     """
@@ -125,8 +126,10 @@ class Permutation:
 
 
 def _mixed(value: Any) -> Any:
-    """A bijection of 64-bit numbers of which every bit hangs on every bit (splitmix64), for an int
-    or an array."""
+    """A bijection of 64-bit numbers (splitmix64), for an int or an array.
+
+    Every bit of the result depends on every bit of the number.
+    """
     value = (value ^ value >> 30) * _FIRST & _BITS
     value = (value ^ value >> 27) * _SECOND & _BITS
     return value ^ value >> 31

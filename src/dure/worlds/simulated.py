@@ -1,5 +1,6 @@
-"""A federation in one process, under a virtual clock: devices that are fast or slow, there or away,
-honest or not.
+"""A federation in one process, under a virtual clock.
+
+Devices are fast or slow, there or away, honest or not.
 
 Events are kept in a queue, in order of time and, at the same time, of their making:
 
@@ -123,8 +124,10 @@ class Underway(NamedTuple):
 
 
 class Simulation:
-    """The clock and the queue: it joins the two halves of a federation in one process, and hands
-    messages over as they are."""
+    """The clock and the queue.
+
+    It joins the two halves of a federation in one process, and hands messages over as they are.
+    """
 
     def __init__(self, conditions: Conditions, clients: Clients, seed: int) -> None:
         self.conditions = conditions

@@ -21,8 +21,9 @@ MOST_NUMBERS = 10_000_000
 
 @dataclass(frozen=True)
 class Description:
-    """What a partition gave each client; as a dict it is the `partition` entry of a run's
-    config.json.
+    """What a partition gave each client.
+
+    As a dict it is the `partition` entry of a run's config.json.
 
     description: the partition in words. counts: examples of each client. label_histograms: for each
         client how often it has each class, None without labels or for more than 10,000 clients.

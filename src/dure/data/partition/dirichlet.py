@@ -57,8 +57,9 @@ class Dirichlet(Partition):
 
 
 def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int]:
-    """n whole things by these shares, each rounded up or down so that on average it is exact
-    (systematic sampling).
+    """n whole things by these shares (systematic sampling).
+
+    Each is rounded up or down so that on average it is exact.
 
     Which are rounded up is drawn anew in each call: else the same clients would have what is left
     of every class.

@@ -1,5 +1,6 @@
-"""What a partition is: a frozen dataclass with a text form (`dure.settings`), as `dirichlet:0.3`,
-that divides examples among clients.
+"""What a partition is: a frozen dataclass that divides examples among clients.
+
+It has a text form (`dure.settings`), such as `dirichlet:0.3`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class Partition:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the fields, without those at the end that are
-        default."""
+        """The text that `parse` reads: the name and the fields, less defaults at the end."""
         return write(self)
 
 

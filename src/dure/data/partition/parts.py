@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 class Parts(Sequence[Tensor]):
-    """The examples of each client, as one tensor and where each client's begin: a million clients
-    are two tensors.
+    """The examples of each client, as one tensor and where each client's begin.
+
+    A million clients are two tensors and a list.
 
     owners: the client of each example, int64 of shape (n,). The examples of a client are in
     ascending order.
@@ -53,8 +54,10 @@ class Parts(Sequence[Tensor]):
 
 
 def dealt(order: Tensor, owners: Tensor) -> Tensor:
-    """The owner of each example, where `order` is cut into parts equal to within one, the k-th of
-    `owners[k]`."""
+    """The owner of each example.
+
+    `order` is cut into parts that are equal to within one; the k-th is of `owners[k]`.
+    """
     n = len(order)
     count = len(owners)
     sizes = torch.full((count,), n // count)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 EVEN = 1e100
-"""An alpha from which on all shares of a Dirichlet distribution are equal in float64; sums of much
-larger overflow."""
+"""An alpha from which on all shares of a Dirichlet distribution are equal in float64.
+
+Sums of much larger ones overflow.
+"""
 
 
 def check_skew(name: str, alpha: float, minimum: int) -> None:
@@ -32,8 +34,10 @@ def shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarra
 
 
 def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
-    """The parts with at least `minimum` examples each, the missing ones taken at random from the
-    largest."""
+    """The parts with at least `minimum` examples each.
+
+    The missing ones are taken at random from the largest.
+    """
     total = sum(map(len, parts))
     sizes = [len(part) for part in parts]
     if minimum * len(parts) > total:

@@ -82,8 +82,10 @@ def parse(text: str) -> Aggregator:
 
 
 def _divided(text: str) -> tuple[str, str, str]:
-    """The text before and after the "/" that divides an aggregator from the one that it wraps,
-    which is none of those in the path of a user's file."""
+    """The text before and after the "/" that divides an aggregator from the one that it wraps.
+
+    A "/" in the path of a user's file divides nothing.
+    """
     outer, slash, inner = text.partition("/")
     # A user's file may lie in a folder, so that its path has slashes: what divides is the first one
     # after the ":".

@@ -51,8 +51,10 @@ class Aggregator:
             raise ValueError(f"{self} needs at least 1 update a round, not {updates}")
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the settings; for one that wraps, then "/" and
-        the inner one."""
+        """The text that `parse` reads: the name and the settings.
+
+        For one that wraps, then "/" and the inner one.
+        """
         if self.wraps:
             return f"{write(self, without=('inner',))}/{self.inner}"  # type: ignore[attr-defined]
         return write(self)
@@ -119,6 +121,5 @@ class Collects(Aggregator):
 
 
 def still_broken(f: int, dropped: int) -> int:
-    """How many of the f broken updates may be among those that are left, once `dropped` were
-    dropped."""
+    """How many of the f broken updates may be left, once `dropped` updates were dropped."""
     return max(f - dropped, 0)

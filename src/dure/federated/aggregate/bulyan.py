@@ -72,8 +72,9 @@ def selection(rows: Rows, f: int) -> list[int]:
 
 
 def around_the_median(values: Tensor, keep: int) -> Tensor:
-    """The mean of the `keep` values of each column that are closest to its median; values: float64
-    of shape (n, b).
+    """The mean of the `keep` values of each column that are closest to its median.
+
+    values: float64 of shape (n, b).
 
     In order they are a window. It moves up as long as the value that leaves is farther from the
     median than the one that enters; of two equally far the smaller stays.

@@ -1,5 +1,6 @@
-"""Updates no longer than a norm: each x_k becomes x_k·min(1, norm / |x_k|), then another aggregator
-combines them.
+"""Updates no longer than a norm, which another aggregator combines.
+
+Each x_k becomes x_k·min(1, norm / |x_k|).
 
 The norm is of the whole update. No client can then move a mean by more than 2·norm·n_k / (sum of
 n_k): it bounds what one broken update does, and does not remove it. Updates that are not finite are

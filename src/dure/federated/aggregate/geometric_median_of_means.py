@@ -47,8 +47,7 @@ class GeometricMedianOfMeans(Collects):
             )
 
     def groups(self, updates: int, turn: Turn) -> list[list[int]]:
-        """The rows of each group of this turn; as many groups as updates if those are fewer than
-        k."""
+        """The rows of each group of this turn; a group each if the updates are fewer than k."""
         order = torch.randperm(updates, generator=turn.generator("groups"))
         return [group.tolist() for group in order.tensor_split(min(self.k, updates))]
 

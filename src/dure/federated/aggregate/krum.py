@@ -28,8 +28,11 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Krum(Collects):
-    """f: broken updates withstood. m: how many of the best are averaged; 1 is Krum, more is
-    Multi-Krum."""
+    """Krum, and Multi-Krum.
+
+    f: broken updates withstood. m: how many of the best are averaged; 1 is Krum, more is
+    Multi-Krum.
+    """
 
     name: ClassVar[str] = "krum"
     f: int = 1
@@ -59,8 +62,9 @@ class Krum(Collects):
 
 
 def scores(squared: Tensor, f: int) -> Tensor:
-    """Krum's score of each row: the sum of its n - f - 2 smallest squared distances to others;
-    shape (n,).
+    """Krum's score of each row: the sum of its n - f - 2 smallest squared distances to others.
+
+    Shape (n,).
 
     squared: shape (n, n). Where n is too small for f, the nearest one counts.
     """

@@ -40,8 +40,9 @@ def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
 
 
 def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
-    """Adds the weighted sum of some updates of one tensor, which weigh `weight` together, or begins
-    with it.
+    """Adds the weighted sum of some updates of one tensor, or begins with it.
+
+    weight: of these updates together.
 
     sum_of: returns the sum, or has added it to the tensor that it is given.
     """

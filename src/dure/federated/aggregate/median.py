@@ -45,8 +45,10 @@ def coordinate_median(rows: Rows, dtype: torch.dtype | None = None) -> list[Tens
 
 
 def middle(ordered: list[Tensor]) -> Tensor:
-    """The median of columns whose rows are in order; for an odd number of rows it is one of the
-    values."""
+    """The median of columns whose rows are in order.
+
+    For an odd number of rows it is one of the values.
+    """
     low = ordered[(len(ordered) - 1) // 2]
     high = ordered[len(ordered) // 2]
     return low if low is high else (low.double() + high) / 2

@@ -42,8 +42,10 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
 
 @lru_cache
 def comparators(n: int) -> list[tuple[int, int]]:
-    """Pairs (low, high) of places to compare, one after another, that sort n numbers: about n·(log2
-    n)²/4."""
+    """Pairs (low, high) of places to compare, one after another, that sort n numbers.
+
+    There are about n·(log2 n)²/4.
+    """
     pairs: list[tuple[int, int]] = []
     # p, q, r and d (here `distance`) are Knuth's names. largest: the greatest power of 2 below n.
     largest = 1 << max((n - 1).bit_length() - 1, 0)

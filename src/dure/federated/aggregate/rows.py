@@ -1,5 +1,6 @@
-"""The updates of a round as the rows of one (m, d) matrix that is never made: rules go over it in
-blocks.
+"""The updates of a round as the rows of one (m, d) matrix that is never made.
+
+Rules go over it in blocks.
 
 A block is the same few coordinates of all rows, in float64. So a rule needs, besides the updates
 themselves, the memory of a block and of its result, whatever m and d.
@@ -30,8 +31,10 @@ LARGEST = 2.0**500
 
 
 class Block(NamedTuple):
-    """Some coordinates of all rows: `values`, of shape (m, stop - start), of tensor number `slot`
-    of each update."""
+    """Some coordinates of all rows.
+
+    values: of shape (m, stop - start), of tensor number `slot` of each update.
+    """
 
     slot: int
     start: int
@@ -40,8 +43,9 @@ class Block(NamedTuple):
 
 
 class Rows:
-    """m updates, each a list of tensors of the same shapes and floating-point dtypes, and their
-    weights n_k.
+    """m updates and their weights n_k, as rows.
+
+    updates: each a list of tensors of the same shapes and floating-point dtypes.
 
     A row is one vector: all tensors of an update, one after another. numbers: how many a block has.
     mix: rows as mixtures of updates, float64 of shape (rows, m); `mixed`, `grouped` make it.
@@ -96,8 +100,9 @@ class Rows:
         own_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """What `function` makes of each coordinate, shaped as an update: of values (m, b) it makes
-        (b,).
+        """What `function` makes of each coordinate, shaped as an update.
+
+        function: of values (m, b) it makes (b,).
 
         own_dtype: as in `blocks`. dtype: of the result, None for that of the updates.
         """
@@ -130,8 +135,9 @@ class Rows:
         return self.combination(torch.eye(len(self), dtype=torch.float64)[index])
 
     def finite(self) -> list[int]:
-        """The rows that rules can count with: all numbers are finite, and the weight is finite and
-        positive.
+        """The rows that rules can count with.
+
+        All their numbers are finite, and their weight is finite and positive.
 
         A norm above 2^500, which only float64 has, is not finite either: its square is not.
         """
@@ -144,8 +150,10 @@ class Rows:
         ]
 
     def squared_distances(self) -> Tensor:
-        """Between each two rows: float64 of shape (m, m), symmetric, on the CPU. m²·d/2
-        differences."""
+        """The squared distances between rows: float64 of shape (m, m), symmetric, on the CPU.
+
+        Cost: m²·d/2 differences.
+        """
         sums = torch.zeros(len(self) * (len(self) - 1) // 2, dtype=torch.float64)
         for block in self.blocks():
             # Sums of squares add up over blocks, roots do not.
@@ -157,8 +165,10 @@ class Rows:
         return result + result.T
 
     def distances(self, origin: Sequence[Tensor] | None = None) -> Tensor:
-        """Of each row from the vector `origin`, shaped as an update; None for zero. float64 of
-        shape (m,)."""
+        """The distance of each row from the vector `origin`: float64 of shape (m,).
+
+        origin: shaped as an update; None for zero.
+        """
         sums = torch.zeros(len(self), dtype=torch.float64)
         for slot, start, stop, values in self.blocks():
             if origin is not None:
@@ -174,15 +184,19 @@ class Rows:
         return Rows([self.updates[row] for row in rows], weights, self._numbers)
 
     def mixed(self, mix: Tensor, weights: Sequence[float]) -> Rows:
-        """Rows that are mixtures of these: mix is float64 of shape (new rows, m); weights are those
-        of the new rows."""
+        """Rows that are mixtures of these.
+
+        mix: float64 of shape (new rows, m). weights: those of the new rows.
+        """
         return Rows(
             self.updates, weights, self._numbers, mix if self.mix is None else mix @ self.mix
         )
 
     def grouped(self, groups: Sequence[Sequence[int]]) -> Rows:
-        """The mean of each group, by the weights of its rows; a group weighs as much as its rows
-        together."""
+        """The mean of each group, by the weights of its rows.
+
+        A group weighs as much as its rows together.
+        """
         weights = torch.tensor(self.weights, dtype=torch.float64)
         mix = torch.zeros(len(groups), len(self), dtype=torch.float64)
         for row, group in zip(mix, groups, strict=True):

@@ -1,5 +1,4 @@
-"""The trimmed mean of each coordinate: without its floor(beta·m) smallest and as many largest
-values, the mean.
+"""The trimmed mean of each coordinate, without floor(beta·m) values at each end.
 
 Withstands f = floor(beta·m) broken updates of m: each value that is left lies between honest ones.
 beta has to be at least the share of broken updates, and below 1/2; with beta = 0 it is the mean

@@ -1,5 +1,4 @@
-"""FedProx: FedAvg whose clients are held near the global model, and may do less than they were
-asked.
+"""FedProx: FedAvg whose clients are held near the global model, and may do less work.
 
     client k minimises  F_k(w) + μ/2·|w - w_t|²:  every local gradient gets + μ·(w - w_t)
 

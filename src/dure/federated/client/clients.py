@@ -251,8 +251,10 @@ class Clients:
         return back
 
     def state(self) -> dict[str, Any]:
-        """What clients keep, as a tree, and the updates that are ready: computed again in other
-        company, they could be rounded in another way."""
+        """What clients keep, as a tree for checkpoints, and the updates that are ready.
+
+        Computed again in other company, those could be rounded in another way.
+        """
         return {
             "memories": dict(sorted(self.memories.items())),
             "ready": [
@@ -292,8 +294,10 @@ class Clients:
         return own if self.present is None else own[self.present(len(own), now)]
 
     def engine(self, jobs: Sequence[Job]) -> Engine:
-        """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not:
-        what it does at once may depend on how many these were."""
+        """The engine that computes, chosen at the first jobs and kept for the rest of the run.
+
+        A resumed run keeps it too: what it does at once may depend on how many these were.
+        """
         if self._engine is None:
             again = self.chosen is not None
             if again and jobs:
@@ -339,8 +343,7 @@ class Clients:
         return self.engine(jobs).cohort
 
     def _jobs(self, order: Order) -> list[Job]:
-        """What an assignment is for the engine: FedAvg's job, and what the algorithm makes of
-        it."""
+        """What an assignment is for the engine: FedAvg's job, as the algorithm changes it."""
         one = order.assignment
         indices = self.indices(one.client, order.began)
         job = Job(

@@ -52,8 +52,10 @@ CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort, or of the factors of its products."""
 
 FORMED = {"cpu": 64 << 20, "cuda": 4 << 30}
-"""Bytes of updates of a cohort whose weights are factored: written once, if at all, they need not
-stay in a cache."""
+"""Bytes of updates of a cohort whose weights are factored.
+
+Written once, if at all, they need not stay in a cache.
+"""
 
 MOST = 256
 """Clients of a cohort whose weights are factored, at most."""
@@ -177,8 +179,10 @@ class BatchedEngine(Engine):
                 raise errors[end]
 
     def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, int]]:
-        """What says of a job its kind, and how many like it make a cohort: found out once for all
-        that are alike in that."""
+        """What says of a job its kind, and how many like it make a cohort.
+
+        It is found out once for all that are alike in that.
+        """
         known: dict[tuple[Any, ...], tuple[Kind, int]] = {}
 
         def classify(job: Job) -> tuple[Kind, int]:
@@ -243,8 +247,10 @@ class BatchedEngine(Engine):
         return elements * int(self.inputs.element_size())
 
     def _factored(self, rows: int) -> list[bool]:
-        """Which parameters are factored in steps of so many rows together: weights, and with them
-        their biases."""
+        """Which parameters are factored in steps of so many rows together.
+
+        They are weights, and with them their biases.
+        """
         if rows not in self._pay:
             weights = self.program.weights
             pay = dict(
@@ -257,8 +263,7 @@ class BatchedEngine(Engine):
 
     @torch.no_grad()
     def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
-        """The results, up to the first job whose numbers are not finite, and what is then to be
-        raised."""
+        """The results up to the first job whose numbers are not finite, and the error to raise."""
         made = plan(jobs, self.batch_size, self.seed)
         deltas, losses, finite = self._compute(
             [jobs[which] for which in made.by_steps], made.steps, kind
@@ -339,8 +344,10 @@ class BatchedEngine(Engine):
         return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
 
     def _threads(self, steps: Sequence[Step]) -> int | None:
-        """Of the operators; None where they stay as they are, which the model and the cohort
-        decide."""
+        """The threads of operators; None where they stay as they are.
+
+        The model and the cohort decide.
+        """
         # By the first step, which has all clients: a cohort has one number of threads, for the sake
         # of its bits.
         if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
@@ -350,8 +357,10 @@ class BatchedEngine(Engine):
     def _outputs(
         self, clients: int, like: Tensor, stay: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Where the changes of the weights go, all of them and each parameter's, (C, n); none of
-        those that stay factors."""
+        """Where the changes of the weights go: all of them, and each parameter's, (C, n).
+
+        Those that stay factors have none.
+        """
         if all(stay):
             return like.new_empty(0), [None] * len(stay)
         places = zip(self._places, stay, strict=True)
@@ -375,8 +384,10 @@ class BatchedEngine(Engine):
         return parts
 
     def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
-        """Fills the outputs with what the weights are now less `start`; `once`, that stands there
-        already."""
+        """Fills the outputs with what the weights are now less `start`.
+
+        once: that stands there already.
+        """
         for (weights, begin, end), output in zip(self._places, outputs, strict=True):
             if output is not None and weights.is_factored:
                 weights.change(output)
@@ -385,8 +396,11 @@ class BatchedEngine(Engine):
                 torch.sub(weights.values, before, out=output.view(weights.values.shape))
 
     def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
-        """The weights that a cohort begins with, (C, d), or (1, d) where they are the same; and
-        what is added to gradients, but for the pull to the weights themselves."""
+        """What a cohort begins with, (C, d) or, where all are the same, (1, d).
+
+        These are the weights, and what is added to gradients but for the pull to the weights
+        themselves.
+        """
         first = jobs[0]
         start = self._side_by_side([job.weights for job in jobs])
         constant: Tensor | None = None
@@ -423,10 +437,12 @@ class BatchedEngine(Engine):
 def windows(
     jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, int]]
 ) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
-    """The jobs in their order, each time until there is a cohort of some kind; with the places of
-    those of each kind, which can be computed together. classify: a job's kind, and how many jobs
-    like it make a cohort; where the jobs of a kind differ, the least of these counts, for a cohort
-    has places of one size."""
+    """The jobs in their order, each time until there is a cohort of some kind.
+
+    With them come the places of those of each kind, which can be computed together. classify: a
+    job's kind, and how many jobs like it make a cohort; where the jobs of a kind differ, the least
+    of these counts, for a cohort has places of one size.
+    """
     some: list[Job] = []
     kinds: dict[Kind, list[int]] = {}
     least: dict[Kind, int] = {}

@@ -40,8 +40,10 @@ from dure.tasks.flops import flops_per_step
 CLEARLY = 2.0
 SECONDS = 0.06
 LONG_ROUND = 2e9
-"""Floating-point operations, some 40 ms; what several processes gain in a shorter round is lost in
-messages."""
+"""Floating-point operations, some 40 ms.
+
+What several processes gain in a shorter round is lost in messages.
+"""
 
 
 class Way(NamedTuple):
@@ -133,9 +135,11 @@ def _batched(setting: Setting) -> BatchedEngine | str:
 
 
 def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> None:
-    """Raises ValueError, with the reason, if the engine that is asked for by name cannot compute
-    the task here. What only the jobs can tell is said when they come. Cost: for `batched` a model,
-    an optimizer and one step."""
+    """Raises ValueError if the engine asked for by name cannot compute the task here.
+
+    It gives the reason. What only the jobs can tell is said when they come. Cost: for `batched` a
+    model, an optimizer and one step.
+    """
     _check_name(wanted)
     if wanted in WAYS and WAYS[wanted].batched:
         reason = _reason(task, model)
@@ -297,8 +301,10 @@ def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float
 
 
 def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
-    """Examples a second, at best; the first call is not counted, for it brings kernels and memory
-    into being."""
+    """Examples a second, at best.
+
+    The first call is not counted: in it kernels are chosen and memory is taken.
+    """
     batch_size = engine.batch_size
     began = time.perf_counter()
     # One step of each: the first call warms up, the second says how long a longer trial may be.

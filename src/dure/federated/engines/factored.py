@@ -1,5 +1,4 @@
-"""The weights of clients that began at the same ones, as those and what each has added: products
-that are never formed.
+"""Weights of clients that began at the same ones: those, and products that are never formed.
 
 In T steps of SGD a layer's weight moves by products of what came from behind, L_t (B, m), and from
 before, R_t (B, n):
@@ -30,9 +29,12 @@ from torch import Tensor
 
 
 def which_pay(rows: int, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
-    """Which weights of these shapes are factored in steps of so many rows together: T B (m + n) < 2
-    m n, for beside a weight of the client's own there would be its change. Where the factors of all
-    would be larger than the weights, only those are that are smaller by themselves."""
+    """Which weights of these shapes are factored in steps of so many rows together.
+
+    Those with T B (m + n) < 2 m n, since a weight of the client's own comes with its change. Where
+    the factors of all would be larger than the weights, only those are that are smaller by
+    themselves.
+    """
     matrices = [len(shape) == 2 and rows > 0 for shape in shapes]
     factors = [
         rows * sum(shape) if matrix else 0 for shape, matrix in zip(shapes, matrices, strict=True)

@@ -1,5 +1,7 @@
-"""What a client is to do, and what came of it: values between the federation and the
-engine that computes."""
+"""What a client is to do, and what came of it.
+
+These are values between the federation and the engine that computes.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,10 @@ class Engine:
     """Of the operators in long steps of many clients, at least; None is as many as there are."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """Does the jobs and gives the results in their order, a few at a time: never more than a
-        cohort in memory."""
+        """Does the jobs and gives the results in their order, a few at a time.
+
+        There is never more than a cohort in memory.
+        """
         raise NotImplementedError
 
     def at_once(self, job: Job) -> int:
@@ -78,8 +82,11 @@ class Engine:
         return 1
 
     def alone(self, flops: Callable[[], float], threads: int | None) -> None:
-        """It has the cores of this process to itself, and may use so many threads for an operator;
-        None is as many as there are. flops: of an example's step."""
+        """Tells the engine that it has the cores of this process to itself.
+
+        threads: that it may use for an operator; None is as many as there are. flops: of an
+        example's step.
+        """
 
     def close(self) -> None:
         """Ends its processes, where it has any."""

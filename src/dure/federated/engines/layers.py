@@ -45,8 +45,10 @@ class Layer:
         raise NotImplementedError
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        """The gradient with respect to x, if it is needed, from that with respect to the outputs;
-        updates weights."""
+        """The gradient with respect to x, from that with respect to the outputs; updates weights.
+
+        needs_input: whether the gradient is needed; if not, what is returned means nothing.
+        """
         raise NotImplementedError
 
 

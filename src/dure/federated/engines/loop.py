@@ -47,8 +47,7 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Adadelta,
 )
-"""Optimizers that treat each element alike and by itself, and make their state in the first
-step."""
+"""Optimizers that treat each element by itself, and make their state in the first step."""
 
 
 class LoopEngine(Engine):
@@ -271,8 +270,10 @@ def _flat_updates(
 
 
 class _Fresh:
-    """A fresh optimizer for each job: the same object where its state can be taken away, else a new
-    one."""
+    """A fresh optimizer for each job.
+
+    It is the same object where its state can be taken away, and a new one elsewhere.
+    """
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
         self.make: Callable[[], torch.optim.Optimizer] = lambda: optimizer_of(task, parameters)

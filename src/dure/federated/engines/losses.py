@@ -1,5 +1,4 @@
-"""Losses of many clients at once: the value of each client and the gradient with respect to the
-outputs, by hand.
+"""Losses of many clients at once: each client's value, and the gradient of the outputs, by hand.
 
 Each loss is the mean over the client's own examples: row (a, b) weighs w(a, b) = 1 / b_a, or 0
 where it is padding.
@@ -24,8 +23,10 @@ from torch.nn import functional as F
 from dure.federated.engines.sgd import CannotBatchError
 
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(outputs (A, B, ...), targets, weights of rows (A, B)) -> (a loss a client (A,), the outputs'
-gradient)."""
+"""(outputs, targets, weights of rows) -> (a loss a client, the outputs' gradient).
+
+Shapes: outputs (A, B, ...), weights (A, B), losses (A,).
+"""
 
 REGISTER = 64
 """Bytes of a vector register, where it is long (AVX-512)."""
@@ -49,7 +50,7 @@ def cross_entropy(
 
 
 def _log_softmax(outputs: Tensor) -> Tensor:
-    """Along the last dimension.
+    """log softmax along the last dimension.
 
     Where that is shorter than a vector register, torch's goes one number at a time, but computes
     many rows side by side where they lie side by side: ten times faster for ten classes.
@@ -98,8 +99,7 @@ def loss_of(function: Any) -> Loss:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether the module is as its class makes it without arguments: a mean, no weights, no
-    smoothing."""
+    """Whether the module is as its class makes it: a mean, no weights, no smoothing."""
     plain = type(module)()
     names = ("reduction", "ignore_index", "label_smoothing")
     same = all(getattr(module, name, None) == getattr(plain, name, None) for name in names)

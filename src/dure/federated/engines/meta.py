@@ -1,5 +1,7 @@
-"""Per-FedAvg's local steps, one client after another: gradients at an adapted model
-(`dure.federated.algorithms.per_fed_avg`)."""
+"""Per-FedAvg's local steps, one client after another: gradients at an adapted model.
+
+The rule is in `dure.federated.algorithms.per_fed_avg`.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
 NUDGE = 1e-3
-"""δ times the norm of the direction: how far the gradients lie apart whose difference stands for
-the Hessian."""
+"""δ times the norm of the direction.
+
+It is how far the gradients lie apart whose difference stands for the Hessian.
+"""
 
 
 class MetaEngine(Engine):
-    """alpha: the inner step. hessian_free: whether the second derivative is estimated, or left
-    out."""
+    """Trains by gradients at an adapted model, one client after another.
+
+    alpha: the inner step. hessian_free: whether the second derivative is estimated, or left out.
+    """
 
     name = "meta"
     why = "the only one that computes gradients at an adapted model"
@@ -160,8 +166,10 @@ class MetaEngine(Engine):
         return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
 
     def _gradient(self, indices: Tensor) -> tuple[float, list[Tensor]]:
-        """(loss, gradient) of a batch at the weights as they are, flat; 0 for parameters that are
-        not trained."""
+        """(loss, gradient) of a batch at the weights as they are, flat.
+
+        The gradient is 0 for parameters that are not trained.
+        """
         inputs, targets = self.examples.batch(indices)
         loss = self.task.loss(self.model(inputs), targets)
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)

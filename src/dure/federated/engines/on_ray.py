@@ -76,8 +76,10 @@ _SENT = ("weights", "buffers", "anchor", "correction")
 
 
 class RayEngine(Engine):
-    """batched: whether actors have the batched engine. workers: how many there are; None is one a
-    core of the cluster.
+    """Gives jobs to actors on a Ray cluster.
+
+    batched: whether actors have the batched engine. workers: how many there are; None is one a core
+    of the cluster.
 
     Raises ImportError if Ray is not installed.
     """

@@ -43,8 +43,10 @@ class PlainSGD:
 
 
 def check_gradients(task: Task, system: str) -> None:
-    """Raises ValueError unless the task's optimizer is SGD, whose first step is along the
-    gradient."""
+    """Raises ValueError unless the task's optimizer is SGD.
+
+    Its first step is along the gradient.
+    """
     optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
     if type(optimizer) is not torch.optim.SGD:
         raise ValueError(
@@ -67,7 +69,9 @@ def _has_lr_alone(group: Mapping[str, Any]) -> bool:
 
 
 def listened(optimizer: Optimizer) -> bool:
-    """Whether somebody listens to the optimizer's steps, or to those of all: a hook may change
-    gradients."""
+    """Whether somebody listens to the optimizer's steps, or to those of all optimizers.
+
+    A hook may change gradients.
+    """
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

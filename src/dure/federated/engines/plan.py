@@ -28,8 +28,7 @@ Shares = NDArray[numpy.float64]
 def batches(
     job: Job, batch_size: int | None, seed: int, ordered: bool = True
 ) -> tuple[Tensor, list[int]]:
-    """The examples of the job's steps one after another, int64, and how many of them each step
-    takes.
+    """The examples of the job's steps one after another, int64, and how many each step takes.
 
     batch_size: None is all of the client's examples in every step, in their own order. ordered:
     whether the order of the examples inside a batch matters, which is drawn even where one batch

@@ -112,8 +112,7 @@ def instructions() -> int:
 
 
 class PooledConvolution(Layer):
-    """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu of that if it is
-    asked for.
+    """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu if asked for.
 
     It is the first layer with parameters: nobody needs the gradient of its inputs.
     """

@@ -62,8 +62,10 @@ class Chunk:
 
     @property
     def examples(self) -> int:
-        """How much work it is, for a batch size that all have: the larger clients make more steps,
-        or larger ones."""
+        """How much work it is, for a batch size that all have.
+
+        The larger clients make more steps, or larger ones.
+        """
         return sum(job.steps * len(job.indices) for job in self.jobs)
 
 

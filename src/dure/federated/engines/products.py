@@ -23,13 +23,14 @@ from torch import Tensor
 from dure.machine.threads import threads
 
 LARGE = 1e30
-"""What no element of an update may come near: products that do not are finite, and so are sums of a
-million of them."""
+"""What no element of an update may come near.
+
+Products that stay below are finite, and so are sums of a million of them.
+"""
 
 
 class Factors(NamedTuple):
-    """Updates of a linear layer: of its weight, -lr L_kᵀ R_k, and of the bias after it, if there
-    is one: -lr L_kᵀ 1.
+    """Updates of a linear layer: -lr L_kᵀ R_k of its weight, and -lr L_kᵀ 1 of a bias after it.
 
     left: L, (C, T, m). right: R, (C, T, n).
     """
@@ -39,15 +40,19 @@ class Factors(NamedTuple):
     bias: bool
 
     def formed(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """(..., m n) and, of the bias, (..., m), of factors that may be scaled: (..., T, m) and
-        (..., T, n)."""
+        """The updates of factors that may be scaled: (..., m n) and, of the bias, (..., m).
+
+        left: (..., T, m). right: (..., T, n).
+        """
         weight = (left.transpose(-2, -1) @ right).flatten(-2)
         return [weight, left.sum(-2)] if self.bias else [weight]
 
     def sum(self, scales: Tensor, places: Iterator[Tensor], beta: float) -> None:
-        """The sum over k of scales_k L_kᵀ R_k, and of the bias, in the next of the places, flat, of
-        which what is there is kept `beta` times. scales: (C T,), of each row. The narrower of the
-        factors is scaled."""
+        """The sum over k of scales_k L_kᵀ R_k, and that of the bias, into the next of the places.
+
+        Places are flat; what is there is kept `beta` times. scales: (C T,), of each row. The
+        narrower of the factors is scaled.
+        """
         left = self.left.flatten(0, 1)
         right = self.right.flatten(0, 1)
         m = left.shape[1]
@@ -95,8 +100,10 @@ class Products:
         return sum(tensor.numel() for tensor in tensors)
 
     def bounded(self) -> bool:
-        """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy
-        and Schwarz."""
+        """Whether all elements of all updates are finite for sure.
+
+        |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz.
+        """
         # A bound from norms costs one pass over the factors, where forming the updates is what is
         # to be saved.
         return all(self._bound(part) < LARGE for part in self.parts)  # False where there is a NaN

@@ -69,7 +69,9 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
 
 
 LINE = 64
-"""Bytes.
+"""Bytes of a line of the cache, where a client's part of a parameter begins.
+
+A product that is added to memory off such lines takes four times as long.
 
 A client's part of a parameter begins there: a product that is added to memory off the lines of the
 cache takes four times as long.
@@ -90,8 +92,10 @@ class Weights:
         self._constant: Tensor | None = None
         self._pull = 0.0
         self.shared: Tensor | None = None
-        """The weights that all clients have in this step, as in their first; None where each has
-        its own."""
+        """The weights that all clients have in this step; None where each has its own.
+
+        All have the same ones in their first step.
+        """
         self.is_factored = False
         """By themselves, or with the weight that a bias belongs to."""
         self.has_more = False
@@ -100,11 +104,15 @@ class Weights:
         """The weights themselves, where they are what all share and the factors of what each has
         added."""
         self.beside: Weights | None = None
-        """Of a linear layer's bias, the layer's weight, with which it is factored; it comes right
-        before."""
+        """For a linear layer's bias: the layer's weight, with which it is factored.
+
+        It comes right before.
+        """
         self._only: Tensor | None = None
-        """Where the change goes that a shared step makes, if there is no other; the weights are
-        then never written."""
+        """Where the change goes that a shared step makes, if it is the only step.
+
+        The weights are then never written.
+        """
 
     def load(
         self,
@@ -156,8 +164,10 @@ class Weights:
         self._constant = self.shared = self._only = None
 
     def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
-        """Begins a cohort at `start`, (n,), whose steps have so many rows together; to gradients
-        nothing is added."""
+        """Begins a cohort at `start`, (n,), whose steps have so many rows together.
+
+        To gradients nothing is added.
+        """
         self.rule = rule
         self.shared = start.view(self.shape)
         self.is_factored = True

@@ -61,16 +61,20 @@ def _on_lines(nbytes: int) -> int:
 
 
 class Slots:
-    """The weights, anchors and corrections that children read: sets of tensors, known by identity
-    and version."""
+    """The weights, anchors and corrections that children read.
+
+    They are sets of tensors, known by identity and version.
+    """
 
     def __init__(self, layout: Layout, count: int) -> None:
         self.sets = layout.sets(layout.memory(count), count)
         self.held: list[list[tuple[Tensor, int]]] = [[] for _ in range(count)]
 
     def put(self, values: Sequence[Tensor], needed: set[int]) -> int:
-        """The slot that has `values`, after copying them if none had; those in `needed` stay as
-        they are."""
+        """The slot that has `values`, after copying them if none had.
+
+        needed: slots that stay as they are; this one is added to it.
+        """
         # torch counts every change in place. Together with identity that says whether a slot's copy
         # is still right, without a look at the numbers.
         known = [(value, value._version) for value in values]

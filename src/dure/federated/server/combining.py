@@ -20,8 +20,10 @@ from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
 
 VAIN = 100
-"""Models in a row that may be made of nothing, since every update was refused, before the server
-gives up."""
+"""Models in a row that may be made of nothing, before the server gives up.
+
+Of nothing: every update was refused.
+"""
 
 
 class Result(NamedTuple):
@@ -60,8 +62,7 @@ class Combining:
     _refused: dict[int, str] = field(default_factory=dict)
 
     def begin(self, asked: Mapping[int, Assignment]) -> None:
-        """The updates of these tickets are combined, in this order; what was folded before is
-        forgotten."""
+        """Combines the updates of these tickets, in this order; forgets what was folded before."""
         self.tickets = list(asked)
         self._awaited = dict(asked)
         self._folded = []

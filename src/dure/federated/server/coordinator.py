@@ -222,8 +222,10 @@ class Coordinator:
 
     @property
     def combining(self) -> list[int]:
-        """The tickets that the last `Combine` named, until `finish`; a restored driver folds their
-        updates anew."""
+        """The tickets that the last `Combine` named, until `finish`.
+
+        A restored driver folds their updates anew.
+        """
         return list(self.updates.tickets)
 
     def fold(self, update: Update, finite: bool = False, computed: bool = False) -> None:
@@ -368,8 +370,10 @@ class Coordinator:
         return self.open[ticket].assignment
 
     def waits_for(self, ticket: int) -> bool:
-        """Whether an update with this ticket would count: when a round is combined, no later one
-        does."""
+        """Whether an update with this ticket would count.
+
+        When a round is combined, no later one does.
+        """
         if self.synchronous and self.updates.tickets:
             return False
         return ticket in self.open and not self.open[ticket].reported
@@ -377,8 +381,10 @@ class Coordinator:
     # Ending
 
     def _combine(self, now: float) -> list[Action]:
-        """The answer `Combine` if there is enough for a new model; a round that cannot come to that
-        begins again."""
+        """The answer `Combine` if there is enough for a new model.
+
+        A round that cannot come to that begins again.
+        """
         if not self.began or self.updates.tickets:
             return []
         reported = self._reports
@@ -400,8 +406,10 @@ class Coordinator:
         return self._wait(now, idle) if stuck else []
 
     def _take(self, most: int) -> list[Action]:
-        """Combines what has been reported, at most so many, the earliest tickets first; then in
-        order of client."""
+        """Combines what has been reported, at most so many, the earliest tickets first.
+
+        The updates are then combined in order of client.
+        """
         reported = [one.assignment for one in self.open.values() if one.reported][:most]
         self._reports -= len(reported)
         # Without rounds those who are at work go on for the next model; only the combined are done.
@@ -412,8 +420,11 @@ class Coordinator:
         return [Combine(self.combining)]
 
     def _wait(self, now: float, idle: bool) -> list[Action]:
-        """Nobody could be asked: it tries again later, and at once gives up at last where nobody is
-        at work either (`idle`). Raises TooFewClientsError then."""
+        """Nobody could be asked: it tries again later.
+
+        Where nobody is at work either (`idle`) it counts the attempts, and gives up at last. Raises
+        TooFewClientsError then.
+        """
         if not idle:
             # Some places stay empty since nobody was found for them: look again later, though an
             # answer may come before that.
@@ -451,8 +462,10 @@ class Coordinator:
         return [*refused, *self._fill()]
 
     def _close(self, reason: str) -> list[Action]:
-        """Forgets the open tickets of a round; clients at work stay busy until they answer, and are
-        then refused."""
+        """Forgets the open tickets of a round.
+
+        Clients at work stay busy until they answer, and are then refused.
+        """
         refused: list[Action] = [
             Refuse(ticket, one.assignment.client, reason)
             for ticket, one in self.open.items()
@@ -477,8 +490,10 @@ class Coordinator:
     # Checkpoints
 
     def mark(self) -> Callable[[], None]:
-        """A way back to this moment between two models, as long as the next one is not made: cheap
-        enough to be taken before each of them."""
+        """A way back to this moment between two models, as long as the next one is not made.
+
+        It is cheap enough to be taken before each of them.
+        """
         # Shallow copies are enough: what the containers hold (assignments, models) is replaced and
         # never changed. `model` and `updates` are kept by reference, as neither changes for good
         # before `finish`.

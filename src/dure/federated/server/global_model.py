@@ -29,8 +29,10 @@ from dure.randomness.turn import Turn
 
 @dataclass
 class GlobalModel:
-    """weights: one flat tensor a dtype. buffers: in the model's order. number: of models made so
-    far."""
+    """The global model, and what updates are gathered for the next one.
+
+    weights: one flat tensor a dtype. buffers: in the model's order. number: of models made so far.
+    """
 
     weights: list[Tensor]
     buffers: list[Tensor]
@@ -101,8 +103,10 @@ class GlobalModel:
         return alone and scale == 1 and start is None and self.aggregator.sums
 
     def _defer(self, delta: Deferred, weight: float) -> None:
-        """Takes an update that is summed with the others of its cohort, when all are here or one of
-        another comes."""
+        """Takes an update that is summed with the others of its cohort.
+
+        That happens when all are here, or when one of another cohort comes.
+        """
         # Only updates of the same cohort have their sum in one product.
         if self._deferred and self._deferred[0][0].products is not delta.products:
             self._sum_deferred()
@@ -135,8 +139,9 @@ class GlobalModel:
         self._deferred = []
 
     def finish(self, seed: int) -> list[Tensor]:
-        """Makes the new model of what was folded, if anything was; returns the mean of the updates'
-        extras.
+        """Makes the new model of what was folded, if anything was.
+
+        Returns the mean of the updates' extras.
 
         Raises TooFewUpdatesError if the updates are too few for the aggregator.
         """
@@ -220,8 +225,11 @@ class GlobalModel:
 
 
 def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
-    """How the floating-point buffers changed: new - old, and 0 where they are alike, infinite and
-    NaN ones too; where the old one is not finite, the new one."""
+    """How the floating-point buffers changed: new - old.
+
+    It is 0 where they are alike, infinite and NaN ones too; where the old one is not finite, it is
+    the new one.
+    """
     return [
         (one - other.masked_fill(~other.isfinite(), 0)).masked_fill(
             (one == other) | (one.isnan() & other.isnan()), 0

@@ -1,5 +1,6 @@
-"""What the report tells of a federation: who took part when, how stale updates were, and how they
-lay to one another.
+"""What the report tells of a federation.
+
+It tells who took part when, how stale updates were, and how they lay to one another.
 
 Norms and cosines are of every update against the step that the global model then took; they are
 measured only where clients lie, since that takes two passes over each update.
@@ -20,8 +21,10 @@ from dure.protocol.carrier import Flight
 from dure.protocol.messages import Update
 
 MOST = 5_000
-"""Flights and updates that are remembered, the first ones of a run; what is counted is counted to
-its end."""
+"""Flights and updates that are remembered, the first ones of a run.
+
+What is counted is counted to its end.
+"""
 
 
 class Log:
@@ -59,8 +62,10 @@ class Log:
             self.flights.append([flight.client, flight.round, began, ended, flight.outcome])
 
     def moved(self, number: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """How the updates that were seen lay to the step from model `number` to the next one, whose
-        weights were these before and after."""
+        """How the updates that were seen lay to the step that the global model then took.
+
+        The step is from model `number` to the next one, whose weights were these before and after.
+        """
         if self.liars is None or not self._seen:
             return
         # In float64: at the end of training a step is small against the weights it is the

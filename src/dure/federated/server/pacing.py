@@ -1,5 +1,4 @@
-"""When the server asks clients, and when it makes a new model of what they sent: three policies of
-one coordinator.
+"""When the server asks clients, and when it makes a new model: three policies of one coordinator.
 
     Rounds          m clients a round, all from the same model; the new one when m have answered, or
                     at a deadline
@@ -22,8 +21,10 @@ from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 
 Order = Callable[[int, int, int, Sequence[int], int], Candidates]
-"""(seed, round, attempt, sizes, likely) to who is asked at each position; `Selection.order` says
-what these are."""
+"""(seed, round, attempt, sizes, likely) -> who is asked at each position.
+
+`Selection.order` says what these are.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,11 @@ class Pacing:
     """What the coordinator asks of a policy."""
 
     synchronous: ClassVar[bool]
-    """Whether there are rounds: all clients of a model are asked at its beginning, and answers that
-    come after its end are refused."""
+    """Whether there are rounds.
+
+    All clients of a round are asked at its beginning, and answers that come after its end are
+    refused.
+    """
 
     @property
     def varies(self) -> bool:
@@ -51,8 +55,10 @@ class Pacing:
 
     @property
     def oldest(self) -> int | None:
-        """How many versions old a model may be that is handed out, drawn at random; None hands out
-        the newest."""
+        """How many versions old a model may be that is handed out.
+
+        Its age is drawn at random; None hands out the newest.
+        """
         return None
 
     def asked(self, seed: int, round: int, clients: int) -> int:

@@ -138,8 +138,9 @@ SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Uniform, 
 
 
 def parse(text: str) -> Selection:
-    """The selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8" (over, deadline,
-    minimum), ...
+    """The selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8", ...
+
+    The numbers are over, deadline and minimum.
 
     Raises ValueError for an unknown name and for values that do not fit.
     """

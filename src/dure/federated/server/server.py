@@ -117,8 +117,7 @@ class Server(Learner):
     # One model more
 
     def advance(self, wish: int) -> Progress:
-        """One new global model: assignments out, local training, updates back, the updates
-        combined."""
+        """Makes one new global model: assignments out, local training, updates back, combined."""
         coordinator = self.coordinator
         number = coordinator.model.number
         # A step replaces the weights and does not change them, so this stays the model before.
@@ -198,8 +197,11 @@ class Server(Learner):
     # What the model is worth
 
     def evaluate(self) -> dict[str, float]:
-        """Of the global model: the test data's metrics, the share of them that a trigger turns,
-        what clients say of it."""
+        """Measures the global model.
+
+        It gives the test data's metrics, the share of test examples that a trigger turns, and what
+        clients say of the model.
+        """
         self._load_global()
         number = self.coordinator.model.number
         found = evaluate(self.task, self.model, self.test, self.group, number)

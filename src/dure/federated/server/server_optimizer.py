@@ -1,5 +1,6 @@
-"""How the server moves the global model along the mean update Δ (the clients' pseudo-gradient with
-its sign turned).
+"""How the server moves the global model along the mean update Δ.
+
+Δ is the clients' pseudo-gradient with its sign turned.
 
     sgd        m <- β1·m + Δ               x <- x + η·m    β1 = 0: FedAvg; β1 > 0: FedAvgM
     adagrad    m <- β1·m + (1 - β1)·Δ      v <- v + Δ²
@@ -33,8 +34,7 @@ from dure.settings import suggestion
 Rule = Literal["sgd", "adagrad", "adam", "yogi"]
 
 State = list[Tensor]
-"""The moments m and v, a tensor each for every tensor of the model; empty before they are
-needed."""
+"""The moments m and v, a tensor each for every tensor of the model; empty before they exist."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ ATTACKS: dict[str, type[Attack]] = listed(globals(), Attack)
 
 
 def parse_attack(text: str) -> Attack:
-    """The attack that `text` names: "sign-flip:10", "alie", "my_attacks.py:Mine", ... Raises
-    ValueError for what is none."""
+    """The attack that `text` names: "sign-flip:10", "alie", "my_attacks.py:Mine", ...
+
+    Raises ValueError for what is none.
+    """
     return read(text, ATTACKS, "attack", Attack)

@@ -94,8 +94,10 @@ class Attack:
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
-        """What each liar sends, by its position; as it would have done honestly, unless an attack
-        says otherwise."""
+        """What each liar sends, by its position.
+
+        It sends what it would have sent honestly, unless an attack says otherwise.
+        """
         return {liar: updates[liar] for liar in liars}
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
-"""Attacks of liars who know their own update alone. g_i is what client i would have sent honestly;
-it sends
+"""Attacks of liars who know their own update alone.
+
+g_i is what client i would have sent honestly; it sends
 
     sign-flip:SCALE    -SCALE · g_i
     gaussian:SIGMA     N(0, SIGMA²)
