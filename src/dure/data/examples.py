@@ -75,8 +75,7 @@ class Examples:
         )
 
     def labels(self) -> Tensor | None:
-        """One class label an example, int64 of shape (n,), or None if the targets are something
-        else."""
+        """One class label an example, int64 of shape (n,); None if targets are something else."""
         targets = self.targets
         if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
             return targets.long()

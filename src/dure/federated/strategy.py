@@ -217,8 +217,7 @@ class Federated(Strategy):
                 )
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError for liars that there cannot be, and an engine that cannot compute the
-        task."""
+        """Raises ValueError for liars that cannot be, and engines that cannot compute the task."""
         clients = self._count(task)
         attack = conditions.attack
         attackers = conditions.attackers

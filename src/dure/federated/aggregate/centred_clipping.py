@@ -1,4 +1,4 @@
-"""Centred clipping: from the result of the round before, steps that are at most tau long.
+"""Centred clipping: from the last round's result, the mean of steps that are at most tau long.
 
     v <- v + (mean over clients of (x_i - v)·min(1, tau / |x_i - v|)),   `iterations` times
 

@@ -399,8 +399,10 @@ class Clients:
         return kept if kept.buffers is not None else kept._replace(buffers=measure.buffers)
 
     def _tuned(self, own: Callable[[int], Own], measure: Measure) -> Iterator[Own]:
-        """The models of those who are measured, after `fine_tune` epochs on the data that each has
-        now."""
+        """The models of those who are measured, after `fine_tune` epochs.
+
+        Each trains on the data that it has now.
+        """
         clients = self.personal.clients
         for start in range(0, len(clients), TOGETHER):
             some = clients[start : start + TOGETHER]

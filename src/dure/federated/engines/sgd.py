@@ -94,15 +94,14 @@ class Weights:
         self.shared: Tensor | None = None
         """The weights that all clients have in this step; None where each has its own.
 
-        All have the same ones in their first step.
+        Weights that are shared are so in the first step; factored ones stay so.
         """
         self.is_factored = False
         """By themselves, or with the weight that a bias belongs to."""
         self.has_more = False
         """Whether a step has something that is not in the products, so that it needs `finish`."""
         self.factored: Factored | None = None
-        """The weights themselves, where they are what all share and the factors of what each has
-        added."""
+        """The weights, where they are what all share and what each has added, as factors."""
         self.beside: Weights | None = None
         """For a linear layer's bias: the layer's weight, with which it is factored.
 

@@ -164,8 +164,7 @@ class Server(Learner):
             coordinator.fold(update, finite=checked and plain, computed=as_computed and plain)
 
     def _count(self, flown: Sequence[Flight]) -> None:
-        """Bytes of the server and of the clients, and the clients' seconds, which are their
-        devices'."""
+        """Counts the bytes of both sides, and the seconds of the clients' devices."""
         # One meter is that of a single client, or of all where they are too many (`MOST_METERS`).
         together = len(self.counted) == 1
         for flight in flown:
@@ -214,8 +213,10 @@ class Server(Learner):
 
     @torch.no_grad()
     def _turned(self, attack: Attack, examples: Examples) -> float:
-        """The share of the test examples of other classes that a backdoor's trigger turns to its
-        target."""
+        """The share of test examples that a backdoor's trigger turns to its target.
+
+        Examples of the target's own class do not count.
+        """
         self.model.eval()
         turned = 0
         of = 0

@@ -87,8 +87,10 @@ class Attack:
         raise NotImplementedError
 
     def turned(self, outputs: Tensor, targets: Tensor) -> tuple[int, int]:
-        """(how many the model says are what the attack wants, of how many), of `triggered`
-        inputs."""
+        """(how many the model says are what the attack wants, of how many).
+
+        outputs: the model's for `triggered` inputs. targets: the true ones.
+        """
         raise NotImplementedError
 
     def _lies(
