@@ -159,6 +159,8 @@ class DatasetExamples(Examples):
                 return None
             targets = list(map(self._target, range(len(self))))
         try:
+            # Whatever a dataset keeps as `targets` (lists, arrays, tensors) if it is numbers, one
+            # an example.
             labels = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError):  # names, structures, tensors of many elements
             return None

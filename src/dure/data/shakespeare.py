@@ -164,6 +164,7 @@ def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
             yield heading, ""
         elif _HEADING.fullmatch(heading):
             yield "", ""
+        # A few speeches have a colon in place of the tab.
         elif name and not tab and (named := _NAME_AND_LINE.fullmatch(name)):
             yield _role(named[1]), _without_directions(named[2])[0]
         elif name and not tab:

@@ -146,6 +146,7 @@ class Federated(Strategy):
 
     @property
     def label(self) -> str:
+        # Only what differs from the defaults: labels are for legends and lists.
         default = type(self)()
         changed = [
             one.name

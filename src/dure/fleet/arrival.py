@@ -132,6 +132,7 @@ def parse_arrival(text: str) -> Arrival:
 
 
 def _count(n: int, share: float) -> int:
+    # Never 0: every job has examples, and a mean has weights.
     return max(round(n * share), 1)
 
 

@@ -209,9 +209,9 @@ class AvailabilityFile(Availability):
 
     A client may have many.
 
-    every: after so many seconds all begins again, as 604800 for the trace of a week; 0: it does
-    not, and who has left for the last time stays away. end may be inf where nothing begins again.
-    Client k has the windows of the file's client k, modulo their number: in order of first
+    every: after so many seconds all begins again, such as 604800 for the trace of a week; 0: it
+    does not, and who has left for the last time stays away. end may be inf where nothing begins
+    again. Client k has the windows of the file's client k, modulo their number: in order of first
     appearance, or, where all names are whole numbers, of these.
 
     Raises DataError if the file cannot be read, or a line is not a client's name and 0 <= start <

@@ -133,6 +133,7 @@ class Lognormal(Devices):
         _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
 
     def of(self, client: int, seed: int) -> Device:
+        # Two draws: computing and link are independent. The medians are the values of `equal`.
         speed = math.exp(self.sigma * normal(seed, "device speed", client))
         link = math.exp(self.sigma * normal(seed, "device link", client))
         return _device(self.examples_per_second * speed, self.down_mbit * link, self.up_mbit * link)

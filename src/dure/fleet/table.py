@@ -26,11 +26,14 @@ def read_table(path: str, columns: Sequence[str]) -> list[Row]:
     Raises ValueError for a path that no text form can hold, DataError if the file cannot be read,
     is empty, or has a line that is not a name and numbers; the message says which.
     """
+    # Text forms are divided at ":".
     if not path or ":" in path:
         raise ValueError(
             f"the path {path!r} cannot be written in file:PATH: it needs a name, without ':'"
         )
     try:
+        # newline="": the csv module reads line ends itself. utf-8-sig: spreadsheets write a mark
+        # first.
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             rows = [(reader.line_num, row) for row in reader if row]

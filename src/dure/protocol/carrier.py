@@ -37,6 +37,7 @@ class Combine(NamedTuple):
 Action = Assign | Refuse | Combine
 
 
+# Protocols, and not base classes: this package imports neither of the halves that it joins.
 class Coordinator(Protocol):
     """As much of a coordinator as a carrier has to know.
 
@@ -69,6 +70,8 @@ class Work(NamedTuple):
     up: int
 
 
+# More than the message: in a simulation it is the carrier's clock that says when work began, and
+# how much of it is done in time.
 class Order(NamedTuple):
     """An assignment that a client works on.
 

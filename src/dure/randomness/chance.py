@@ -29,7 +29,7 @@ def normal(seed: int, purpose: str, *position: int) -> float:
 def check_share(value: float, what: str) -> None:
     """Raises ValueError unless `value` is in [0, 1].
 
-    what: whose share, as "stragglers: the share".
+    what: whose share, such as "stragglers: the share".
     """
     if not 0 <= value <= 1:
         raise ValueError(f"{what} is between 0 and 1, not {value}")

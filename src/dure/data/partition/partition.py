@@ -45,6 +45,7 @@ class Partition:
             raise ValueError(f"the number of clients has to be at least 1, not {clients}")
         if clients > n:
             raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
+        # A single client needs no labels or keys, and nothing is drawn for it.
         if clients == 1:
             return Parts(torch.zeros(n, dtype=torch.int64), 1)
         return self._divide(clients, n, labels=labels, keys=keys, seed=seed)

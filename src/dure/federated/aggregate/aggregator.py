@@ -1,7 +1,8 @@
 """What an aggregator is: updates in, one update out.
 
 One that *folds* takes them one after another, in O(1) memory; one that *collects* needs them all.
-Both are frozen dataclasses with a text form (`dure.settings`), as `krum:4` or `clipped:10/mean`.
+Both are frozen dataclasses with a text form (`dure.settings`), such as `krum:4` or
+`clipped:10/mean`.
 
 An update is a list of flat tensors, one a dtype of the model (as `dure.tensors.flat` keeps
 parameters), followed by the changes of its floating-point buffers. A rule sees it as *one* vector:
@@ -102,6 +103,7 @@ class Collects(Aggregator):
 
         Raises TooFewUpdatesError if there are too few updates, or if none is finite.
         """
+        # The promise is about all that were sent, those that are not finite among them.
         try:
             self.check(len(rows))
         except ValueError as error:

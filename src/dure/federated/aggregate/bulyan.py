@@ -34,7 +34,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Bulyan(Collects):
-    """f: broken updates withstood."""
+    """Krum again and again, then the mean around the median.
+
+    f: broken updates withstood.
+    """
 
     name: ClassVar[str] = "bulyan"
     f: int = 1

@@ -31,7 +31,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class CentredClipping(Collects):
-    """tau: the longest step, a length as updates are. iterations: at least 1."""
+    """Steps of bounded length from the result of the round before.
+
+    tau: the longest step, a length as updates are. iterations: at least 1.
+    """
 
     name: ClassVar[str] = "centred-clipping"
     tau: float = 10.0

@@ -31,7 +31,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class GeometricMedianOfMeans(Collects):
-    """k: groups. More than twice as many as there are broken updates."""
+    """The geometric median of the means of k random groups.
+
+    k: groups. More than twice as many as there are broken updates.
+    """
 
     name: ClassVar[str] = "geometric-median-of-means"
     k: int = 10

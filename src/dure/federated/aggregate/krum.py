@@ -55,6 +55,7 @@ class Krum(Collects):
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         order = rows.order(scores(rows.squared_distances(), still_broken(self.f, dropped)))
+        # Fewer than m where others were dropped, so the share is by how many there are.
         best = order[: self.m]
         coefficients = torch.zeros(len(rows), dtype=torch.float64)
         coefficients[best] = 1 / len(best)

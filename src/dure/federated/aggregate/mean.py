@@ -34,6 +34,7 @@ def zero(like: Sequence[Tensor]) -> Folded:
 
 def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
     """Adds one update with weight n_k. The accumulator's memory is used again."""
+    # In place: `Folded` is a new value, its sums are the same memory.
     for total, tensor in zip(folded.sums, tensors, strict=True):
         total.add_(tensor, alpha=weight)
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)

@@ -30,7 +30,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Mixing(Collects):
-    """f: broken updates withstood, less than half. inner: the aggregator of what mixing makes."""
+    """Another aggregator of the means of nearest neighbours.
+
+    f: broken updates withstood, less than half. inner: the aggregator of what mixing makes.
+    """
 
     name: ClassVar[str] = "mixing"
     wraps: ClassVar[bool] = True

@@ -5,7 +5,7 @@ Rules go over it in blocks.
 A block is the same few coordinates of all rows, in float64. So a rule needs, besides the updates
 themselves, the memory of a block and of its result, whatever m and d.
 
-Rows may also be mixtures of updates, as means of groups are: row i is then (sum over j of mix[i,
+Rows may also be mixtures of updates, such as means of groups: row i is then (sum over j of mix[i,
 j]·update j), formed block by block.
 
 Distances are sums of squares of differences. The usual |x|² + |y|² - 2x·y cancels: for float32

@@ -58,6 +58,7 @@ class Proximal(Algorithm):
         self.equal_weights = equal_weights
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        # Without an anchor of its own the job is pulled to the weights that it begins with.
         return [replace(job, mu=self.mu)]
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:

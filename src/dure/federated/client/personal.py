@@ -62,6 +62,7 @@ class Personal:
             chosen = Permutation(len(held_out), derive(seed, "measured clients")).first(MOST)
         self.clients = sorted(client for client in chosen if len(held_out[client]))
 
+    # Made when somebody measures: most runs hold nothing out, and need no second model.
     @cached_property
     def model(self) -> nn.Module:
         """A model that takes the weights and buffers of each client in turn."""
@@ -102,6 +103,8 @@ class Personal:
     def _of(self, indices: Tensor) -> dict[str, float]:
         """Every metric of the model that is loaded, on these examples."""
         names = ["loss", *self.task.measures]
+        # Sums and counts over batches: a mean of means would weigh the last, smaller batch too
+        # much.
         totals = dict.fromkeys(names, 0.0)
         counts = dict.fromkeys(names, 0.0)
         for part in torch.split(indices, self.task.eval_batch_size):

@@ -191,6 +191,7 @@ class _Made:
     def workers(self) -> int:
         """Processes that may compute."""
         asked = self.setting.processes
+        # The cores that this process may use, which in a container are fewer than the machine has.
         return asked if asked is not None else len(os.sched_getaffinity(0))
 
     def named(self, name: str, way: Way) -> Engine:
@@ -254,6 +255,7 @@ class _Made:
 def _auto(made: _Made) -> Engine:
     jobs = made.setting.jobs
     chosen: Engine = made.loop
+    # Only the loop is left: a trial would choose nothing.
     if isinstance(made.batched, str) and (made.workers == 1 or len(jobs) == 1 or not forks_here()):
         chosen.why = f"no other can: {made.batched}"
         return chosen

@@ -1,7 +1,7 @@
 """Weights of clients that began at the same ones: those, and products that are never formed.
 
-In T steps of SGD a layer's weight moves by products of what came from behind, L_t (B, m), and from
-before, R_t (B, n):
+In T steps of SGD a layer's weight moves by products of the gradients that come back to it, L_t
+(B, m), and the inputs that it had, R_t (B, n):
 
     W = W_0 - lr (L_1ᵀ R_1 + ... + L_tᵀ R_t) = W_0 - lr Lᵀ R
 

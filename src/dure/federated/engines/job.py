@@ -11,6 +11,7 @@ import msgspec
 from torch import Tensor
 
 
+# gc=False: a round has many jobs, and none is part of a cycle.
 class Job(msgspec.Struct, frozen=True, gc=False):
     """Local training of one client.
 
@@ -20,10 +21,10 @@ class Job(msgspec.Struct, frozen=True, gc=False):
         w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
 
     client: its number. round: of the weights. turn: where its draws go on, which are derived from
-    (client, turn). indices: its examples, in the task's training
-    data. weights, anchor, correction: one flat tensor a dtype (`dure.tensors.flat`), shared and
-    never changed; anchor None is `weights`. buffers: the model's buffers, in its own order.
-    first_step counts on over the client's rounds, so that batches go on where they stopped
+    (client, turn). indices: its examples, in the task's training data. weights, anchor, correction:
+    one flat tensor a dtype (`dure.tensors.flat`), shared and never changed; anchor None is
+    `weights`. buffers: the model's buffers, in its own order. first_step: counts on over the
+    client's rounds, so that batches go on where they stopped
     (`Batches(len(indices), batch_size, seed, client).at(step)`).
     """
 

@@ -245,6 +245,7 @@ class PatchConvolution(Layer):
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.images = x.shape
         kernels = self.weight.now.flatten(2).transpose(1, 2)
+        # Kept for the backward pass, in which they are a factor of the gradient.
         self.patches, oh, ow = self._patches(x)
         rows = self.patches.transpose(1, 2)
         if self.bias is None:
@@ -358,6 +359,7 @@ class Convolution(Layer):
 def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
     """(A, rows, C, h, w): those of each of A clients, with images of zeros after the last."""
     shape = (len(images), rows, *images[0].shape[1:])
+    # Equal batches, the usual case, are one copy; a client by itself is none.
     if all(len(own) == rows for own in images):
         return (torch.cat(list(images)) if len(images) > 1 else images[0]).view(shape)
     every = innermost(images[0].new_empty(len(images) * rows, *shape[2:])).view(shape)

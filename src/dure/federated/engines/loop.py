@@ -51,10 +51,10 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 class LoopEngine(Engine):
-    """Trains for one client after another. model: a fresh one, which becomes the engine's own.
+    """Trains for one client after another.
 
-    examples: of all clients, in the model's dtype. batch_size: of a client's step; None is all of
-        its data.
+    model: a fresh one, which becomes the engine's own. examples: of all clients, in the model's
+    dtype. batch_size: of a client's step; None is all of its data.
     """
 
     name = "loop"

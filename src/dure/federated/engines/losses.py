@@ -38,7 +38,10 @@ MANY = 2_000
 def cross_entropy(
     outputs: Tensor, targets: Tensor, weights: Tensor, in_company: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """in_company: whether a client's rounding may depend on the rows of the others."""
+    """Cross-entropy with class indices, and its gradient.
+
+    in_company: whether a client's rounding may depend on the rows of the others.
+    """
     logs = _log_softmax(outputs) if in_company else torch.log_softmax(outputs, -1)
     columns = targets.unsqueeze(-1)
     rows = weights.unsqueeze(-1)

@@ -38,6 +38,7 @@ from dure.federated.engines.layers import (
 )
 from dure.machine.c_library import c_library
 
+# `layers.FEW`, up to which convolutions write patches out, is no larger: every such kernel fits.
 MOST_TAPS = 32
 """Elements of a kernel, at most."""
 
@@ -164,6 +165,8 @@ class PooledConvolution(Layer):
                 f"pooling"
             )
         of_channel = height * width
+        # Where the elements under a kernel lie, in elements from the first one: channel, row,
+        # column, in the order of the weights.
         tap = [
             channel * of_channel + row * dh * width + column * dw
             for channel, row, column in product(range(channels), range(kh), range(kw))
@@ -251,6 +254,7 @@ class LargestOf(Layer):
         core = library()
         assert core is not None
         clients, examples, channels, height, width = self.before
+        # Uninitialised: C writes all of it, zeros where no window lies too.
         before = g.new_empty(clients, examples, height, width, channels)
         tensors = (g.movedim(2, -1).contiguous(), self.which, before)
         core.pooling_unpool(
@@ -269,6 +273,8 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
         # Only before any trained layer, as this one has no gradient of its inputs.
         pooled = not trained and bool(after) and _window(after[0]) == WINDOW
         if pooled and isinstance(layer, PatchConvolution):
+            # relu comes after pooling here (`program` has put it there); it is taken along if it is
+            # next.
             relu = isinstance(after[-1], Relu)
             made.append(PooledConvolution(layer, relu))
             at += 2 + relu

@@ -1,8 +1,9 @@
 """Updates that are matrix products, and their weighted sum without any of them.
 
-Clients that begin at weights that all share move a weight by a product, -lr Lᵀ R of what came from
-behind in their steps, L (T, m), and what came from before, R (T, n) (`factored`). A server that
-takes a weighted mean of C such updates needs their sum alone, and that is one product more:
+Clients that begin at weights that all share move a weight by a product, -lr Lᵀ R of the gradients
+that come back to it in their steps, L (T, m), and the inputs that it had, R (T, n) (`factored`). A
+server that takes a weighted mean of C such updates needs their sum alone, and that is one product
+more:
 
     sum over k of w_k (-lr L_kᵀ R_k)  =  -lr [w_1 L_1; ...; w_C L_C]ᵀ [R_1; ...; R_C]
 

@@ -272,6 +272,8 @@ class _Reader:
             found = None
         if found is None:
             raise CannotBatchError(f"{node.name} is not a layer that is known here")
+        # The table's functions have the signatures of torch's, less the input; arguments they do
+        # not take are unknown here.
         try:
             return found(*node.args[1:], **node.kwargs)
         except TypeError as error:
@@ -288,6 +290,7 @@ class _Reader:
         raise CannotBatchError(f"{kind.__name__} is not a layer that is known here")
 
     def _parameters(self, module: nn.Linear | nn.Conv2d) -> tuple[Weights, Weights | None]:
+        # A layer that is called twice would be stepped twice, and its inputs overwritten.
         for parameter in module.parameters():
             if id(parameter) in self.used:
                 raise CannotBatchError("two layers share their weights")

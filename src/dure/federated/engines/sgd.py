@@ -4,8 +4,9 @@
     v <- g in a client's first step, else momentum v + (1 - dampening) g
     w <- w - lr v              nesterov: w - lr (g + momentum v)
 
-The gradient of a layer's weight is a product g = L R of what came from behind and what came from
-before. Without momentum it is never stored: BLAS adds the product to the weights themselves,
+The gradient of a layer's weight is a product g = L R of the gradient that comes back to the layer
+and the inputs that it had. Without momentum it is never stored: BLAS adds the product to the
+weights themselves,
 
     w <- (1 - lr (mu + weight_decay)) w - lr L R + lr (mu anchor - correction),
 

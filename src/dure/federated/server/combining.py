@@ -50,7 +50,10 @@ class Folded(NamedTuple):
 
 @dataclass
 class Combining:
-    """vain: models in a row that were made of nothing. tickets: those that are combined now."""
+    """What is combined now, and what came of it so far.
+
+    vain: models in a row that were made of nothing. tickets: those that are combined now.
+    """
 
     model: GlobalModel
     algorithm: Algorithm

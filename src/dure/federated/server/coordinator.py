@@ -69,12 +69,13 @@ class Sent(NamedTuple):
 
 @dataclass
 class Coordinator:
-    """The server's state. sizes: examples of each client, as far as the server knows them.
+    """The server's state.
 
-    present: who has checked in; None takes all for reachable until `failed` says otherwise. wake:
-    when it wants to be told that time has passed. tickets: how many were given out. open: those of
-    which no model has been made. busy: the ticket of each client at work. began: whether a round is
-    under way.
+    sizes: examples of each client, as far as the server knows them. present: who has checked in;
+    None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
+    many were given out. open: those of which no model has been made. busy: the ticket of each
+    client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
+    is under way.
     """
 
     model: GlobalModel

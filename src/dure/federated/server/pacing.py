@@ -108,6 +108,7 @@ class Rounds(Pacing):
         return self.selection.minimum
 
     def asked(self, seed: int, round: int, clients: int) -> int:
+        # More than are needed, so that the slow and those who drop out need not be waited for.
         return self._over(self.needed(seed, round, clients), clients)
 
     def needed(self, seed: int, round: int, clients: int) -> int:

@@ -115,6 +115,7 @@ class ServerOptimizer:
             return v + square
         if self.rule == "adam":
             return v.mul(self.beta2).add_(square, alpha=1 - self.beta2)
+        # Yogi moves v by steps of the size of Δ², so v may fall only slowly, where Adam forgets it.
         return v - (1 - self.beta2) * square * torch.sign(v - square)
 
 

@@ -122,7 +122,7 @@ def scaled(update: Update, by: float) -> list[Tensor]:
 def check_positive(value: float, what: str) -> None:
     """Raises ValueError unless `value` is a positive number.
 
-    what: the words for it, as "gaussian: sigma".
+    what: the words for it, such as "gaussian: sigma".
     """
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{what} is a positive number, not {value}")

@@ -116,6 +116,7 @@ class Backdoor(Attack):
         classes, of shape (n,). Examples that are of the target class anyway do not count. Over
         batches both numbers add up.
         """
+        # The model need not be fooled to say the target of an example that is of it.
         others = targets != self.target
         return int((outputs.argmax(1)[others] == self.target).sum()), int(others.sum())
 
