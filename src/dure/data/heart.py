@@ -126,6 +126,7 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
 def _number(text: str) -> float:
     """Raises ValueError for what is none, or none that anybody has measured."""
     number = float(text)
+    # Also NaN and infinity, which `float` reads.
     if not abs(number) < 1e6:
         raise ValueError(text)
     return number

@@ -71,6 +71,7 @@ def _content(path: Path) -> bytes:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    # By content: downloads are often renamed or unpacked.
     if not raw.startswith(_GZIP_MAGIC):
         return raw
     try:

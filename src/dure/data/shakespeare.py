@@ -124,6 +124,7 @@ def _body(play: str) -> list[str]:
     """
     lines = play.splitlines()
     start = next((i for i, line in enumerate(lines) if _BODY.fullmatch(line.strip())), len(lines))
+    # Running titles are recognised by their being in the preface, indented and in capitals.
     titles = {
         line.strip() for line in lines[:start] if line.startswith("\t") and line.strip().isupper()
     }
@@ -201,6 +202,7 @@ def _texts(data: Path) -> tuple[dict[str, str], dict[str, str]]:
             f"'dure.data.shakespeare')"
         )
     files = {file: _read(file) for file in sorted(data.glob("*.txt"))}
+    # A folder with a play in it is a folder of plays; other files there are passed over.
     roles = _roles(files)
     if roles:
         return _split_roles(roles)
@@ -217,6 +219,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
+        # Never fails: every byte is a character of it.
         return file.read_text(encoding="latin-1")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error

@@ -203,6 +203,7 @@ class Federated(Strategy):
             )
         self.optimizer()
         self.check_task(task)
+        # A rule that needs more updates than a round has is refused before anything is computed.
         clients = self._count(task)
         if clients is not None:  # without keys it is the partition that refuses
             pacing = self.pacing(clients)
@@ -362,6 +363,7 @@ class Federated(Strategy):
 
 
 def _start(task: Task, model: nn.Module, clients: int) -> Start:
+    # Only to read the rate; clients' optimizers are made by their engine.
     optimizer = optimizer_of(task, list(model.parameters()))
     lr = float(optimizer.param_groups[0].get("lr", float("nan")))
     return Start(model, FlatParameters(model).copy(), clients, lr)
@@ -371,6 +373,7 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
     """Who lies in a round: the same all along, or others in every round."""
 
     def lying(round: int) -> Collection[int]:
+        # Who lies is drawn anew where it depends on the round.
         turn = round if conditions.attackers_change else None
         return liars(clients, conditions.attackers, seed, turn)
 

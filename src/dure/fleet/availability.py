@@ -112,8 +112,10 @@ class Probability(Availability):
         )
 
     def until(self, client: int, now: float, seed: int) -> float:
+        # Never away, so that no first period of being away is looked for.
         if self.p == 1:
             return math.inf
+        # First the period in which it is there, then the first one after that in which it is not.
         there = self._first(True, client, _cycle(now, self._begin, self.period), seed)
         return self._begin(self._first(False, client, there + 1, seed))
 
@@ -192,6 +194,7 @@ class Daily(Availability):
 
     def _window(self, client: int, now: float, seed: int) -> tuple[float, float]:
         """(start, end) of the first window that ends after `now`."""
+        # Drawn once for each client: the same hour every day.
         phase = uniform(seed, "availability", client) * self.day
 
         def start(day: int) -> float:
@@ -312,6 +315,7 @@ def _cycle(now: float, start: Callable[[int], float], length: float) -> int:
 def _joined(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The windows in order, those that overlap or touch made one."""
     joined: list[tuple[float, float]] = []
+    # Joined, so that a client does not seem to leave where one window follows another.
     for start, end in sorted(windows):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))

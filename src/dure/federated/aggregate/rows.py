@@ -214,6 +214,8 @@ class Rows:
         the first coordinate where they differ comes first. Keys are equal that agree in nine
         digits: sums that are equal differ in their roundings, by how they were made.
         """
+        # Rounded first and compared then: "nearly equal" by itself would not be transitive, and no
+        # order.
         numbers = _nine_digits(keys).tolist()
 
         def compare(one: int, other: int) -> int:
@@ -241,6 +243,7 @@ class Rows:
 
 def _nine_digits(keys: Tensor) -> Tensor:
     """Rounded to 30 bits; infinities stay."""
+    # Rounded relative to each key's own size, in binary: no decimal text in between.
     mantissa, exponent = torch.frexp(keys.double())
     return torch.ldexp((mantissa * 2**30).round(), exponent - 30)
 

@@ -178,6 +178,8 @@ class Clients:
         most: examples that can be processed in time; at least one step is done.
         """
         client = assignment.client
+        # Without data that come and go the sizes are known; otherwise the examples of this time are
+        # counted.
         examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
         return self._known_work(examples, assignment.nbytes, most)
 
@@ -185,6 +187,7 @@ class Clients:
         passes = self.algorithm.passes
         steps = self.local.steps_of(examples)
         if most is not None:
+            # In whole steps; an algorithm may compute several gradients of each example.
             in_time = int(most // (passes * self.local.batch(examples))) if most > 0 else 1
             steps = max(1, min(steps, in_time))
         return Work(steps, passes * self.local.examples_in(steps, examples), up)
@@ -205,6 +208,7 @@ class Clients:
         """Clients whose updates count keep what they learned for next time; the others forget."""
         for ticket in settled.kept:
             client, memory = self._pending.pop(ticket, (-1, None))
+            # Most algorithms keep nothing: then no entry is made, for however many clients.
             if memory is not None:
                 self.memories[client] = memory
         for ticket in settled.dropped:
@@ -339,6 +343,7 @@ class Clients:
         """How many jobs the engine likes at once; orders: those at which it may be chosen."""
         if self._engine is not None:
             return self._engine.cohort
+        # The choice of an engine sees real jobs, as it tries a few steps of them.
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
         return self.engine(jobs).cohort
 
@@ -393,6 +398,7 @@ class Clients:
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
         """What the algorithm keeps for a client; the global model where that is nothing."""
+        # Own weights without own buffers are measured with the global ones.
         kept = self.algorithm.own(measure.weights, self.memories.get(client))
         if kept is None:
             return whole
@@ -405,6 +411,7 @@ class Clients:
         """
         clients = self.personal.clients
         for start in range(0, len(clients), TOGETHER):
+            # So many models at a time: those of all clients would not fit into memory.
             some = clients[start : start + TOGETHER]
             jobs = [self._tuning(client, own(client), measure) for client in some]
             for job, result in zip(jobs, self.engine(jobs).tune(jobs), strict=True):

@@ -140,6 +140,7 @@ class BatchedEngine(Engine):
         """Floating-point operations of an example's step."""
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
+        # Flat weights have the parameters one after another.
         ends = list(accumulate(sizes))
         self._places = list(zip(program.weights, [0, *ends], ends, strict=False))
         """Each parameter, and where it begins and ends in flat weights."""
@@ -183,6 +184,7 @@ class BatchedEngine(Engine):
 
         It is found out once for all that are alike in that.
         """
+        # Most jobs of a round are alike: each kind is looked into once.
         known: dict[tuple[Any, ...], tuple[Kind, int]] = {}
 
         def classify(job: Job) -> tuple[Kind, int]:
@@ -269,10 +271,12 @@ class BatchedEngine(Engine):
             [jobs[which] for which in made.by_steps], made.steps, kind
         )
         values = losses.T.tolist()
+        # The plan has its own order (by steps); results go back to that of the jobs.
         trained: list[Trained] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
+            # Steps beyond a client's own have no size, and their losses, 0, are left out.
             loss = sum(map(mul, values[at], sizes)) / samples
             trained[which] = Trained(deltas[at], [], samples, loss)
         # Seldom: only now is each job looked at. Sums may also overflow by themselves; then nothing
@@ -311,6 +315,8 @@ class BatchedEngine(Engine):
         own_threads = nullcontext() if threads_here is None else threads(threads_here)
         # What is made in inference mode is read outside, and never changed.
         with torch.inference_mode(), own_threads:
+            # Each parameter of all clients, loaded as it is going to be used: as factors, or as
+            # weights of their own.
             for (weights, begin, end), output, pays in zip(self._places, outputs, pay, strict=True):
                 if pays:
                     weights.factor(start[0, begin:end], len(jobs), rule, rows)

@@ -185,6 +185,7 @@ class Pool(Layer):
         self.saved: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        # Pooling mixes no examples, so clients and examples are one dimension for it.
         images = innermost(x.flatten(0, 1))
         outputs, *rest = self._forward(images)
         self.saved = (images, *rest)
@@ -244,6 +245,7 @@ class PatchConvolution(Layer):
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.images = x.shape
+        # A kernel as a column: the convolution is rows times columns.
         kernels = self.weight.now.flatten(2).transpose(1, 2)
         # Kept for the backward pass, in which they are a factor of the gradient.
         self.patches, oh, ow = self._patches(x)
@@ -287,6 +289,7 @@ class PatchConvolution(Layer):
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         clients, examples, _, height, width = self.images
+        # One row for each place of each image, as the patches have them.
         rows = g.movedim(2, -1).reshape(clients, self.patches.shape[2], -1)
         before = g
         # As in Linear: before the weights change. `fold` adds up what patches that overlap say of a

@@ -97,6 +97,7 @@ class RayEngine(Engine):
         self.name = "batched-ray" if batched else "loop-ray"
         self.batch_size = batch_size
         self.ray = _ray()
+        # A cluster that was there before is the user's: it is used, and left running.
         self._started = not self.ray.is_initialized()
         if self._started:
             self.ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -157,6 +158,7 @@ class RayEngine(Engine):
                     places[key] = len(sets)
                     sets.append(known[key][1])
                 where.append(places[key])
+            # Without weights and buffers a job is its indices and a few numbers.
             light.append(
                 (replace(job, weights=(), buffers=(), anchor=None, correction=None), where)
             )

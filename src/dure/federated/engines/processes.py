@@ -96,11 +96,15 @@ class ProcessesEngine(Engine):
         self.chunk = chunk
         self.cohort = workers * chunk
         self.layout = Layout.of(model)
+        # At least one chunk more than there are children, so that none is idle; beyond that as many
+        # as the memory for results allows.
         self.window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
         """How many chunks are computed ahead of what is asked for, at most."""
         self._children: list[_Child] = []
         self._slots: Slots | None = None
         self._pipe: list[int] = []
+        # Also where nobody calls `close`: children would otherwise wait as long as this process
+        # lives.
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
@@ -134,6 +138,8 @@ class ProcessesEngine(Engine):
         waiting = [chunk for chunk in pool if not chunk.started]
         # Largest first, so that the last child to end does not end with a large one.
         waiting.sort(key=lambda chunk: -chunk.examples)
+        # As late as possible: a fork copies the state of this moment, and engines that are never
+        # used need no processes.
         if waiting and not self._children:
             self._start()
         idle = [child for child in self._children if child.chunk is None]

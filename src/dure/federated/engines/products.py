@@ -59,6 +59,8 @@ class Factors(NamedTuple):
         m = left.shape[1]
         n = right.shape[1]
         scaled = (left if m < n else right) * scales.unsqueeze(1)
+        # The scales may be on either side of the product: the narrower one is fewer
+        # multiplications.
         one, other = (scaled, right) if m < n else (left, scaled)
         next(places).view(m, n).addmm_(one.T, other, beta=beta)
         if self.bias:
@@ -226,6 +228,7 @@ class Deferred(Sequence[Tensor]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        # Formed once, and kept while the update is.
         if self._formed is None:
             self._formed = self.products.one(self.place).to(self.like.device)
         return [self._formed][index]

@@ -123,12 +123,15 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
 
 
 def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examples) -> None:
+    # Examples of a dataset are read one by one, and may be drawn at random: they are no tensor to
+    # take rows of.
     if type(examples) is not Examples or not isinstance(examples.inputs, Tensor):
         raise CannotBatchError("the inputs are not one tensor")
     if not isinstance(examples.targets, Tensor):
         raise CannotBatchError("the targets are not one tensor")
     if not parameters:
         raise CannotBatchError("the model has no parameters")
+    # Batch-norm mixes the examples of a batch and changes its buffers: no layer here does.
     if next(model.buffers(), None) is not None:
         raise CannotBatchError("the model has buffers")
     if not all(each.requires_grad for each in parameters):
@@ -240,6 +243,8 @@ class _Reader:
             raise CannotBatchError(
                 "the model uses a parameter outside of the layers that are known here"
             )
+        # Every other call is a layer: it has to use the value before it, and besides that only
+        # lengths of the batch.
         elif not self._is_length(node):
             if [each for each in node.all_input_nodes if each not in self.rows] != [self.value]:
                 raise CannotBatchError(

@@ -78,6 +78,7 @@ class Slots:
         # torch counts every change in place. Together with identity that says whether a slot's copy
         # is still right, without a look at the numbers.
         known = [(value, value._version) for value in values]
+        # In a round all jobs have the same weights: they are found here, and copied once.
         for slot, held in enumerate(self.held):
             if len(held) == len(known) and all(
                 a is b and v == w for (a, v), (b, w) in zip(held, known, strict=True)
@@ -125,6 +126,7 @@ class Outputs:
             [(each.samples, each.loss, list(each.buffers), each.failure) for each in done]
         )
         deferred = [each.delta for each in done if isinstance(each.delta, Deferred)]
+        # All or none: a mixture is written as plain updates, formed one by one.
         if deferred and len(deferred) == len(done):
             self._write_products(deferred, reply)
             return reply

@@ -197,10 +197,12 @@ class Coordinator:
             # again.
             self._late(ticket)
             return []
+        # A connection may be lost after the answer has come; that changes nothing.
         if known.reported:
             return []
         del self.open[ticket]
         self.busy.pop(known.assignment.client, None)
+        # It has to check in again before it is asked again.
         if self.present is not None:
             self.present.discard(known.assignment.client)
         self._asked -= 1
@@ -300,6 +302,7 @@ class Coordinator:
         if places <= 0:
             return []
         actions: list[Action] = []
+        # One for all who are asked now: their assignments share its tensors.
         sent = self._newest()
         while len(actions) < places:
             client = self._next()
@@ -348,6 +351,7 @@ class Coordinator:
     def _assign(self, client: int, sent: Sent) -> Assignment:
         if self._past:
             sent = self._drawn(sent)
+        # Tickets count up and are never given again, so that an old answer fits no new question.
         ticket = self.tickets
         assignment = Assignment(
             ticket=ticket,
@@ -569,8 +573,11 @@ class Coordinator:
         self._probes = state["probes"]
         self._asked = state["asked"]
         self._reports = state["reports"]
+        # Drawn again when it is asked for: a function of the seed, the model's number and the
+        # attempt.
         self._order = None
         self._count()
+        # A state in the middle of combining goes on from its beginning: nothing counts as folded.
         self.updates.begin({ticket: self.assignment(ticket) for ticket in state["combining"]})
 
 

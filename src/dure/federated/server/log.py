@@ -55,6 +55,7 @@ class Log:
         self.turns.update(result.clients)
         self.staleness.update(result.staleness)
         self.refusals.update(result.refused.values())
+        # Counters above go on; lists of a long run would grow without bound.
         for flight in flown[: MOST - len(self.flights)]:
             # To a microsecond, which is enough for a picture.
             began = round(flight.began, 6)

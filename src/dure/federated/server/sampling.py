@@ -125,6 +125,8 @@ class Poisson(Selection):
     varies: ClassVar[bool] = True
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
+        # The number of those whose coin falls so; who they are is then the uniform order. That has
+        # the same distribution as a coin each, without a coin for each of a million clients.
         return int(
             np.random.default_rng(derive(seed, "poisson", round)).binomial(clients, fraction)
         )

@@ -89,6 +89,7 @@ class Server(Learner):
         self.attack = attack
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
+        # Copies: evaluation loads other weights and buffers into the run's model again and again.
         shared = algorithm.shared(self.flat.copy())
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
@@ -140,6 +141,7 @@ class Server(Learner):
         kept = [ticket for ticket in combine.tickets if ticket not in refused]
         self.carrier.settle(Settled(kept, list(refused)))
         self.meter.compute("aggregate", trained, time.perf_counter(), number + 1)
+        # Also what was late or failed since the model before: it cost bytes and time.
         flown = self.carrier.flown
         self.carrier.flown = []
         self._count(flown)
@@ -207,6 +209,7 @@ class Server(Learner):
         if self.attack is not None and self.attack.triggers and self.test is not None:
             found["test_backdoor"] = self._turned(self.attack, self.test)
         model = self.coordinator.model
+        # Clients get what the server has, which may be a part of the model.
         measure = Measure(number, model.weights, model.buffers, self.carrier.now)
         self.measured = self.carrier.measure(measure)
         return found | by_client.over_clients(self.measured)
