@@ -114,7 +114,7 @@ class ThreadLoaders:
             if coming not in self._coming:
                 # `indices` remembers its epoch, so it is asked here and not in a thread.
                 self._coming[coming] = self._pool.submit(self._read, self.indices(coming))
-        # A run that is resumed, or goes back, jumps: what was read for other steps is dropped.
+        # After a jump forward: what was read for the steps in between is dropped.
         for past in [known for known in self._coming if known < step]:
             self._coming.pop(past).cancel()
         loaded, copied = self._coming.pop(step).result()

@@ -328,7 +328,7 @@ class Clients:
         if missing and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
             # Two bounds in one: what is computed now is at most a cohort, and so is what lies ready
-            # after it.
+            # ahead.
             room = self._cohort([*missing, *more]) - max(len(missing), len(self._ready))
             if room > 0 and more:
                 for update in self._trained([*missing, *more[:room]]):

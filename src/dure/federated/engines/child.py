@@ -92,8 +92,8 @@ def live(
             # What user code printed: `os._exit` would lose it.
             sys.stdout.flush()
             sys.stderr.flush()
-    # The parent has closed the connection: the usual end.
     except (EOFError, OSError):
+        # The parent has closed the connection: the usual end.
         os._exit(0)
     except BaseException:
         traceback.print_exc()

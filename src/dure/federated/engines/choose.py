@@ -288,8 +288,8 @@ def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float
     """divided, if it is not clearly slower than `alone`, which has this rate."""
     try:
         gain = _rate(divided, made.setting.jobs[: divided.cohort]) / rate
-    # Even Ctrl-C: children that were started for the trial must not outlive it.
     except BaseException:
+        # Even Ctrl-C: children that were started for the trial must not outlive it.
         divided.close()
         raise
     said = f"{alone.why}; {divided.workers} processes are {gain:.1f} times as fast as one"

@@ -84,10 +84,10 @@ class LoopEngine(Engine):
         for job in jobs:
             try:
                 trained = self._train(job)
-            # A parameter without a gradient is passed over by an optimizer, which one flat
-            # parameter cannot be. From now on they stay apart; the job begins again, with the same
-            # draws.
             except _NoGradientError:
+                # A parameter without a gradient is passed over by an optimizer, which one flat
+                # parameter cannot be. From now on they stay apart; the job begins again, with the
+                # same draws.
                 self.updates = _Updates(self.task, self.parameters)
                 trained = self._train(job)
             yield trained

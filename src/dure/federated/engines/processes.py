@@ -175,9 +175,9 @@ class ProcessesEngine(Engine):
             assert chunk is not None
             try:
                 reply, chunk.error = pickle.loads(child.connection.recv_bytes())
-            # The socket is closed only when the child is gone: it answers, whatever happens to its
-            # jobs.
             except (EOFError, OSError):
+                # The socket is closed only when the child is gone: it answers, whatever happens to
+                # its jobs.
                 self._lost(child, chunk)
             chunk.results += child.outputs.read(reply, chunk.jobs)
             chunk.done = True

@@ -73,9 +73,6 @@ LINE = 64
 """Bytes of a line of the cache, where a client's part of a parameter begins.
 
 A product that is added to memory off such lines takes four times as long.
-
-A client's part of a parameter begins there: a product that is added to memory off the lines of the
-cache takes four times as long.
 """
 
 
@@ -166,7 +163,7 @@ class Weights:
     def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
         """Begins a cohort at `start`, (n,), whose steps have so many rows together.
 
-        To gradients nothing is added.
+        Nothing is added to gradients.
         """
         self.rule = rule
         self.shared = start.view(self.shape)
