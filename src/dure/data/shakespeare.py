@@ -236,7 +236,7 @@ def _roles(files: Mapping[Path, str]) -> dict[str, list[str]]:
 
 
 def _split_roles(roles: Mapping[str, list[str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Of every role, the last fifth of the speeches, at least one, for testing."""
+    """Splits each role: the last fifth of its speeches, at least one, is for testing."""
     train = {}
     test = {}
     for key, spoken in roles.items():

@@ -129,7 +129,7 @@ class Federated(Strategy):
         """Raises ValueError if the algorithm cannot train the task."""
 
     def engine(self, setting: Setting) -> Engine:
-        """Who computes what clients are asked.
+        """The engine that computes what clients are asked.
 
         Raises ValueError for a wanted engine that cannot.
         """
@@ -321,7 +321,8 @@ class Federated(Strategy):
             examples, own = poisoned(examples, own, lying(0), attack)
         algorithm = self.algorithm(_start(task, model, len(own)))
         synchronous = self.pacing(len(own)).synchronous
-        # Where nobody looks at single updates, an engine need not form them.
+        # Where nobody looks at single updates, an engine need not form them. Liars forge them, and
+        # `answer` may read them.
         sums = not algorithm.answers and attack is None and self.rule().sums
 
         # Called once jobs are there, perhaps again after `close`: each engine gets a model of its

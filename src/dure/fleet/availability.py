@@ -87,7 +87,7 @@ class Always(Availability):
 
 @dataclass(frozen=True)
 class Probability(Availability):
-    """In each period the client is there or is not, by a throw of its own.
+    """In each period the client is there or not, by a throw for that period.
 
     p: the probability, above 0. period: in seconds. A client that is there in periods that follow
     one another does not leave between them.

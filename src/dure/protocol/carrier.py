@@ -1,4 +1,4 @@
-"""Between a coordinator and its clients: what the one asks for, and who carries it to the others.
+"""What lies between a coordinator and its clients: actions, and who carries them out.
 
 A coordinator answers with actions; a carrier (a simulation under a virtual clock, a server on a
 network) does them and tells it what came of them. Neither knows the other's kind. All that passes
@@ -39,7 +39,7 @@ Action = Assign | Refuse | Combine
 
 # Protocols, and not base classes: this package imports neither of the halves that it joins.
 class Coordinator(Protocol):
-    """As much of a coordinator as a carrier has to know.
+    """What a carrier has to know of a coordinator.
 
     wake: when it wants to be told that time has passed.
     """

@@ -41,6 +41,7 @@ _ALIGNED = 16
 Memory that Python allocates begins at such a multiple too, so no element lies across one.
 """
 
+# A list of its own: a name in a message stands for one of these, or for nothing.
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -173,6 +174,7 @@ def _view(
     count = math.prod(shape)
     if not count:  # which has no place in memory
         return torch.empty(shape, dtype=dtype)
+    # The view holds `content`, which so lives as long as any tensor of the message.
     return torch.frombuffer(content, dtype=dtype, count=count, offset=at).view(shape)
 
 

@@ -37,7 +37,7 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 FEW = 20
-"""So many numbers are found one by one, which takes less time than to find them all at once."""
+"""The most numbers that are found one by one; more are found faster all at once."""
 
 
 class Permutation:

@@ -55,7 +55,7 @@ LEFT = "went offline"
 AWAY = "offline"
 
 MOST_TRIPS = 10_000
-"""So many times on the way and at work are remembered: clients are asked the same again."""
+"""How many times on the way and at work are remembered, as clients are asked the same again."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Simulated(Conditions, World):
     ) -> Value:
         def here(place: Place) -> Value:
             place.conditions = self
+            # The program makes the clients, and gets a carrier around them.
             place.carrier = lambda clients, seed: Simulation(self, clients, seed)
             return program(place)
 
@@ -177,6 +178,7 @@ class Simulation:
 
     def _ahead(self, coordinator: Coordinator) -> list[Order]:
         """What is on its way and will be asked for, in the order in which it arrives."""
+        # Those that fail are left out, as they never send what they would have computed.
         soon = sorted(
             (flight.ends, ticket)
             for ticket, flight in self._underway.items()
@@ -205,6 +207,8 @@ class Simulation:
 
     def _next(self, coordinator: Coordinator) -> list[Action]:
         """The next event, and what the coordinator wants done then."""
+        # Only those who were asked are known to be gone: this holds once all have been asked in
+        # vain.
         if not self._underway and len(self._gone) == self._count:
             raise TooFewClientsError(
                 f"no client will be there again after {self.now:g} seconds: by the availability "

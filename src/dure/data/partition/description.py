@@ -16,7 +16,7 @@ MOST_HISTOGRAMS = 10_000
 """Clients up to which descriptions have a label histogram of each."""
 
 MOST_NUMBERS = 10_000_000
-"""And numbers up to which they have them."""
+"""The numbers, clients times classes, up to which descriptions have histograms."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""For every class the clients' shares are drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
+"""The clients' shares of each class are drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
 
 Sources: M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML
 2019; Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
@@ -43,6 +43,7 @@ class Dirichlet(Partition):
         # A generator of its own: how shares are rounded does not change how they are drawn.
         rounding = np.random.default_rng(derive(seed, "rounding of shares"))
         parts: list[list[Tensor]] = [[] for _ in range(clients)]
+        # Class by class: each has shares of its own over all clients.
         for label in torch.unique(labels):
             members = (labels == label).nonzero().flatten()
             shuffled = members[torch.from_numpy(random.permutation(len(members)))]

@@ -29,7 +29,7 @@ def check_skew(name: str, alpha: float, minimum: int) -> None:
 
 
 def shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarray:
-    """Of each client, which add up to 1."""
+    """The share of each client; all shares add up to 1."""
     # A very large alpha is cut to one that float64 can sum.
     return random.dirichlet(np.full(clients, min(alpha, EVEN)))
 

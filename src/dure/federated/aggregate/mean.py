@@ -91,5 +91,8 @@ class Mean(Folds):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """n_k·Δ_k overflows in half precision: such updates are summed in float32."""
+    """The dtype in which updates are summed.
+
+    n_k·Δ_k overflows in half precision: such updates are summed in float32.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

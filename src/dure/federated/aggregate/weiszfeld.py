@@ -148,6 +148,7 @@ def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Ste
     here = distances <= (SAME * _norms(points) if smoothing == 0 else -1)
     # What the points at z weigh: how hard they hold it there.
     eta = float(weights[here].sum())
+    # All points are the same: that is the minimum, and there is no pull to divide by.
     if here.all():
         return Step(weights / eta, -eta)
     # The inner `where` only keeps from dividing by 0; those places are 0 in the end.

@@ -108,6 +108,7 @@ class PersonalLayers(Algorithm):
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
         delta = trained[0].delta
+        # Both parts were trained together; only the shared one travels.
         moved = zip(self._personal(jobs[0].weights), self._personal(delta), strict=True)
         return self.shared(delta), (), [before + change for before, change in moved]
 

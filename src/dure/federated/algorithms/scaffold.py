@@ -79,7 +79,7 @@ class Scaffold(Federated):
 
 
 class Controls(Algorithm):
-    """c on the server, c_i on the clients."""
+    """Control variates: c on the server, c_i on the clients."""
 
     answers = True
 

@@ -45,7 +45,7 @@ TOGETHER = 50
 """Clients whose models are tuned at once."""
 
 FEW = 1_000
-"""So many clients' examples are looked up once, and not for each assignment."""
+"""The most clients whose examples are looked up once, and not for each assignment."""
 
 Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
 """An engine for jobs like these.
@@ -131,12 +131,12 @@ class Clients:
         self.chosen: str | None = None
         """The engine's name, once there is one."""
         self.why = ""
-        """And why it is this one, in a line."""
+        """Why it is this engine, in a line."""
         self.chunk = 0
         """How many jobs each of its processes gets at once; 0 where it has none."""
         self.threads = threads
         self._pending: dict[int, tuple[int, Memory | None]] = {}
-        """Of each update that is not settled: its client, and what that keeps if it counts."""
+        """The client of each unsettled update, and what it keeps if that counts; by ticket."""
         self._ready: dict[int, Update] = {}
         """Updates that were computed before they were asked for."""
         self._typical = 0
@@ -162,6 +162,7 @@ class Clients:
                 return self.kept()
             case Settled():
                 self.settle(message)
+            # On a network one client hears of its own ticket, and not of a whole round's.
             case Refuse():
                 self.settle(Settled([], [message.ticket]))
             case _:
@@ -464,7 +465,7 @@ def _named(whose: str, values: dict[str, list[float]]) -> dict[str, list[float]]
 
 
 def _written(update: Update) -> dict[str, Any]:
-    """As a tree for checkpoints."""
+    """The update as a tree for checkpoints."""
     return {
         "ticket": update.ticket,
         "client": update.client,

@@ -24,6 +24,7 @@ def poisoned(
     new = list(parts)
     end = len(examples)
     for client in liars:
+        # Copies at the end, and liars' indices point there: those of honest clients stay right.
         own_inputs, own_targets = attack.poison(*examples.batch(parts[client]), classes)
         inputs.append(own_inputs)
         targets.append(own_targets)

@@ -138,6 +138,7 @@ class BatchedEngine(Engine):
         self.device = device
         self.flops = 0.0
         """Floating-point operations of an example's step."""
+        # All examples, once: a step only picks rows of them.
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
         # Flat weights have the parameters one after another.
@@ -211,7 +212,7 @@ class BatchedEngine(Engine):
         )
 
     def _rows(self, job: Job) -> int:
-        """Of all steps of the job."""
+        """The rows of all steps of the job."""
         examples = job.indices.numel()
         return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
 
@@ -232,6 +233,8 @@ class BatchedEngine(Engine):
             return self.cohort
         rows = self._rows(job)
         if rows not in self._fits:
+            # What one job takes of a cohort's room, by the tightest of three bounds: factors in the
+            # cache, updates in memory, the number of clients.
             share = max(self._kept(rows) / self.room, self._whole / self._formed, 1 / MOST)
             # A share of 1/n may be a rounding larger than that, and n of them still fit.
             self._fits[rows] = max(1, int((1 + 1e-9) / share))
@@ -378,7 +381,7 @@ class BatchedEngine(Engine):
         ]
 
     def _parts(self, outputs: Sequence[Tensor | None]) -> list[Part]:
-        """Of products: the outputs, and where there is none the factors."""
+        """The parts of products: the outputs, and where there is none the factors."""
         weights = self.program.weights
         biased = {id(one.beside) for one in weights}
         parts: list[Part] = []
@@ -422,7 +425,7 @@ class BatchedEngine(Engine):
         return start, constant
 
     def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
-        """(C, d), or (1, d) if all are one tensor."""
+        """The values side by side: (C, d), or (1, d) if all are one tensor."""
         tensors = [value[0] for value in values]
         # By identity: the clients of a round are handed the same tensor, and comparing numbers
         # would cost a pass.
@@ -456,6 +459,7 @@ def windows(
         kind, most = classify(job)
         places = kinds.get(kind, [])
         together = min(most, least.get(kind, most))
+        # This job makes the bound smaller than what is there already: the window ends before it.
         if places and len(places) >= together:
             yield some, kinds
             some = []
@@ -467,6 +471,8 @@ def windows(
         least[kind] = together
         places.append(len(some))
         some.append(job)
+        # A cohort is full. Jobs of other kinds in the window are computed with it, in smaller
+        # cohorts, so that results come in the jobs' order.
         if len(places) >= together:
             yield some, kinds
             some = []

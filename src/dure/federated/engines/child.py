@@ -98,6 +98,8 @@ def live(
     except BaseException:
         traceback.print_exc()
     finally:
+        # Never back into the parent's code, of which this process has a copy, nor into its exit
+        # handlers.
         os._exit(1)
 
 

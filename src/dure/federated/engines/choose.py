@@ -205,12 +205,12 @@ class _Made:
         return self.on_processes(inner) if way.where == "processes" else self.alone(inner)
 
     def alone(self, engine: Engine) -> Engine:
-        """In this process and thread: the operators' threads have the cores to themselves."""
+        """The engine in this process, whose operators have the cores to themselves."""
         engine.alone(lambda: self.flops, self.setting.threads)
         return engine
 
     def on_ray(self, inner: Engine, batched: bool) -> Engine:
-        """On the machines of a Ray cluster."""
+        """The engine on the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
         return RayEngine(
@@ -224,7 +224,7 @@ class _Made:
         )
 
     def on_processes(self, inner: Engine) -> ProcessesEngine:
-        """On several processes, each with one thread for its operators."""
+        """The engine on several processes, each with one thread for its operators."""
         # The cores are the children's: an operator has one thread.
         inner.threads = None
         return ProcessesEngine(inner, self.setting.model, self.workers, self._chunk(inner))
@@ -235,14 +235,14 @@ class _Made:
         return flops_per_step(self.loop.model, self.setting.examples, 1)
 
     def _chunk(self, inner: Engine) -> int:
-        """As many clients a worker at once as the engine likes and a round has for each."""
+        """How many clients a worker gets: what the engine likes and a round has for each."""
         jobs = self.setting.jobs
         each = -(-len(jobs) // self.workers)
         # A chunk decides roundings, so a resumed run has that of its first part.
         return self.setting.chunk or max(1, min(inner.at_once(jobs[0]), each))
 
     def divided(self, inner: Engine) -> ProcessesEngine | None:
-        """On the cores, if that pays by the rule and is possible."""
+        """The engine on all cores, if that pays by the rule and is possible; None otherwise."""
         jobs = self.setting.jobs
         if self.workers == 1 or len(jobs) == 1 or self.loop.device.type != "cpu":
             return None
@@ -285,7 +285,7 @@ def _auto(made: _Made) -> Engine:
 
 
 def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float) -> Engine:
-    """divided, if it is not clearly slower than `alone`, which has this rate."""
+    """Takes `divided`, if it is not clearly slower than `alone`, which has this rate."""
     try:
         gain = _rate(divided, made.setting.jobs[: divided.cohort]) / rate
     except BaseException:
@@ -314,9 +314,11 @@ def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
     _time(engine, short)
     one_step = _time(engine, short)
     best = sum(_examples(job, batch_size) for job in short) / one_step
+    # Some three calls fit into SECONDS.
     steps = int(min(4, max(1, SECONDS / 3 / one_step)))
     longer = _first_steps(jobs, steps)
     examples = sum(_examples(job, batch_size) for job in longer)
+    # The best of them: whatever else the machine does can only slow a call down.
     for _ in range(8):
         if time.perf_counter() - began > SECONDS:
             break

@@ -61,15 +61,15 @@ class Engine:
 
     name: str
     why: str = ""
-    """In a line, why it is this engine that computes; empty where it was asked for."""
+    """Why it is this engine that computes, in a line; empty where it was asked for."""
     batch_size: int | None = None
-    """Of a client's step; None is all of its data."""
+    """The batch size of a client's step; None is all of its data."""
     cohort: int = 1
     """How many jobs it likes to have at once; more are no faster a job."""
     chunk: int = 0
     """How many jobs each of its processes gets at once; 0 where it has none."""
     threads: int | None = None
-    """Of the operators in long steps of many clients, at least; None is as many as there are."""
+    """The threads of operators in long steps of many clients, at least; None is all there are."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Does the jobs and gives the results in their order, a few at a time.

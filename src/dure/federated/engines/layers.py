@@ -360,7 +360,7 @@ class Convolution(Layer):
 
 
 def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
-    """(A, rows, C, h, w): those of each of A clients, with images of zeros after the last."""
+    """The images of A clients in one tensor, (A, rows, C, h, w), zeros after each one's last."""
     shape = (len(images), rows, *images[0].shape[1:])
     # Equal batches, the usual case, are one copy; a client by itself is none.
     if all(len(own) == rows for own in images):

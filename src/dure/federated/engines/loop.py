@@ -106,6 +106,7 @@ class LoopEngine(Engine):
             _values(job, losses)
             raise failed(job, error) from error
         values = _values(job, losses)
+        # A loss shows what the step before it did; after the last step none would.
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
             raise not_finite(job)
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
@@ -242,7 +243,7 @@ class _FlatUpdates(_Updates):
 def _flat_updates(
     task: Task, parameters: Sequence[nn.Parameter], flat: FlatParameters
 ) -> _Updates | None:
-    """None where the bits would differ, or nothing be gained."""
+    """Updates with all parameters as one; None where the bits differ or nothing is gained."""
     if len(flat.buffers) != 1 or flat.buffers[0].numel() > SMALL_MODEL:
         return None
     if not all(parameter.requires_grad for parameter in parameters):
@@ -318,7 +319,7 @@ def _terms(job: Job) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None] 
 def _add(
     gradient: Tensor, weights: Tensor, mu: float, anchor: Tensor | None, correction: Tensor | None
 ) -> None:
-    """gradient + mu (weights - anchor) + correction, in place."""
+    """Adds mu (weights - anchor) + correction to the gradient, in place."""
     if anchor is not None:
         gradient.add_(weights - anchor, alpha=mu)
     if correction is not None:

@@ -172,6 +172,7 @@ class MetaEngine(Engine):
         """
         inputs, targets = self.examples.batch(indices)
         loss = self.task.loss(self.model(inputs), targets)
+        # materialize_grads: zeros for parameters that the loss does not reach.
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
         found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
 

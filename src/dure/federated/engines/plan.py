@@ -92,6 +92,7 @@ class Plan:
 def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
     """How the jobs are computed together."""
     count = [job.steps for job in jobs]
+    # A stable sort: jobs with as many steps keep their order, and so their bits.
     by_steps = sorted(range(len(jobs)), key=count.__getitem__, reverse=True)
     examples: list[Rows] = []
     sizes: list[list[int]] = []

@@ -290,6 +290,6 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
 
 
 def _window(layer: Layer) -> Pair | None:
-    """Of pooling that can be done here."""
+    """The window of pooling that can be done here; None for every other layer."""
     window = layer.window if isinstance(layer, Pool) else None
     return window if window is not None and window[0] * window[1] <= NOBODY else None

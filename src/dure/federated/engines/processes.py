@@ -179,6 +179,7 @@ class ProcessesEngine(Engine):
                 # The socket is closed only when the child is gone: it answers, whatever happens to
                 # its jobs.
                 self._lost(child, chunk)
+            # Copied out at once, as the child is about to get its next chunk.
             chunk.results += child.outputs.read(reply, chunk.jobs)
             chunk.done = True
             child.chunk = None

@@ -98,12 +98,12 @@ class Products:
 
     @property
     def elements(self) -> int:
-        """Of all parts."""
+        """How many numbers all parts have together."""
         tensors = chain.from_iterable(map(_tensors, self.parts))
         return sum(tensor.numel() for tensor in tensors)
 
     def bounded(self) -> bool:
-        """Whether all elements of all updates are finite for sure.
+        """Whether the elements of all updates are sure to be finite.
 
         |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz.
         """
@@ -119,7 +119,7 @@ class Products:
         return _norm(part.left) * max(_norm(part.right), ones) * self.lr
 
     def all(self) -> Tensor:
-        """(C, d), each by itself."""
+        """The updates, each formed by itself: (C, d)."""
         formed: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, Tensor):
@@ -129,7 +129,7 @@ class Products:
         return torch.cat(formed, 1)
 
     def one(self, place: int) -> Tensor:
-        """(d,), that of one client."""
+        """The update of one client: (d,)."""
         formed: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, Tensor):
@@ -139,7 +139,10 @@ class Products:
         return torch.cat(formed)
 
     def sum(self, weights: Sequence[float], onto: Tensor | None = None) -> Tensor:
-        """(d,), the weighted sum of all; with `onto`, (d,), added to that."""
+        """The weighted sum of all updates: (d,).
+
+        onto: (d,), to which it is added, if given.
+        """
         like = _tensors(self.parts[0])[0]
         shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
         sizes = list(chain.from_iterable(map(_elements, self.parts)))

@@ -85,6 +85,7 @@ def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
     """The same function and gradient: relu of the largest of four for the largest of four relus."""
     made = list(chain)
     for at, (one, after) in enumerate(pairwise(chain)):
+        # Pooling first leaves relu a quarter of the elements (of windows of 2x2).
         if isinstance(one, layers.Relu) and isinstance(after, layers.Pool) and after.largest:
             made[at] = after
             made[at + 1] = one

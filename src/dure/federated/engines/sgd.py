@@ -95,7 +95,7 @@ class Weights:
         Weights that are shared are so in the first step; factored ones stay so.
         """
         self.is_factored = False
-        """By themselves, or with the weight that a bias belongs to."""
+        """Whether the weights are factored, by themselves or as the bias of such a weight."""
         self.has_more = False
         """Whether a step has something that is not in the products, so that it needs `finish`."""
         self.factored: Factored | None = None
@@ -244,8 +244,9 @@ class Weights:
 
 
 def _on_lines(like: Tensor, clients: int, shape: tuple[int, ...]) -> Tensor:
-    """(C, *shape), uninitialised, each client's part on a cache line of its own."""
+    """Memory (C, *shape), uninitialised, each client's part on cache lines of its own."""
     elements = math.prod(shape)
     line = LINE // like.element_size()
     whole_lines = -(-elements // line) * line
+    # Each row is as long as whole lines; what is beyond the elements is never read.
     return like.new_empty(clients, whole_lines)[:, :elements].view(clients, *shape)

@@ -35,11 +35,11 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of one set of weights."""
+        """The bytes of one set of weights."""
         return sum(_on_lines(dtype.itemsize * count) for dtype, count in self.parts)
 
     def memory(self, count: int) -> mmap.mmap:
-        """For so many sets of weights."""
+        """Memory for so many sets of weights, which forked processes share."""
         # Anonymous and shared: pages exist once touched, and a fork shares them.
         return mmap.mmap(-1, max(LINE, self.nbytes * count))
 
@@ -50,6 +50,7 @@ class Layout:
         for _ in range(count):
             one: list[Tensor] = []
             for dtype, elements in self.parts:
+                # The tensors hold the memory, which so lives as long as any of them.
                 one.append(torch.frombuffer(memory, dtype=dtype, count=elements, offset=at))
                 at += _on_lines(dtype.itemsize * elements)
             made.append(one)
@@ -121,7 +122,7 @@ class Outputs:
         )
 
     def write(self, done: Sequence[Trained]) -> Reply:
-        """In the child."""
+        """Writes results, in the child; returns what is said of them in a message."""
         reply = Reply(
             [(each.samples, each.loss, list(each.buffers), each.failure) for each in done]
         )
@@ -150,7 +151,7 @@ class Outputs:
             reply.places.append((known[id(products)], delta.place))
 
     def read(self, reply: Reply, jobs: Sequence[Job]) -> list[Trained]:
-        """In the parent, which gets copies."""
+        """Reads results, in the parent, which gets copies."""
         cohorts: list[Products] = []
         at = 0
         for sizes, lr in reply.products:

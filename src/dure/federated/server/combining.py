@@ -1,4 +1,4 @@
-"""From the updates that were combined to the next model: each is looked at, counted and folded.
+"""What makes the next model of updates: each is looked at, counted and folded.
 
 The coordinator says which tickets are combined. Their updates come one after another, in the order
 of the tickets, so that a mean needs the memory of one model. What was folded is kept nowhere: after
@@ -84,6 +84,7 @@ class Combining:
             if reason is not None:
                 self._refused[update.ticket] = reason
                 return
+        # By what was asked, and not by what the update says of itself.
         staleness = self.model.number - asked.round
         scale, weight = self.algorithm.share(update, staleness)
         start = asked.weights if self.algorithm.mixes_models else None

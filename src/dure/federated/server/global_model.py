@@ -165,6 +165,8 @@ class GlobalModel:
                 self.buffers = self._moved_buffers(combined[count:])
             if self._extra is not None:
                 extra = Mean().finish(self._extra)
+        # Also where nothing was folded: the number counts rounds, from which batches and draws
+        # follow.
         self.skip()
         return extra
 

@@ -79,7 +79,7 @@ class Log:
         self._seen = []
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """What was remembered, as JSON."""
         return {
             "flights": self.flights,
             "outcomes": dict(self.outcomes),
@@ -115,6 +115,7 @@ def _norm_and_cosine(
     dot = sum(float(torch.dot(d.double(), s)) for d, s in zip(delta, step, strict=True))
     norm = math.sqrt(sum(float(torch.dot(d.double(), d.double())) for d in delta))
     length = math.sqrt(sum(float(torch.dot(s, s)) for s in step))
+    # Liars may send infinities, which JSON cannot say.
     if not math.isfinite(norm):
         return None, None
     return norm, dot / (norm * length) if norm and length else None

@@ -50,7 +50,7 @@ class Pacing:
 
     @property
     def minimum(self) -> int:
-        """With fewer answers than this there is no new model."""
+        """The fewest answers that make a new model."""
         raise NotImplementedError
 
     @property

@@ -150,7 +150,7 @@ def parse(text: str) -> Selection:
 
 
 def clients_per_round(clients: int, fraction: float) -> int:
-    """m = max(C·K, 1), C·K rounded to the nearest whole number."""
+    """How many clients a round has: m = max(C·K, 1), with C·K rounded."""
     return max(round(fraction * clients), 1)
 
 

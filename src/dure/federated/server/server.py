@@ -41,10 +41,13 @@ from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, pa
 from dure.tensors.flat import FlatParameters
 
 VERSION = 2
-"""Of the state in checkpoints. Version 1, of dure up to 0.1.0, had no number of its own."""
+"""The version of the state in checkpoints.
+
+Version 1, of dure up to 0.1.0, had no number of its own.
+"""
 
 MOST_METERS = 1_000
-"""With more clients than this, one meter counts for all of them."""
+"""The most clients that have a meter each; more have one together."""
 
 
 class Server(Learner):

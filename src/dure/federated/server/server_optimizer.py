@@ -95,6 +95,7 @@ class ServerOptimizer:
         count = len(weights)
         weights = list(map(_counted_in, weights))
         delta = list(map(_counted_in, delta))
+        # Out of place, as everywhere here: a state is a value, and may be in a checkpoint.
         if self.rule == "sgd":
             moments = [m.mul(self.beta1).add_(d) for m, d in zip(state, delta, strict=True)]
             moved = [w.add(m, alpha=self.lr) for w, m in zip(weights, moments, strict=True)]

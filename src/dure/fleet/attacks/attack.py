@@ -79,6 +79,7 @@ class Attack:
             times = clients[:position].count(client)
             return generator(seed, "attack", turn, client, *([times] if times else []))
 
+        # Sorted: what an attack does must not depend on the order of a set.
         lies = self._lies(updates, sorted(set(liars)), random)
         return [lies.get(position, update) for position, update in enumerate(updates)]
 

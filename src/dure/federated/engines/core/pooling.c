@@ -16,9 +16,9 @@ enum { F32, F64, REALS };
 #define SIZED(name, real) SIZED_(name, real)
 #define NAMED(name) JOINED(name, REAL, INSTRUCTIONS)
 
-/* One copy for each set of instructions: one library runs everywhere, and is fast where it can be. `plain` is what every
- * machine has, in vectors of 16 bytes. MOST_SUMS: a pass over the gradient has two vectors of sums a tap, besides what
- * it reads: 16 registers hold 5 taps, the 32 of AVX-512 hold 9. */
+/* One copy for each set of instructions: one library runs everywhere, and is fast where it can be. `plain` is what all
+ * machines have, in vectors of 16 bytes. MOST_SUMS: a pass over the gradient has two vectors of sums a tap, besides
+ * what it reads: 16 registers hold 5 taps, the 32 of AVX-512 hold 9. */
 #define INSTRUCTIONS plain
 #define TARGET
 #define WIDTH 16

@@ -1,5 +1,5 @@
-/* What pooling.c computes for layers of images; `dure.federated.engines.pooling` calls it. Of each kind of number and of
- * each set of instructions there is a copy (pooling.inc). Nothing here waits, allocates memory, or keeps any state. */
+/* What pooling.c computes for layers of images; `dure.federated.engines.pooling` calls it. Of each kind of number and
+ * of each set of instructions there is a copy (pooling.inc). Nothing here waits, allocates memory, or keeps state. */
 #ifndef DURE_POOLING_H
 #define DURE_POOLING_H
 
