@@ -1,2 +1,1 @@
-"""What is learned from: examples in memory, readers of published file formats, partitions over
-clients."""
+"""What is learned from: examples in memory, readers of file formats, partitions over clients."""

@@ -15,8 +15,10 @@ from dure.randomness.seeds import shuffled
 
 
 class Batches:
-    """The batches of n examples. batch_size: None is all the data in every step. client: whose
-    examples they are."""
+    """The batches of n examples.
+
+    batch_size: None is all the data in every step. client: whose examples they are.
+    """
 
     def __init__(self, n: int, batch_size: int | None, seed: int, client: int = 0) -> None:
         self.n = n
@@ -29,9 +31,12 @@ class Batches:
         self._batches: tuple[Tensor, ...] = torch.split(torch.arange(n), self.batch_size)
 
     def at(self, step: int) -> Tensor:
-        """The indices of `step`'s batch (steps count from 0), int64 of shape (b,), b <=
-        batch_size."""
+        """The indices of `step`'s batch, int64 of shape (b,), b <= batch_size.
+
+        Steps count from 0.
+        """
         epoch, position = divmod(step, self.steps_per_epoch)
+        # One epoch's order is remembered: steps come one after another.
         if self.shuffles and epoch != self._epoch:
             order = shuffled(self.n, self.seed, epoch, self.client)
             self._epoch = epoch
@@ -48,8 +53,7 @@ def check_batch_size(batch_size: int | None) -> None:
 
 
 def check_joint_batch(batch_size: int | None, examples: int, workers: int | None) -> None:
-    """Raises ValueError if a joint batch, or the training data, cannot be divided over the
-    workers."""
+    """Raises ValueError if a joint batch, or the data, cannot be divided over the workers."""
     check_batch_size(batch_size)
     if workers is not None and workers > examples:
         raise ValueError(f"{workers} workers are more than the {examples} training examples")

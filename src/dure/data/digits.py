@@ -26,8 +26,9 @@ CLASSES = [str(digit) for digit in range(10)]
 
 
 def read_digits(split_seed: int = 0) -> tuple[Examples, Examples]:
-    """(training, test) examples: inputs float32 of shape (n, 1, 8, 8) in [0, 1], targets int64; n =
-    1437 and 360.
+    """(training, test) examples: 1437 and 360 digits.
+
+    inputs: float32 of shape (n, 1, 8, 8) in [0, 1]. targets: int64 of shape (n,).
 
     Raises DataError if scikit-learn is not installed.
     """
@@ -50,6 +51,7 @@ def _table() -> np.ndarray:
             "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    # Where it lies is scikit-learn's own affair: if it has moved, scikit-learn is asked after all.
     if file.is_file():
         return np.loadtxt(file, delimiter=",", dtype=np.int64)
     from sklearn.datasets import load_digits

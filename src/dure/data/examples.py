@@ -66,6 +66,7 @@ class Examples:
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         """The inputs and targets of the examples at `indices`, an int64 tensor of shape (b,)."""
+        # The usual case without a walk through a tree, in every batch of every client.
         if self._plain:
             return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
         return cast(
@@ -74,16 +75,14 @@ class Examples:
         )
 
     def labels(self) -> Tensor | None:
-        """One class label an example, int64 of shape (n,), or None if the targets are something
-        else."""
+        """One class label an example, int64 of shape (n,); None if targets are something else."""
         targets = self.targets
         if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
             return targets.long()
         return None
 
     def to(self, dtype: torch.dtype) -> Examples:
-        """The same examples with every floating-point tensor in `dtype`; self if nothing
-        changes."""
+        """The same examples with floating-point tensors in `dtype`; self if nothing changes."""
 
         def convert(leaf: Tensor) -> Tensor:
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
@@ -101,8 +100,10 @@ class Examples:
 
 
 class DatasetExamples(Examples):
-    """Examples read one by one from a map-style dataset of (input, target) pairs, transforms and
-    all."""
+    """Examples read one by one from a map-style dataset of (input, target) pairs.
+
+    Its transforms are applied at every reading.
+    """
 
     def __init__(self, dataset: Dataset[Any], keys: Sequence[str] | None = None) -> None:
         items: Any = dataset
@@ -127,6 +128,7 @@ class DatasetExamples(Examples):
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         items = [self.dataset[i] for i in indices.tolist()]
+        # Checked here: `default_collate` would say what it cannot collate, and not which example.
         for index, item in zip(indices.tolist(), items, strict=True):
             if not isinstance(item, (tuple, list)) or len(item) != 2:
                 what = (
@@ -152,10 +154,13 @@ class DatasetExamples(Examples):
     def _labels(self) -> Tensor | None:
         targets = getattr(self.dataset, "targets", None)
         if targets is None:
+            # One example is read to see what targets are; all are read only if they are numbers.
             if not self._is_number(self.dataset[0][1]):
                 return None
             targets = list(map(self._target, range(len(self))))
         try:
+            # Whatever a dataset keeps as `targets` (lists, arrays, tensors) if it is numbers, one
+            # an example.
             labels = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError):  # names, structures, tensors of many elements
             return None
@@ -184,8 +189,9 @@ class DatasetExamples(Examples):
 
 
 def as_examples(data: Any) -> Examples:
-    """Examples from what users have: Examples, (inputs, targets), a TensorDataset, or a map-style
-    Dataset.
+    """Examples from what users have.
+
+    data: Examples, (inputs, targets), a TensorDataset, or a map-style Dataset.
 
     Raises ValueError if `data` is none of these.
     """

@@ -1,5 +1,6 @@
-"""The UCI heart disease data: 920 patients of four hospitals, who may not show each other their
-patients.
+"""The UCI heart disease data: 920 patients of four hospitals.
+
+The hospitals may not show each other their patients.
 
 13 features and the diagnosis `num` (0: no vessel narrowed by half; 1-4: some). The label is num >
 0. The hospital is the key: cleveland 303 patients, hungarian 294, switzerland 123, va 200.
@@ -71,8 +72,9 @@ FEATURES = (
 
 
 def read_heart(folder: Path | str, split_seed: int = 0) -> tuple[Examples, Examples]:
-    """(training, test) examples: inputs float32 of shape (n, 29), targets int64 in {0, 1}, keys the
-    hospitals.
+    """(training, test) examples.
+
+    inputs: float32 of shape (n, 29). targets: int64 in {0, 1}. keys: the hospitals.
 
     Raises DataError if one of the four files cannot be read or has a line that is not a patient.
     """
@@ -112,6 +114,7 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
         raise DataError(
             f"{file}, line {number}: a value is neither a number nor '?': {line!r}"
         ) from error
+    # `not >= 0` is also true of NaN: a patient without a diagnosis is none.
     if len(numbers) != len(_COLUMNS) or not numbers[-1] >= 0:
         raise DataError(
             f"{file}, line {number}: {len(numbers)} values, expected {len(_COLUMNS)} "
@@ -123,6 +126,7 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
 def _number(text: str) -> float:
     """Raises ValueError for what is none, or none that anybody has measured."""
     number = float(text)
+    # Also NaN and infinity, which `float` reads.
     if not abs(number) < 1e6:
         raise ValueError(text)
     return number
@@ -131,6 +135,7 @@ def _number(text: str) -> float:
 def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:
     """The columns `FEATURES` of all patients, estimated on the patients at `train`."""
     column = {name: patients[:, i].copy() for i, name in enumerate(_COLUMNS)}
+    # Before anything is counted: a zero must be in no median.
     for name in _ZERO_IS_MISSING:
         column[name][column[name] == 0] = np.nan
     one_hot = [column[name] == value for name, value in _ONE_HOT]
@@ -142,6 +147,7 @@ def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:
 
 def _imputed(values: np.ndarray, train: np.ndarray) -> np.ndarray:
     known = values[train][~np.isnan(values[train])]
+    # Where no training patient has a value there is no median either.
     return np.where(np.isnan(values), np.median(known) if known.size else 0.0, values)
 
 

@@ -22,8 +22,9 @@ from dure.randomness.seeds import generator
 
 
 def hold_out(strata: Sequence[Hashable], fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """(training, test) indices, sorted int64, of the examples whose strata are given; a pure
-    function.
+    """(training, test) indices, sorted int64, of the examples whose strata are given.
+
+    It is a pure function.
 
     Raises ValueError if fraction is not between 0 and 1.
     """
@@ -35,6 +36,7 @@ def hold_out(strata: Sequence[Hashable], fraction: float, seed: int) -> tuple[Te
     quotas = _quotas([len(indices) for indices in members.values()], fraction)
     is_test = torch.zeros(len(strata), dtype=torch.bool)
     for position, (indices, quota) in enumerate(zip(members.values(), quotas, strict=True)):
+        # A draw of its own for each stratum: the size of one changes the order of no other.
         order = torch.randperm(len(indices), generator=generator(seed, "hold out", position))
         is_test[torch.tensor(indices)[order[:quota]]] = True
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()

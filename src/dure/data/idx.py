@@ -71,6 +71,7 @@ def _content(path: Path) -> bytes:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    # By content: downloads are often renamed or unpacked.
     if not raw.startswith(_GZIP_MAGIC):
         return raw
     try:
@@ -100,4 +101,5 @@ def _elements(path: Path, content: bytes, dtype: np.dtype[np.generic], rank: int
         raise DataError(
             f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}"
         ) from error
+    # torch knows only the machine's own order; the copy is writable as well, unlike the bytes.
     return elements.astype(dtype.newbyteorder("="))

@@ -40,8 +40,10 @@ Indices = Callable[[int], Tensor]
 
 
 class Loaded(NamedTuple):
-    """A batch; which loader read it, and when (seconds of `time.perf_counter`, which processes
-    share)."""
+    """A batch, which loader read it, and when.
+
+    start, end: seconds of `time.perf_counter`, which processes share.
+    """
 
     batch: tuple[Any, Any]
     loader: int
@@ -88,6 +90,10 @@ class ThreadLoaders:
         self.device = device
         self.ahead = AHEAD * loaders
         self._pool = ThreadPoolExecutor(loaders, "dure loader", set_own_threads, (1,))
+        # A pool starts a thread only when none is idle, and each sets its number of torch threads
+        # as it starts. Tasks that wait for one another make all of them start now; after that this
+        # thread says its own number again, which those threads have changed for new ones
+        # (`set_own_threads`).
         mine = torch.get_num_threads()
         together = threading.Barrier(loaders)
         try:
@@ -105,14 +111,17 @@ class ThreadLoaders:
 
     def at(self, step: int) -> Loaded:
         for coming in range(step, step + self.ahead + 1):
-            if (
-                coming not in self._coming
-            ):  # `indices` remembers its epoch, so it is asked here and not in a thread
+            if coming not in self._coming:
+                # `indices` remembers its epoch, so it is asked here and not in a thread.
                 self._coming[coming] = self._pool.submit(self._read, self.indices(coming))
+        # After a jump forward: what was read for the steps in between is dropped.
         for past in [known for known in self._coming if known < step]:
             self._coming.pop(past).cancel()
         loaded, copied = self._coming.pop(step).result()
         if copied is not None:
+            # The batch was copied on another stream. This one waits for the copy, not the CPU; and
+            # the allocator, which would give the memory away as soon as the copying stream is done
+            # with it, is told that this stream uses it.
             here = torch.cuda.current_stream(self.device)
             here.wait_event(copied)
             for leaf in tree_leaves(loaded.batch):
@@ -121,12 +130,16 @@ class ThreadLoaders:
         return loaded
 
     def _read(self, indices: Tensor) -> tuple[Loaded, torch.cuda.Event | None]:
+        # Threads have no numbers in a pool: one takes a free number for as long as it reads. pop
+        # and append are atomic.
         loader = self._free.pop()
         start = time.perf_counter()
         try:
             batch = self.examples.batch(indices)
             copied = None
             if self.device.type == "cuda":
+                # A stream of its own, so that the copy runs during the computation; only pinned
+                # memory is copied without waiting.
                 with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
                     batch = to_device(_pinned(batch), self.device)
                     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -161,10 +174,13 @@ class ProcessLoaders:
         self._stream: Iterator[Any] = iter(())
 
     def at(self, step: int) -> Loaded:
+        # A jump: the processes that read for other steps are given up, and new ones begin here.
         if step != self._next:
             self._stream = self._begin(step)
         self._next = step + 1
         answer = next(self._stream)
+        # An error comes as a value: raised in a loader, torch would wrap it in another with its own
+        # text.
         if isinstance(answer, WorkerFailedError):
             raise answer
         batch, generators, loader, start, end = answer
@@ -177,6 +193,8 @@ class ProcessLoaders:
         return iter(
             DataLoader(
                 self.steps,
+                # None: an item is a whole batch already, and is not collated; the sampler never
+                # ends, as steps are asked for one by one.
                 batch_size=None,
                 sampler=_From(step),
                 num_workers=self.loaders,
@@ -203,8 +221,7 @@ class _From:
 
 
 class _Steps(Dataset[Any]):
-    """The batch of each step, with the generators' states after it, as a loader's process reads
-    it."""
+    """The batch of each step, with the generators' states after it: what a loader reads."""
 
     def __init__(self, examples: Examples, indices: Indices, seed: Callable[[int], None]) -> None:
         self.examples = examples
@@ -212,6 +229,7 @@ class _Steps(Dataset[Any]):
         self.seed = seed
 
     def __getitem__(self, step: int) -> Any:
+        # None where it is called in the parent, which is then the only loader.
         info = get_worker_info()
         loader = info.id if info is not None else 0
         start = time.perf_counter()

@@ -61,8 +61,9 @@ _DIRECTION = re.compile(r"\[[^\]]*\]?|[\]|]")
 
 @dataclass(frozen=True)
 class Text:
-    """Next-character examples: inputs and targets int64 of shape (n, sequence_length), keys the
-    roles if any.
+    """Next-character examples.
+
+    inputs, targets: int64 of shape (n, sequence_length). keys: the roles, if any.
 
     characters: the vocabulary, where `characters[i]` has the index i + 2.
     """
@@ -78,6 +79,7 @@ class Text:
 
     def decode(self, indices: Sequence[int]) -> str:
         """The text that `indices` stand for; padding is nothing, an unknown character is U+FFFD."""
+        # Index 0 is padding, 1 unknown.
         symbols = ["", "�", *self.characters]
         return "".join(symbols[index] for index in indices)
 
@@ -100,8 +102,9 @@ def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
 
 
 def speeches(play: str) -> dict[str, list[str]]:
-    """Role to its speeches in order, of one play in the Moby format; empty if the text is not a
-    play.
+    """Role to its speeches in order, of one play in the Moby format.
+
+    Empty if the text is not a play.
 
     The lines of a speech are joined by newlines, without indentation.
     """
@@ -121,6 +124,7 @@ def _body(play: str) -> list[str]:
     """
     lines = play.splitlines()
     start = next((i for i, line in enumerate(lines) if _BODY.fullmatch(line.strip())), len(lines))
+    # Running titles are recognised by their being in the preface, indented and in capitals.
     titles = {
         line.strip() for line in lines[:start] if line.startswith("\t") and line.strip().isupper()
     }
@@ -144,13 +148,16 @@ def _turns(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
-    """(who begins to speak, text) line by line: None where the speech goes on, "" where a heading
-    ends it."""
+    """(who begins to speak, text), line by line.
+
+    Who is None where the speech goes on, and "" where a heading ends it.
+    """
     name_begun = ""
     in_direction = False
     for line in lines:
         name, tab, text = (part.strip(" ") for part in line.partition("\t"))
         heading = (name or text).strip()
+        # An empty line ends what a missing bracket or name has left open.
         if not heading:
             name_begun = ""
             in_direction = False
@@ -158,6 +165,7 @@ def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
             yield heading, ""
         elif _HEADING.fullmatch(heading):
             yield "", ""
+        # A few speeches have a colon in place of the tab.
         elif name and not tab and (named := _NAME_AND_LINE.fullmatch(name)):
             yield _role(named[1]), _without_directions(named[2])[0]
         elif name and not tab:
@@ -179,6 +187,7 @@ def _without_directions(text: str, in_direction: bool = False) -> tuple[str, boo
         _, closed, text = text.partition("]")
         if not closed:
             return "", True
+    # The last bracket of the line is an opening one.
     goes_on = text.rfind("[") > text.rfind("]")
     return re.sub(r"\s+", " ", _DIRECTION.sub("", text)).strip(), goes_on
 
@@ -193,6 +202,7 @@ def _texts(data: Path) -> tuple[dict[str, str], dict[str, str]]:
             f"'dure.data.shakespeare')"
         )
     files = {file: _read(file) for file in sorted(data.glob("*.txt"))}
+    # A folder with a play in it is a folder of plays; other files there are passed over.
     roles = _roles(files)
     if roles:
         return _split_roles(roles)
@@ -209,6 +219,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
+        # Never fails: every byte is a character of it.
         return file.read_text(encoding="latin-1")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
@@ -225,7 +236,7 @@ def _roles(files: Mapping[Path, str]) -> dict[str, list[str]]:
 
 
 def _split_roles(roles: Mapping[str, list[str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Of every role, the last fifth of the speeches, at least one, for testing."""
+    """Splits each role: the last fifth of its speeches, at least one, is for testing."""
     train = {}
     test = {}
     for key, spoken in roles.items():
@@ -259,9 +270,11 @@ def _windows(texts: Mapping[str, str], characters: str, length: int) -> Examples
 
 def _encode(text: str, characters: str) -> np.ndarray:
     """The indices of the text's characters, int64."""
+    # As arrays of code points: a search in the sorted vocabulary for all characters at once.
     codes, known = (
         np.frombuffer(string.encode("utf-32-le"), "<u4") for string in (text, characters)
     )
+    # A character above all that are known would be found past the end.
     position = np.minimum(np.searchsorted(known, codes), len(known) - 1)
     return np.where(known[position] == codes, position + _FIRST_CHARACTER, UNKNOWN).astype(np.int64)
 

@@ -1,5 +1,6 @@
-"""What makes one federated algorithm differ from another: what clients are asked to do, and what
-their answers mean.
+"""What makes one federated algorithm differ from another.
+
+It is what clients are asked to do, and what their answers mean.
 
 The default of every hook is FedAvg's. An algorithm is a file with a strategy (its hyperparameters)
 and, where it needs one, a class with the hooks that it changes. The two sides live in one class so
@@ -30,8 +31,11 @@ class Own(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What an algorithm begins with. weights: the model's, one flat tensor a dtype. lr: of the
-    clients' optimizer, NaN where it has none."""
+    """What an algorithm begins with.
+
+    weights: the model's, one flat tensor a dtype. lr: of the clients' optimizer, NaN where it has
+    none.
+    """
 
     model: nn.Module
     weights: Sequence[Tensor]
@@ -43,15 +47,16 @@ class Algorithm:
     """FedAvg, and the hooks in which others differ from it."""
 
     mixes_models: ClassVar[bool] = False
-    """Whether the server mixes in the clients' models, x_start + Δ, rather than add their
-    changes."""
+    """Whether the server mixes in the clients' models, x_start + Δ, instead of their changes."""
 
     answers: ClassVar[bool] = False
     """Whether `answer` is its own: a client then sends something else than what it computed."""
 
     divides: ClassVar[bool] = False
-    """Whether a part of the model belongs to each client, so that `shared` leaves it out and `kept`
-    tells of it."""
+    """Whether a part of the model belongs to each client.
+
+    Then `shared` leaves it out, and `kept` tells of it.
+    """
 
     passes: int = 1
     """Gradients that a client computes of each example of a step, for its virtual time."""
@@ -63,8 +68,10 @@ class Algorithm:
         return list(weights)
 
     def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-        """The model that is measured: the shared weights, and where there is more, what clients
-        have `kept` there."""
+        """The model that is measured.
+
+        It is the shared weights and, where there is more, what clients have `kept` there.
+        """
         return list(shared)
 
     def down(self) -> Sequence[Tensor]:
@@ -72,8 +79,10 @@ class Algorithm:
         return ()
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
-        """(scale, weight): the update is scaled, and has this weight in the mean. staleness: models
-        made meanwhile."""
+        """(scale, weight): the update is scaled, and has this weight in the mean.
+
+        staleness: models made meanwhile.
+        """
         return 1.0, float(update.examples)
 
     def absorb(self, extra: list[Tensor], updates: int) -> None:
@@ -89,23 +98,28 @@ class Algorithm:
     # The client's side
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
-        """What the client computes. job: FedAvg's; memory: what it kept, None if it has not taken
-        part yet."""
+        """What the client computes.
+
+        job: FedAvg's; memory: what it kept, None if it has not taken part yet.
+        """
         return [job]
 
     def answer(
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
-        """(delta, extra, memory): what the client sends of what it computed, and keeps once that is
-        accepted."""
+        """(delta, extra, memory): what the client sends of what it computed, and what it keeps.
+
+        It keeps the memory once the update is accepted.
+        """
         return trained[0].delta, (), memory
 
     def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
-        """The client's own model, given the shared weights; None where it has none but the global
-        one."""
+        """The client's own model, given the shared weights; None where it has none."""
         return None
 
     def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
-        """What clients have in place of what `shared` leaves out: the mean over those that took
-        part. memories: of each of them."""
+        """What clients have in place of what `shared` leaves out.
+
+        It is the mean over those that took part. memories: of each of them.
+        """
         return ()

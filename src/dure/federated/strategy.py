@@ -70,7 +70,7 @@ class Federated(Strategy):
         held_out: the share of each client's data that it does not train on, for measuring models
             client by client.
         fine_tune: epochs for which a client trains the global model further before its own is
-        measured.
+            measured.
     """
 
     clients: int | None = 10
@@ -131,8 +131,10 @@ class Federated(Strategy):
         """Raises ValueError if the algorithm cannot train the task."""
 
     def engine(self, setting: Setting) -> Engine:
-        """Who computes what clients are asked. Raises ValueError for a wanted engine that
-        cannot."""
+        """The engine that computes what clients are asked.
+
+        Raises ValueError for a wanted engine that cannot.
+        """
         return engine_for(setting)
 
     def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
@@ -146,6 +148,7 @@ class Federated(Strategy):
 
     @property
     def label(self) -> str:
+        # Only what differs from the defaults: labels are for legends and lists.
         default = type(self)()
         changed = [
             one.name
@@ -202,6 +205,7 @@ class Federated(Strategy):
             )
         self.optimizer()
         self.check_task(task)
+        # A rule that needs more updates than a round has is refused before anything is computed.
         clients = self._count(task)
         if clients is not None:  # without keys it is the partition that refuses
             pacing = self.pacing(clients)
@@ -217,8 +221,7 @@ class Federated(Strategy):
                 )
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError for liars that there cannot be, and an engine that cannot compute the
-        task."""
+        """Raises ValueError for liars that cannot be, and engines that cannot compute the task."""
         clients = self._count(task)
         attack = conditions.attack
         attackers = conditions.attackers
@@ -254,6 +257,7 @@ class Federated(Strategy):
         """Both halves in this process, joined by the place's carrier."""
         assert place.carrier is not None
         assert place.conditions is not None
+        # The clients first: the carrier asks them who they are as soon as the server begins.
         model = place.model(task, seed)
         clients = self.clients_half(task, model, place.conditions, seed)
         place.ending.callback(clients.close)
@@ -263,8 +267,10 @@ class Federated(Strategy):
     def server_half(
         self, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
     ) -> Server:
-        """The server, which learns of its clients through the carrier. model: the run's, which
-        becomes the server's own."""
+        """The server, which learns of its clients through the carrier.
+
+        model: the run's, which becomes the server's own.
+        """
         train, test = examples_for(model, task)
         clients = len(carrier.join().sizes)
         attack = None
@@ -292,8 +298,10 @@ class Federated(Strategy):
     def clients_half(
         self, task: Task, model: nn.Module, conditions: Conditions, seed: int
     ) -> Clients:
-        """All clients of the federation, with their examples. model: the run's, which stays as it
-        is."""
+        """All clients of the federation, with their examples.
+
+        model: the run's, which stays as it is.
+        """
         # Engines are made later, when a forward pass may have given the run's model other buffers.
         fresh = another(model, task, seed)
         examples, _ = examples_for(model, task)
@@ -310,12 +318,17 @@ class Federated(Strategy):
         attack = conditions.attack if conditions.attackers else None
         lying = _lying(conditions, len(own), seed)
         if attack is not None and attack.poisons:
+            # Data are spoilt once, so liars on data are the same in all rounds (`Conditions` sees
+            # to it).
             examples, own = poisoned(examples, own, lying(0), attack)
         algorithm = self.algorithm(_start(task, model, len(own)))
         synchronous = self.pacing(len(own)).synchronous
-        # Where nobody looks at single updates, an engine need not form them.
+        # Where nobody looks at single updates, an engine need not form them. Liars forge them, and
+        # `answer` may read them.
         sums = not algorithm.answers and attack is None and self.rule().sums
 
+        # Called once jobs are there, perhaps again after `close`: each engine gets a model of its
+        # own to change.
         def engine(
             jobs: Sequence[Job], chosen: str | None, chunk: int, threads: int | None
         ) -> Engine:
@@ -353,6 +366,7 @@ class Federated(Strategy):
 
 
 def _start(task: Task, model: nn.Module, clients: int) -> Start:
+    # Only to read the rate; clients' optimizers are made by their engine.
     optimizer = optimizer_of(task, list(model.parameters()))
     lr = float(optimizer.param_groups[0].get("lr", float("nan")))
     return Start(model, FlatParameters(model).copy(), clients, lr)
@@ -362,6 +376,7 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
     """Who lies in a round: the same all along, or others in every round."""
 
     def lying(round: int) -> Collection[int]:
+        # Who lies is drawn anew where it depends on the round.
         turn = round if conditions.attackers_change else None
         return liars(clients, conditions.attackers, seed, turn)
 
@@ -369,23 +384,31 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
 
 
 def _threads(processes: int | None) -> int:
-    """That steps of many clients may have: all that torch has before a run has fewer for the steps
-    of one client."""
+    """The threads that steps of many clients may have.
+
+    They are all that torch has before a run has fewer for the steps of one client.
+    """
     return torch.get_num_threads() if processes is None else min(processes, torch.get_num_threads())
 
 
 def _held_out(
     parts: Sequence[Tensor], share: float, seed: int
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """(what clients train on, what they keep for measuring): the share of each that comes last in
-    an order of its own; a client that has one example alone trains on it."""
+    """(what clients train on, what they keep for measuring).
+
+    The share of each is what comes last in an order of its own; a client that has one example alone
+    trains on it.
+    """
     if not share:
         return parts, []
     own = []
     kept = []
     for client, part in enumerate(parts):
+        # At least one example to measure with, and at least one to train on, which goes first.
         count = min(max(round(share * len(part)), 1), len(part) - 1)
         order = torch.randperm(len(part), generator=generator(seed, "held out", client))
+        # Sorted: which examples are held out is random, the order in which a client has the rest is
+        # not (arrival goes by it).
         own.append(part[order[: len(part) - count].sort().values])
         kept.append(part[order[len(part) - count :].sort().values])
     return own, kept

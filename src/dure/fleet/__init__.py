@@ -1,2 +1,4 @@
-"""What simulated clients are like: fast or slow, there or away, honest or not, with data that come
-and go."""
+"""What simulated clients are like: fast or slow, there or away, honest or not.
+
+Their data may come and go.
+"""

@@ -32,8 +32,10 @@ from dure.settings import listed, read, write
 
 @dataclass(frozen=True)
 class Arrival:
-    """What all settings have in common: a name, a text form, and `present`. still: whether all is
-    there always, so that nobody need ask."""
+    """What all settings have in common: a name, a text form, and `present`.
+
+    still: whether all is there always, so that nobody need ask.
+    """
 
     name: ClassVar[str]
     still: ClassVar[bool] = False
@@ -79,8 +81,10 @@ class Arriving(Arrival):
 
 @dataclass(frozen=True)
 class Leaving(Arrival):
-    """Data are forgotten evenly, the oldest first. share: what stays. seconds: when only that is
-    left."""
+    """Data are forgotten evenly, the oldest first.
+
+    share: what stays. seconds: when only that is left.
+    """
 
     name: ClassVar[str] = "leaving"
     share: float = 0.1
@@ -95,8 +99,10 @@ class Leaving(Arrival):
 
 @dataclass(frozen=True)
 class Window(Arrival):
-    """A window moves over the data and begins again. share: of the data in it. seconds: for one way
-    around."""
+    """A window moves over the data and begins again.
+
+    share: of the data in it. seconds: for one way around.
+    """
 
     name: ClassVar[str] = "window"
     share: float = 0.1
@@ -108,6 +114,7 @@ class Window(Arrival):
     def present(self, n: int, now: float) -> Tensor:
         start = int(n * (math.fmod(now, self.seconds) / self.seconds))
         count = _count(n, self.share)
+        # What reaches over the end is at the beginning, which comes first: positions are ascending.
         wrapped = max(start + count - n, 0)
         return torch.cat([torch.arange(wrapped), torch.arange(start, start + count - wrapped)])
 
@@ -117,12 +124,15 @@ ARRIVALS: dict[str, type[Arrival]] = listed(globals(), Arrival)
 
 
 def parse_arrival(text: str) -> Arrival:
-    """The arrival that `text` names: "still", "arriving:0.1:3600", ... Raises ValueError for what
-    is none."""
+    """The arrival that `text` names: "still", "arriving:0.1:3600", ...
+
+    Raises ValueError for what is none.
+    """
     return read(text, ARRIVALS, "arrival", Arrival)
 
 
 def _count(n: int, share: float) -> int:
+    # Never 0: every job has examples, and a mean has weights.
     return max(round(n * share), 1)
 
 

@@ -36,26 +36,34 @@ from dure.settings import listed, read, write
 _DAY = 86_400.0
 
 LEAST = 1e-12
-"""How far a probability is from 0, and from 1 if it is not 1: beyond that, floats do not tell the
-periods apart."""
+"""How far a probability is from 0, and from 1 if it is not 1.
+
+Nearer than that, floats do not tell the periods apart.
+"""
 
 
 @dataclass(frozen=True)
 class Availability:
-    """What all settings have in common: a name, a text form, `next` and `until`. always: whether
-    every client is always there, so that nobody need ask."""
+    """What all settings have in common: a name, a text form, `next` and `until`.
+
+    always: whether every client is always there, so that nobody need ask.
+    """
 
     name: ClassVar[str]
     always: ClassVar[bool] = False
 
     def next(self, client: int, now: float, seed: int) -> float:
-        """The first time at or after `now` (seconds, >= 0) at which `client` is there; inf if
-        never."""
+        """The first time at or after `now` (seconds, >= 0) at which `client` is there.
+
+        inf if never.
+        """
         raise NotImplementedError
 
     def until(self, client: int, now: float, seed: int) -> float:
-        """When `client`, which is there at `next(client, now, seed)`, leaves after that; inf if
-        never."""
+        """When `client`, which is there at `next(client, now, seed)`, leaves after that.
+
+        inf if never.
+        """
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -79,7 +87,7 @@ class Always(Availability):
 
 @dataclass(frozen=True)
 class Probability(Availability):
-    """In each period the client is there or is not, by a throw of its own.
+    """In each period the client is there or not, by a throw for that period.
 
     p: the probability, above 0. period: in seconds. A client that is there in periods that follow
     one another does not leave between them.
@@ -104,8 +112,10 @@ class Probability(Availability):
         )
 
     def until(self, client: int, now: float, seed: int) -> float:
+        # Never away, so that no first period of being away is looked for.
         if self.p == 1:
             return math.inf
+        # First the period in which it is there, then the first one after that in which it is not.
         there = self._first(True, client, _cycle(now, self._begin, self.period), seed)
         return self._begin(self._first(False, client, there + 1, seed))
 
@@ -114,6 +124,8 @@ class Probability(Availability):
 
     def _first(self, there: bool, client: int, period: int, seed: int) -> int:
         """The first period from `period` on in which the client is there, or is not."""
+        # Only the rarer of the two is drawn. If that is what is asked for, it is the next one
+        # found; if not, it is the first period that is none of those found in a row.
         rare = min(self.p, 1 - self.p)
         if rare == 0:
             return period
@@ -125,18 +137,22 @@ class Probability(Availability):
         return period
 
     def _rare(self, client: int, period: int, rare: float, seed: int) -> Iterator[int]:
-        """The periods, in order, in which the rarer of being there and being away happens; some
-        before `period`.
+        """The periods, in order, in which the rarer of being there and being away happens.
+
+        Some may be before `period`.
 
         Their gaps are geometric. They are drawn block by block, each block with about one, so that
         the throws of a distant time, or of a small P, need not be made one by one.
         """
         length = math.ceil(1 / rare)
+        # Whole blocks: what is drawn in a block is a function of its number, from wherever it is
+        # asked.
         block = period // length
         while True:
             at = -1
             drawn = 0
             while True:
+                # A geometric number by inversion: how many periods come before the next rare one.
                 gap = math.log(uniform(seed, "availability", client, block, drawn)) / math.log1p(
                     -rare
                 )
@@ -173,12 +189,12 @@ class Daily(Availability):
         if self.share == 1:
             return math.inf
         start, end = self._window(client, now, seed)
-        return max(
-            end, math.nextafter(max(start, now), math.inf)
-        )  # a gap may be shorter than numbers can tell
+        # A gap may be shorter than numbers can tell.
+        return max(end, math.nextafter(max(start, now), math.inf))
 
     def _window(self, client: int, now: float, seed: int) -> tuple[float, float]:
         """(start, end) of the first window that ends after `now`."""
+        # Drawn once for each client: the same hour every day.
         phase = uniform(seed, "availability", client) * self.day
 
         def start(day: int) -> float:
@@ -192,12 +208,13 @@ class Daily(Availability):
 
 @dataclass(frozen=True)
 class AvailabilityFile(Availability):
-    """Windows that were measured: a CSV file with the columns client,start,end, in seconds; a
-    client may have many.
+    """Windows that were measured: a CSV file with the columns client,start,end, in seconds.
 
-    every: after so many seconds all begins again, as 604800 for the trace of a week; 0: it does
-    not, and who has left for the last time stays away. end may be inf where nothing begins again.
-    Client k has the windows of the file's client k, modulo their number: in order of first
+    A client may have many.
+
+    every: after so many seconds all begins again, such as 604800 for the trace of a week; 0: it
+    does not, and who has left for the last time stays away. end may be inf where nothing begins
+    again. Client k has the windows of the file's client k, modulo their number: in order of first
     appearance, or, where all names are whole numbers, of these.
 
     Raises DataError if the file cannot be read, or a line is not a client's name and 0 <= start <
@@ -226,6 +243,7 @@ class AvailabilityFile(Availability):
                     f"({self.every:g})"
                 )
             found.setdefault(client, []).append((start, end))
+        # The class is frozen, and this is no field: it is read from the file that `path` names.
         object.__setattr__(
             self, "_windows", [_joined(found[client]) for client in in_order(list(found))]
         )
@@ -242,9 +260,8 @@ class AvailabilityFile(Availability):
         windows = self._of(client)
         if window == len(windows):
             return math.inf
-        if (
-            windows[window][1] == self.every and windows[0][0] == 0
-        ):  # the next cycle's first window goes on with it
+        # The next cycle's first window goes on with it.
+        if windows[window][1] == self.every and windows[0][0] == 0:
             if len(windows) == 1:
                 return math.inf
             cycle = cycle + 1
@@ -259,12 +276,15 @@ class AvailabilityFile(Availability):
         return windows[client % len(windows)]
 
     def _place(self, client: int, now: float) -> tuple[int, int]:
-        """(cycle, window) of the first window that ends after `now`; past the last window if there
-        is none."""
+        """(cycle, window) of the first window that ends after `now`.
+
+        It is past the last window if there is none.
+        """
         windows = self._of(client)
         cycle = _cycle(now, self._begin, self.every) if self.every else 0
         begin = self._begin(cycle)
         window = bisect_right(windows, now, key=lambda window: begin + window[1])
+        # Past the last window of a cycle: the first one of the next.
         return (cycle + 1, 0) if self.every and window == len(windows) else (cycle, window)
 
 
@@ -273,8 +293,10 @@ AVAILABILITIES: dict[str, type[Availability]] = listed(globals(), Availability)
 
 
 def parse_availability(text: str) -> Availability:
-    """The availability that `text` names: "always", "daily:0.25", ... Raises ValueError for what is
-    none."""
+    """The availability that `text` names: "always", "daily:0.25", ...
+
+    Raises ValueError for what is none.
+    """
     return read(text, AVAILABILITIES, "availability", Availability)
 
 
@@ -293,6 +315,7 @@ def _cycle(now: float, start: Callable[[int], float], length: float) -> int:
 def _joined(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The windows in order, those that overlap or touch made one."""
     joined: list[tuple[float, float]] = []
+    # Joined, so that a client does not seem to leave where one window follows another.
     for start, end in sorted(windows):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))

@@ -69,6 +69,7 @@ class Conditions:
                 f"attackers is {self.attackers}, but it is a whole number of clients, or a share "
                 f"below 1"
             )
+        # "attackers" without an attack is more likely an option forgotten than a wish.
         if isinstance(self.attack, NoAttack) != (self.attackers == 0):
             raise ValueError(
                 "an attack needs attackers, and attackers an attack: give both, as sign-flip and 4"
@@ -83,8 +84,7 @@ class Conditions:
             )
 
     def told(self) -> list[str]:
-        """In words, what is not as it is in an ideal world: "devices stragglers:0.1:10", "drop out
-        0.3"."""
+        """In words, what is not ideal: "devices stragglers:0.1:10", "drop out 0.3"."""
         ideal = Conditions()
         names = ("devices", "availability", "arrival", "drop_out", "attack", "attackers")
         return [

@@ -38,8 +38,11 @@ _BYTES_PER_MBIT = 1e6 / 8
 
 
 class Device(NamedTuple):
-    """examples_per_second: of training. down, up: what its link receives and sends, in bytes per
-    second."""
+    """What a client computes with, and its link.
+
+    examples_per_second: of training. down, up: what its link receives and sends, in bytes per
+    second.
+    """
 
     examples_per_second: float
     down: float
@@ -111,8 +114,9 @@ class Stragglers(Devices):
 
 @dataclass(frozen=True)
 class Lognormal(Devices):
-    """Speeds spread around their medians; a client's two links are fast or slow together, computing
-    apart from them.
+    """Speeds spread around their medians.
+
+    A client's two links are fast or slow together, computing apart from them.
 
     sigma: the deviation of the logarithm; 0 is all alike.
     """
@@ -129,6 +133,7 @@ class Lognormal(Devices):
         _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
 
     def of(self, client: int, seed: int) -> Device:
+        # Two draws: computing and link are independent. The medians are the values of `equal`.
         speed = math.exp(self.sigma * normal(seed, "device speed", client))
         link = math.exp(self.sigma * normal(seed, "device link", client))
         return _device(self.examples_per_second * speed, self.down_mbit * link, self.up_mbit * link)
@@ -136,8 +141,9 @@ class Lognormal(Devices):
 
 @dataclass(frozen=True)
 class DevicesFile(Devices):
-    """Devices that were measured: a CSV file with the columns
-    client,examples_per_second,down_mbit,up_mbit.
+    """Devices that were measured.
+
+    path: a CSV file with the columns client,examples_per_second,down_mbit,up_mbit.
 
     Client k has the device in row k, modulo the rows; where all names are whole numbers, in the
     order of these.
@@ -159,6 +165,7 @@ class DevicesFile(Devices):
                     f"{self.path}, line {line}: speeds are positive numbers, not {values}"
                 )
             found[client] = _device(*values)
+        # The class is frozen, and this is no field: it is read from the file that `path` names.
         object.__setattr__(self, "_devices", [found[client] for client in in_order(list(found))])
 
     def of(self, client: int, seed: int) -> Device:
@@ -173,8 +180,10 @@ DEVICES: dict[str, type[Devices]] = listed(globals(), Devices)
 
 
 def parse_devices(text: str) -> Devices:
-    """The devices that `text` names: "equal", "stragglers:0.1:10", ... Raises ValueError for what
-    is none."""
+    """The devices that `text` names: "equal", "stragglers:0.1:10", ...
+
+    Raises ValueError for what is none.
+    """
     return read(text, DEVICES, "device setting", Devices)
 
 

@@ -18,14 +18,17 @@ from dure.randomness.seeds import derive
 
 
 class Liars(Collection[int]):
-    """The clients that lie: `client in liars`, `len(liars)`, and `for client in liars`, in
-    ascending order."""
+    """The clients that lie, in ascending order.
+
+    `client in liars`, `len(liars)` and `for client in liars` are what it knows.
+    """
 
     def __init__(self, permutation: Permutation, count: int) -> None:
         self._permutation = permutation
         self._count = count
 
     def __contains__(self, client: object) -> bool:
+        # O(1): where the client stands in the permutation, of which nothing is stored.
         return isinstance(client, int) and self._permutation.inverse(client) < self._count
 
     def __len__(self) -> int:
@@ -55,8 +58,10 @@ def is_liar(
 
 
 def count(clients: int, attackers: float) -> int:
-    """How many of `clients` lie. Raises ValueError for attackers that are no number of clients, or
-    share below 1."""
+    """How many of `clients` lie.
+
+    Raises ValueError for attackers that are no number of clients, or share below 1.
+    """
     if 0 <= attackers < 1:
         return round(attackers * clients)
     if attackers != attackers or attackers < 0 or attackers % 1:

@@ -1,5 +1,7 @@
-"""Files that say what clients are like: CSV with a header, the first column a client's name, the
-others numbers."""
+"""Files that say what clients are like.
+
+They are CSV with a header; the first column is a client's name, the others are numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ def read_table(path: str, columns: Sequence[str]) -> list[Row]:
     Raises ValueError for a path that no text form can hold, DataError if the file cannot be read,
     is empty, or has a line that is not a name and numbers; the message says which.
     """
+    # Text forms are divided at ":".
     if not path or ":" in path:
         raise ValueError(
             f"the path {path!r} cannot be written in file:PATH: it needs a name, without ':'"
         )
     try:
+        # newline="": the csv module reads line ends itself. utf-8-sig: spreadsheets write a mark
+        # first.
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             rows = [(reader.line_num, row) for row in reader if row]
@@ -45,8 +50,9 @@ def read_table(path: str, columns: Sequence[str]) -> list[Row]:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Each name once: by number where all are whole numbers, otherwise in order of first
-    appearance.
+    """Each name once.
+
+    By number where all are whole numbers, otherwise in order of first appearance.
 
     Client k of a federation is number k of these, modulo their count.
     """

@@ -1,4 +1,4 @@
-"""Between a coordinator and its clients: what the one asks for, and who carries it to the others.
+"""What lies between a coordinator and its clients: actions, and who carries them out.
 
 A coordinator answers with actions; a carrier (a simulation under a virtual clock, a server on a
 network) does them and tells it what came of them. Neither knows the other's kind. All that passes
@@ -37,9 +37,12 @@ class Combine(NamedTuple):
 Action = Assign | Refuse | Combine
 
 
+# Protocols, and not base classes: this package imports neither of the halves that it joins.
 class Coordinator(Protocol):
-    """As much of a coordinator as a carrier has to know. wake: when it wants to be told that time
-    has passed."""
+    """What a carrier has to know of a coordinator.
+
+    wake: when it wants to be told that time has passed.
+    """
 
     wake: float
 
@@ -60,17 +63,20 @@ class Coordinator(Protocol):
 
 
 class Work(NamedTuple):
-    """What an assignment takes: optimizer steps, gradients of single examples, bytes sent up
-    afterwards."""
+    """What an assignment takes: optimizer steps, gradients of single examples, bytes sent up."""
 
     steps: int
     examples: int
     up: int
 
 
+# More than the message: in a simulation it is the carrier's clock that says when work began, and
+# how much of it is done in time.
 class Order(NamedTuple):
-    """An assignment that a client works on. began: when it was handed out; work: as much of it as
-    it does."""
+    """An assignment that a client works on.
+
+    began: when it was handed out; work: as much of it as it does.
+    """
 
     assignment: Assignment
     began: float
@@ -119,9 +125,12 @@ class Clients(Protocol):
 
 
 class Carrier(Protocol):
-    """now: seconds on the federation's clock. flown: what became of assignments since it was last
+    """What takes messages between a server and its clients, as the server sees it.
+
+    now: seconds on the federation's clock. flown: what became of assignments since it was last
     emptied. checked: whether whoever computed an update has seen to it that its numbers are finite,
-    but for buffers; never true of what comes over a network."""
+    but for buffers; never true of what comes over a network.
+    """
 
     now: float
     flown: list[Flight]

@@ -36,9 +36,12 @@ _HEAD = struct.Struct("<4sIQQ")
 _MAGIC = b"dure"
 
 _ALIGNED = 16
-"""The bytes of the largest element, a complex number in double precision. Memory that Python
-allocates begins at such a multiple too, so no element lies across one."""
+"""The bytes of the largest element, a complex number in double precision.
 
+Memory that Python allocates begins at such a multiple too, so no element lies across one.
+"""
+
+# A list of its own: a name in a message stands for one of these, or for nothing.
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -71,6 +74,7 @@ def to_bytes(message: Message) -> bytearray:
 
     Raises TypeError for a tensor of a dtype that no message can have.
     """
+    # The encoder meets the tensors in the order of the fields, which is then that of the data.
     tensors: list[Tensor] = []
 
     def described(node: Any) -> Any:
@@ -81,6 +85,7 @@ def to_bytes(message: Message) -> bytearray:
         tensors.append(node)
         return _NAMES[node.dtype], tuple(node.shape)
 
+    # Two passes: sizes first, so that the message is written once into memory of the right size.
     header = msgspec.msgpack.Encoder(enc_hook=described).encode(message)
     begin = _aligned(HEAD + len(header))
     end = begin
@@ -92,6 +97,7 @@ def to_bytes(message: Message) -> bytearray:
     at = begin
     for tensor in tensors:
         at = _aligned(at)
+        # Straight to its place, from whichever device; no tensor is copied twice.
         _view(content, at, tensor.dtype, tensor.shape).copy_(tensor.detach())
         at += tensor.nbytes
     return content
@@ -123,6 +129,8 @@ def from_bytes(content: bytearray) -> Message:
         dtype = _DTYPES.get(name)
         if dtype is None or any(extent < 0 for extent in shape):
             raise MessageError(f"there is no tensor of {name} {list(shape)}")
+        # The decoder calls this in the order of the header, so a running position finds each
+        # tensor.
         at = _aligned(at)
         # Counted as Python counts, without an end: shapes may be chosen so that 64 bits overflow.
         end = at + math.prod(shape) * dtype.itemsize
@@ -138,6 +146,7 @@ def from_bytes(content: bytearray) -> Message:
     except (msgspec.DecodeError, ValueError, RuntimeError) as error:
         # Names that are no text, nests without an end, shapes that torch cannot have.
         raise MessageError(f"it is no message: {error}") from error
+    # Data that no tensor stands for are an error too: a message has one form.
     if at != len(content):
         raise MessageError(f"the message has {len(content) - at} bytes that belong to nothing")
     return message
@@ -152,6 +161,7 @@ def _lengths(head: bytes | bytearray, most: int | None = None) -> tuple[int, int
         raise MessageError("these bytes are no message of dure's")
     if version != VERSION:
         raise MessageError(f"the message is of version {version}, and this is version {VERSION}")
+    # Python's integers do not overflow, whatever lengths a stranger writes into the head.
     begin = _aligned(HEAD + header)
     if most is not None and begin + size > most:
         raise MessageError(f"the message has {begin + size} bytes, and may have {most}")
@@ -164,6 +174,7 @@ def _view(
     count = math.prod(shape)
     if not count:  # which has no place in memory
         return torch.empty(shape, dtype=dtype)
+    # The view holds `content`, which so lives as long as any tensor of the message.
     return torch.frombuffer(content, dtype=dtype, count=count, offset=at).view(shape)
 
 

@@ -29,13 +29,17 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+# tag=True: the encoded message begins with its kind, by which the decoder chooses.
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Clients introduce themselves. sizes: how many examples each has; its place here is its
-    number."""
+    """Clients introduce themselves.
+
+    sizes: how many examples each has; its place here is its number.
+    """
 
     sizes: Sequence[int]
 
 
+# gc=False: Python's collector passes over these. They are many, and never part of a cycle.
 class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The server asks a client to train from these weights.
 
@@ -52,6 +56,7 @@ class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
     turn: int
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor]
+    # A field, counted once for all assignments of a model, and not anew for each client.
     nbytes: int
     extra: Sequence[Tensor] = ()
     deadline: float | None = None
@@ -92,8 +97,10 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """The update with this ticket does not count, for this reason. client: -1 where nobody knows
-    whose it is."""
+    """The update with this ticket does not count, for this reason.
+
+    client: -1 where nobody knows whose it is.
+    """
 
     ticket: int
     client: int
@@ -114,7 +121,10 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """clients: who have measured. values: of each metric, one number a client, in their order."""
+    """How good a model is on what clients have held out.
+
+    clients: who have measured. values: of each metric, one number a client, in their order.
+    """
 
     clients: Sequence[int]
     values: dict[str, list[float]]
@@ -125,7 +135,10 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """tensors: the mean of what those have there who took part; none where nobody has anything."""
+    """What clients have in place of a part of the model.
+
+    tensors: the mean of what those have there who took part; none where nobody has anything.
+    """
 
     tensors: Sequence[Tensor]
 

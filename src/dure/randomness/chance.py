@@ -1,5 +1,7 @@
-"""One random number for one question: nothing is drawn in advance, so a client about whom nobody
-asks costs nothing."""
+"""One random number for one question.
+
+Nothing is drawn in advance, so a client about whom nobody asks costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ _STANDARD = NormalDist()
 
 
 def uniform(seed: int, purpose: str, *position: int) -> float:
-    """A number in (0, 1), neither end included, with 52 random bits: a function of the arguments
-    (one hash)."""
+    """A number in (0, 1), neither end included, with 52 random bits.
+
+    It is a function of the arguments (one hash).
+    """
+    # 52 bits and a half more are 53, all that a float64 holds: no rounding, so never 0 or 1.
     return ((derive(seed, purpose, *position) >> 11) + 0.5) * 2.0**-52
 
 
@@ -22,7 +27,9 @@ def normal(seed: int, purpose: str, *position: int) -> float:
 
 
 def check_share(value: float, what: str) -> None:
-    """Raises ValueError unless `value` is in [0, 1]. what: whose share, as "stragglers: the
-    share"."""
+    """Raises ValueError unless `value` is in [0, 1].
+
+    what: whose share, such as "stragglers: the share".
+    """
     if not 0 <= value <= 1:
         raise ValueError(f"{what} is between 0 and 1, not {value}")

@@ -27,21 +27,23 @@ import numpy as np
 
 from dure.randomness.seeds import derive
 
-# Steps of the network, even. Four make a large one look random; with eight, subsets of few numbers
-# are drawn alike too.
+# Steps of the network; even, so that both halves end where they began. Four make a large one look
+# random; with eight, subsets of few numbers are drawn alike too.
 _STEPS = 8
 _BITS = (1 << 64) - 1
+# The constants of splitmix64: the odd number next to 2^64 / golden ratio, and two multipliers.
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 FEW = 20
-"""So many numbers are found one by one, which takes less time than to find them all at once."""
+"""The most numbers that are found one by one; more are found faster all at once."""
 
 
 class Permutation:
-    """The permutation of 0..n-1 that `seed` names; equal arguments give equal permutations, on
-    every machine.
+    """The permutation of 0..n-1 that `seed` names.
+
+    Equal arguments give equal permutations, on every machine.
 
     Raises ValueError unless 1 <= n <= 2^62.
     """
@@ -82,6 +84,7 @@ class Permutation:
         if m <= FEW:
             return [self._walked(i) for i in range(m)]
         values = self._forth(np.arange(m, dtype=np.uint64))
+        # Only those that came out too large walk on; as a·b < n + a there are few of them.
         while len(outside := (values >= self.n).nonzero()[0]):
             values[outside] = self._forth(values[outside])
         found: list[int] = values.tolist()
@@ -101,6 +104,7 @@ class Permutation:
 
     def _forth(self, value: Any) -> Any:
         """One walk through the network, for an int or an array of uint64."""
+        # A uint64 array wraps around by itself; `& _BITS` does the same to a Python integer.
         side = value // self._b
         other = value % self._b
         for key, size in self._steps:
@@ -115,13 +119,17 @@ class Permutation:
     def _back(self, value: int) -> int:
         side, other = divmod(value, self._b)
         for key, size in reversed(self._steps):
+            # For Python integers only: the difference may be negative, which no unsigned array can
+            # be.
             side, other = (other - _mixed(side ^ key)) % size, side
         return side * self._b + other
 
 
 def _mixed(value: Any) -> Any:
-    """A bijection of 64-bit numbers of which every bit hangs on every bit (splitmix64), for an int
-    or an array."""
+    """A bijection of 64-bit numbers (splitmix64), for an int or an array.
+
+    Every bit of the result depends on every bit of the number.
+    """
     value = (value ^ value >> 30) * _FIRST & _BITS
     value = (value ^ value >> 27) * _SECOND & _BITS
     return value ^ value >> 31

@@ -24,6 +24,7 @@ def derive(seed: int, purpose: str, *position: int) -> int:
     BLAKE2b of the arguments: the same on every machine and in every Python, unlike `hash`.
     """
     text = ":".join([str(seed), purpose, *map(str, position)])
+    # 63 bits, so that a seed fits every signed 64-bit integer that it may be kept in.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -75,6 +76,7 @@ def generators_state() -> dict[str, Any]:
     inner = numpy_state["state"]
     return {
         "torch": torch.get_rng_state(),
+        # As tensors and numbers, which checkpoints can hold; numpy's own state is a dict of arrays.
         "numpy": {
             "key": torch.from_numpy(inner["key"].astype(numpy.int64)),
             "pos": int(inner["pos"]),

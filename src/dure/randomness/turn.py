@@ -10,13 +10,11 @@ from dure.randomness.seeds import generator
 
 
 class Turn(NamedTuple):
-    """The run's seed and the number of the global model that is being made (a round's number, from
-    0)."""
+    """The run's seed and the number of the global model that is being made, from 0."""
 
     seed: int
     number: int
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Random numbers for `purpose` in this turn: the same wherever and whenever they are
-        drawn."""
+        """Random numbers for `purpose` in this turn: the same wherever they are drawn."""
         return generator(self.seed, purpose, self.number)

@@ -1,5 +1,6 @@
-"""A federation in one process, under a virtual clock: devices that are fast or slow, there or away,
-honest or not.
+"""A federation in one process, under a virtual clock.
+
+Devices are fast or slow, there or away, honest or not.
 
 Events are kept in a queue, in order of time and, at the same time, of their making:
 
@@ -54,7 +55,7 @@ LEFT = "went offline"
 AWAY = "offline"
 
 MOST_TRIPS = 10_000
-"""So many times on the way and at work are remembered: clients are asked the same again."""
+"""How many times on the way and at work are remembered, as clients are asked the same again."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Simulated(Conditions, World):
     ) -> Value:
         def here(place: Place) -> Value:
             place.conditions = self
+            # The program makes the clients, and gets a carrier around them.
             place.carrier = lambda clients, seed: Simulation(self, clients, seed)
             return program(place)
 
@@ -87,8 +89,11 @@ class Simulated(Conditions, World):
 
 
 class Underway(NamedTuple):
-    """An assignment on its way. ends: when its update arrives, or it fails for `reason`. transfer,
-    compute: the seconds that it takes as a whole."""
+    """An assignment on its way.
+
+    ends: when its update arrives, or it fails for `reason`. transfer, compute: the seconds that it
+    takes as a whole.
+    """
 
     client: int
     round: int
@@ -104,6 +109,7 @@ class Underway(NamedTuple):
         """What became of it in the end. An assignment that failed took its share of the time."""
         share = 1.0
         if self.reason is not None:
+            # Devices with infinite speed take no time at all: 0 / 0 has to be 0 here.
             share = (self.ends - self.began) / max(self.transfer + self.compute, 1e-300)
         return Flight(
             client=self.client,
@@ -119,8 +125,10 @@ class Underway(NamedTuple):
 
 
 class Simulation:
-    """The clock and the queue: it joins the two halves of a federation in one process, and hands
-    messages over as they are."""
+    """The clock and the queue.
+
+    It joins the two halves of a federation in one process, and hands messages over as they are.
+    """
 
     def __init__(self, conditions: Conditions, clients: Clients, seed: int) -> None:
         self.conditions = conditions
@@ -170,6 +178,7 @@ class Simulation:
 
     def _ahead(self, coordinator: Coordinator) -> list[Order]:
         """What is on its way and will be asked for, in the order in which it arrives."""
+        # Those that fail are left out, as they never send what they would have computed.
         soon = sorted(
             (flight.ends, ticket)
             for ticket, flight in self._underway.items()
@@ -198,23 +207,29 @@ class Simulation:
 
     def _next(self, coordinator: Coordinator) -> list[Action]:
         """The next event, and what the coordinator wants done then."""
+        # Only those who were asked are known to be gone: this holds once all have been asked in
+        # vain.
         if not self._underway and len(self._gone) == self._count:
             raise TooFewClientsError(
                 f"no client will be there again after {self.now:g} seconds: by the availability "
                 f"{self.conditions.availability} all have left for the last time"
             )
+        # Not "<=": an update that arrives at the very moment of a deadline comes first, and counts.
         if not self._queue or coordinator.wake < self._queue[0][0]:
             assert coordinator.wake < math.inf, (
                 "a coordinator that waits for nobody says when it wants to be told"
             )
+            # A `wake` in the past means at once; the clock never runs back.
             self.now = max(self.now, coordinator.wake)
             return coordinator.tick(self.now)
         self.now, _, ticket = heapq.heappop(self._queue)
         flight = self._underway.pop(ticket)
+        # Nothing came up, so only the way down is counted.
         if flight.reason is not None:
             actions = coordinator.failed(ticket, flight.reason, self.now)
             self.flown.append(flight.landed(flight.reason, up=0))
             return actions
+        # From now on the update counts as lying here, until it is combined or refused.
         self._arrived[ticket] = flight
         actions = coordinator.update(ticket, self.now)
         outcome = "accepted"
@@ -227,6 +242,8 @@ class Simulation:
     def _do(self, coordinator: Coordinator, actions: list[Action]) -> Combine | None:
         """Does what the coordinator wants done now."""
         combine = None
+        # A stack and no recursion: where nobody is there, each failure brings another assignment,
+        # as many times as there are clients.
         waiting = list(reversed(actions))
         while waiting:
             action = waiting.pop()
@@ -250,6 +267,8 @@ class Simulation:
         if not known.availability.always:
             there = known.availability.next(client, now, self.seed)
             if there > now:
+                # Never again. When all are gone for good, no event can come and the run ends with
+                # an error.
                 if math.isinf(there):
                     self._gone.add(client)
                 return AWAY
@@ -259,6 +278,8 @@ class Simulation:
         down, compute, up = self._seconds(client, work.examples, size, work.up)
         deadline = assignment.deadline
         if deadline is not None and self.clients.partial and now + down + compute + up > deadline:
+            # As much work as fits between download and upload; at least one step, so the update may
+            # still be late.
             left = deadline - now - down - up
             speed = known.devices.of(client, self.seed).examples_per_second
             work = self.clients.work(assignment, now, left * speed)
@@ -266,6 +287,7 @@ class Simulation:
         ends = now + down + compute + up
         reason = None
         if leaves < ends:
+            # Leaving is a fact of the availability and goes before the chance of dropping out.
             ends = leaves
             reason = LEFT
         elif known.drop_out and self._drawn("drop out", assignment.ticket) < known.drop_out:
@@ -282,6 +304,8 @@ class Simulation:
             transfer=down + up,
             compute=compute,
         )
+        # Events at the same time come in the order in which they were made: the queue needs no
+        # other rule.
         heapq.heappush(self._queue, (ends, self._made, assignment.ticket))
         self._made += 1
         return None
@@ -308,6 +332,7 @@ class Simulation:
             self._queue = queue
             self._underway = underway
             self._arrived = arrived
+            # Only a memory of what was found out; it is found out again where it is needed.
             self._gone = set()
 
         return back

@@ -16,13 +16,14 @@ MOST_HISTOGRAMS = 10_000
 """Clients up to which descriptions have a label histogram of each."""
 
 MOST_NUMBERS = 10_000_000
-"""And numbers up to which they have them."""
+"""The numbers, clients times classes, up to which descriptions have histograms."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a partition gave each client; as a dict it is the `partition` entry of a run's
-    config.json.
+    """What a partition gave each client.
+
+    As a dict it is the `partition` entry of a run's config.json.
 
     description: the partition in words. counts: examples of each client. label_histograms: for each
         client how often it has each class, None without labels or for more than 10,000 clients.
@@ -74,6 +75,7 @@ def describe(
     number = max(int(labels.max()) + 1, len(classes or ()))
     if int(labels.min()) < 0 or number * len(counts) > MOST_NUMBERS:  # no classes 0, 1, …
         return Description(partition.description, counts, None)
+    # One histogram of pairs (client, class), as one number each.
     together = torch.bincount(divided.owners * number + labels, minlength=number * len(counts))
     histograms: list[list[int]] = together.view(-1, number).tolist()
     names = (

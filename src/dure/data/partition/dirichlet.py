@@ -1,4 +1,4 @@
-"""For every class the clients' shares are drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
+"""The clients' shares of each class are drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
 
 Sources: M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML
 2019; Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
@@ -40,8 +40,10 @@ class Dirichlet(Partition):
     ) -> Parts:
         labels = needed(labels, n, self)
         random = np.random.default_rng(derive(seed, "partition"))
+        # A generator of its own: how shares are rounded does not change how they are drawn.
         rounding = np.random.default_rng(derive(seed, "rounding of shares"))
         parts: list[list[Tensor]] = [[] for _ in range(clients)]
+        # Class by class: each has shares of its own over all clients.
         for label in torch.unique(labels):
             members = (labels == label).nonzero().flatten()
             shuffled = members[torch.from_numpy(random.permutation(len(members)))]
@@ -56,14 +58,16 @@ class Dirichlet(Partition):
 
 
 def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int]:
-    """n whole things by these shares, each rounded up or down so that on average it is exact
-    (systematic sampling).
+    """n whole things by these shares (systematic sampling).
+
+    Each is rounded up or down so that on average it is exact.
 
     Which are rounded up is drawn anew in each call: else the same clients would have what is left
     of every class.
     """
     order = random.permutation(len(shares))
     ends = np.floor(shares[order].cumsum() / shares.sum() * n + random.random())
+    # The sum of all shares may be rounded to a little more or less than 1.
     ends[-1] = n
     counts = np.empty(len(shares), dtype=int)
     counts[order] = np.diff(np.minimum(ends, n), prepend=0)

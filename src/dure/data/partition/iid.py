@@ -1,5 +1,6 @@
-"""Every client has a random sample of all examples: a random permutation, cut into parts that are
-equal to within one.
+"""Every client has a random sample of all examples.
+
+It is a random permutation, cut into parts that are equal to within one.
 
 Source: H. B. McMahan et al., AISTATS 2017, section 3.
 """

@@ -44,6 +44,7 @@ class LabelShards(Partition):
             )
         by_label = needed(labels, n, self).sort(stable=True).indices
         drawn = torch.randperm(count, generator=generator(seed, "partition"))
+        # The first `per_client` shards that are drawn are client 0's, and so on.
         owner_of_shard = torch.empty_like(drawn)
         owner_of_shard[drawn] = torch.arange(clients).repeat_interleave(self.per_client)
         return Parts(dealt(by_label, owner_of_shard), clients)

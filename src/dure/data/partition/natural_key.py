@@ -15,8 +15,10 @@ from dure.data.partition.parts import Parts
 
 @dataclass(frozen=True)
 class NaturalKey(Partition):
-    """One client for each key, client k that of `sorted(set(keys))[k]`. A single client has all the
-    data."""
+    """One client for each key, client k that of `sorted(set(keys))[k]`.
+
+    A single client has all the data.
+    """
 
     name: ClassVar[str] = "natural-key"
 
@@ -37,6 +39,7 @@ class NaturalKey(Partition):
         self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
     ) -> Parts:
         keys = _keys(keys, n)
+        # By name and not by first appearance: every order of the examples gives the same clients.
         names = sorted(set(keys))
         if clients != len(names):
             some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

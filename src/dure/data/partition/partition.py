@@ -1,5 +1,6 @@
-"""What a partition is: a frozen dataclass with a text form (`dure.settings`), as `dirichlet:0.3`,
-that divides examples among clients.
+"""What a partition is: a frozen dataclass that divides examples among clients.
+
+It has a text form (`dure.settings`), such as `dirichlet:0.3`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Partition:
             raise ValueError(f"the number of clients has to be at least 1, not {clients}")
         if clients > n:
             raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
+        # A single client needs no labels or keys, and nothing is drawn for it.
         if clients == 1:
             return Parts(torch.zeros(n, dtype=torch.int64), 1)
         return self._divide(clients, n, labels=labels, keys=keys, seed=seed)
@@ -60,8 +62,7 @@ class Partition:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the fields, without those at the end that are
-        default."""
+        """The text that `parse` reads: the name and the fields, less defaults at the end."""
         return write(self)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 class Parts(Sequence[Tensor]):
-    """The examples of each client, as one tensor and where each client's begin: a million clients
-    are two tensors.
+    """The examples of each client, as one tensor and where each client's begin.
+
+    A million clients are two tensors and a list.
 
     owners: the client of each example, int64 of shape (n,). The examples of a client are in
     ascending order.
@@ -20,6 +21,7 @@ class Parts(Sequence[Tensor]):
     def __init__(self, owners: Tensor, clients: int) -> None:
         self.owners = owners
         self.sizes = torch.bincount(owners, minlength=clients)
+        # Stable, so that each client's examples are in ascending order.
         self._indices = owners.sort(stable=True).indices
         self._starts: list[int] = [0, *self.sizes.cumsum(0).tolist()]
 
@@ -52,8 +54,10 @@ class Parts(Sequence[Tensor]):
 
 
 def dealt(order: Tensor, owners: Tensor) -> Tensor:
-    """The owner of each example, where `order` is cut into parts equal to within one, the k-th of
-    `owners[k]`."""
+    """The owner of each example.
+
+    `order` is cut into parts that are equal to within one; the k-th is of `owners[k]`.
+    """
     n = len(order)
     count = len(owners)
     sizes = torch.full((count,), n // count)

@@ -21,8 +21,9 @@ from dure.randomness.seeds import derive
 
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """The clients' sizes are drawn from a symmetric Dirichlet distribution; their labels are a
-    random sample.
+    """The clients' sizes are drawn from a symmetric Dirichlet distribution.
+
+    Their labels are a random sample.
 
     alpha: small is skewed (one client has most), large is even. minimum: the fewest examples a
     client has.

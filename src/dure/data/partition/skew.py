@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 EVEN = 1e100
-"""An alpha from which on all shares of a Dirichlet distribution are equal in float64; sums of much
-larger overflow."""
+"""An alpha from which on all shares of a Dirichlet distribution are equal in float64.
+
+Sums of much larger ones overflow.
+"""
 
 
 def check_skew(name: str, alpha: float, minimum: int) -> None:
@@ -27,19 +29,23 @@ def check_skew(name: str, alpha: float, minimum: int) -> None:
 
 
 def shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarray:
-    """Of each client, which add up to 1."""
+    """The share of each client; all shares add up to 1."""
+    # A very large alpha is cut to one that float64 can sum.
     return random.dirichlet(np.full(clients, min(alpha, EVEN)))
 
 
 def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
-    """The parts with at least `minimum` examples each, the missing ones taken at random from the
-    largest."""
+    """The parts with at least `minimum` examples each.
+
+    The missing ones are taken at random from the largest.
+    """
     total = sum(map(len, parts))
     sizes = [len(part) for part in parts]
     if minimum * len(parts) > total:
         raise ValueError(f"{len(parts)} clients cannot have {minimum} of {total} examples each")
     for poor in range(len(parts)):
         while sizes[poor] < minimum:
+            # Looked for each time: a gift may leave another client the largest.
             rich = max(range(len(parts)), key=sizes.__getitem__)
             # The giver keeps its minimum. The largest has more than that, or the total would not be
             # enough.

@@ -1,5 +1,6 @@
-"""How updates become one. An aggregator *folds* a stream in O(1) memory, or *collects* all updates
-first.
+"""How updates become one.
+
+An aggregator *folds* a stream in O(1) memory, or *collects* all updates first.
 
     mean                        weighted by n_k; folds                              McMahan
     median                      of each coordinate                                  Yin
@@ -81,9 +82,13 @@ def parse(text: str) -> Aggregator:
 
 
 def _divided(text: str) -> tuple[str, str, str]:
-    """The text before and after the "/" that divides an aggregator from the one that it wraps,
-    which is none of those in the path of a user's file."""
+    """The text before and after the "/" that divides an aggregator from the one that it wraps.
+
+    A "/" in the path of a user's file divides nothing.
+    """
     outer, slash, inner = text.partition("/")
+    # A user's file may lie in a folder, so that its path has slashes: what divides is the first one
+    # after the ":".
     if outer.partition(":")[0].strip() in AGGREGATORS or not is_reference(text):
         return outer, slash, inner
     file, _, rest = text.partition(":")

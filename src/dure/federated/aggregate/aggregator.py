@@ -1,7 +1,8 @@
 """What an aggregator is: updates in, one update out.
 
 One that *folds* takes them one after another, in O(1) memory; one that *collects* needs them all.
-Both are frozen dataclasses with a text form (`dure.settings`), as `krum:4` or `clipped:10/mean`.
+Both are frozen dataclasses with a text form (`dure.settings`), such as `krum:4` or
+`clipped:10/mean`.
 
 An update is a list of flat tensors, one a dtype of the model (as `dure.tensors.flat` keeps
 parameters), followed by the changes of its floating-point buffers. A rule sees it as *one* vector:
@@ -51,8 +52,10 @@ class Aggregator:
             raise ValueError(f"{self} needs at least 1 update a round, not {updates}")
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the settings; for one that wraps, then "/" and
-        the inner one."""
+        """The text that `parse` reads: the name and the settings.
+
+        For one that wraps, then "/" and the inner one.
+        """
         if self.wraps:
             return f"{write(self, without=('inner',))}/{self.inner}"  # type: ignore[attr-defined]
         return write(self)
@@ -60,8 +63,10 @@ class Aggregator:
 
 @dataclass(frozen=True)
 class Folds(Aggregator):
-    """Takes updates as a stream. `zero` before the first, `fold` for each, `finish` after the
-    last."""
+    """Takes updates as a stream.
+
+    `zero` before the first, `fold` for each, `finish` after the last.
+    """
 
     collects: ClassVar[bool] = False
 
@@ -74,8 +79,10 @@ class Folds(Aggregator):
         raise NotImplementedError
 
     def finish(self, folded: Any) -> list[Tensor]:
-        """The combined update, maybe in the memory of `folded`. Raises TooFewUpdatesError if
-        nothing was folded."""
+        """The combined update, maybe in the memory of `folded`.
+
+        Raises TooFewUpdatesError if nothing was folded.
+        """
         raise NotImplementedError
 
 
@@ -96,6 +103,7 @@ class Collects(Aggregator):
 
         Raises TooFewUpdatesError if there are too few updates, or if none is finite.
         """
+        # The promise is about all that were sent, those that are not finite among them.
         try:
             self.check(len(rows))
         except ValueError as error:
@@ -115,6 +123,5 @@ class Collects(Aggregator):
 
 
 def still_broken(f: int, dropped: int) -> int:
-    """How many of the f broken updates may be among those that are left, once `dropped` were
-    dropped."""
+    """How many of the f broken updates may be left, once `dropped` updates were dropped."""
     return max(f - dropped, 0)

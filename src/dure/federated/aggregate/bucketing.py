@@ -28,7 +28,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Bucketing(Collects):
-    """s: updates a bucket; the last may have fewer. inner: the aggregator of the buckets' means."""
+    """Another aggregator of the means of random buckets.
+
+    s: updates a bucket; the last may have fewer. inner: the aggregator of the buckets' means.
+    """
 
     name: ClassVar[str] = "bucketing"
     wraps: ClassVar[bool] = True

@@ -34,7 +34,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Bulyan(Collects):
-    """f: broken updates withstood."""
+    """Krum again and again, then the mean around the median.
+
+    f: broken updates withstood.
+    """
 
     name: ClassVar[str] = "bulyan"
     f: int = 1
@@ -64,6 +67,7 @@ def selection(rows: Rows, f: int) -> list[int]:
     left = list(range(len(rows)))
     chosen = list[int]()
     while len(chosen) < len(rows) - 2 * f:
+        # Distances are those of all rows, computed once; only scores are new each time.
         best = left[rows.only(left).order(scores(squared[left][:, left], f))[0]]
         left.remove(best)
         chosen.append(best)
@@ -71,8 +75,9 @@ def selection(rows: Rows, f: int) -> list[int]:
 
 
 def around_the_median(values: Tensor, keep: int) -> Tensor:
-    """The mean of the `keep` values of each column that are closest to its median; values: float64
-    of shape (n, b).
+    """The mean of the `keep` values of each column that are closest to its median.
+
+    values: float64 of shape (n, b).
 
     In order they are a window. It moves up as long as the value that leaves is farther from the
     median than the one that enters; of two equally far the smaller stays.
@@ -80,6 +85,8 @@ def around_the_median(values: Tensor, keep: int) -> Tensor:
     ordered = sorted_rows(values)
     median = middle(ordered)
     window = torch.stack(ordered)
+    # From one step of the window to the next the left side falls and the right side rises, so the
+    # trues come first and their number is how far the window moves.
     leaves_farther = (median - window[: len(window) - keep]) > (window[keep:] - median)
     place = torch.arange(len(window), device=values.device).unsqueeze(1) - leaves_farther.sum(0)
     return window.masked_fill_((place < 0) | (place >= keep), 0).sum(0) / keep

@@ -1,5 +1,4 @@
-"""Centred clipping: from the aggregate of the round before, the mean of steps that are at most tau
-long.
+"""Centred clipping: from the last round's result, the mean of steps that are at most tau long.
 
     v <- v + (mean over clients of (x_i - v)·min(1, tau / |x_i - v|)),   `iterations` times
 
@@ -32,7 +31,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class CentredClipping(Collects):
-    """tau: the longest step, a length as updates are. iterations: at least 1."""
+    """Steps of bounded length from the result of the round before.
+
+    tau: the longest step, a length as updates are. iterations: at least 1.
+    """
 
     name: ClassVar[str] = "centred-clipping"
     tau: float = 10.0
@@ -55,10 +57,14 @@ class CentredClipping(Collects):
             else [tensor.double() for tensor in state]
         )
         for _ in range(self.iterations):
+            # v + sum of s_i (x_i - v) = (1 - sum of s) v + sum of s_i x_i: the rows in one pass,
+            # without differences. A distance of 0 gives infinity, clamped to 1.
             shares = (self.tau / rows.distances(centre)).clamp(max=1) / len(rows)
             pulled = rows.combination(shares, torch.float64)
             centre = [
                 v * (1 - float(shares.sum())) + p for v, p in zip(centre, pulled, strict=True)
             ]
+        # The state in the dtype of the updates as well: a resumed run goes on with the same
+        # numbers.
         result = [v.to(like.dtype) for v, like in zip(centre, rows.updates[0], strict=True)]
         return result, [tensor.clone() for tensor in result]

@@ -1,5 +1,6 @@
-"""Updates no longer than a norm: each x_k becomes x_k·min(1, norm / |x_k|), then another aggregator
-combines them.
+"""Updates no longer than a norm, which another aggregator combines.
+
+Each x_k becomes x_k·min(1, norm / |x_k|).
 
 The norm is of the whole update. No client can then move a mean by more than 2·norm·n_k / (sum of
 n_k): it bounds what one broken update does, and does not remove it. Updates that are not finite are
@@ -93,6 +94,7 @@ class ClippedRows(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
+        # A row of norm 0 gives infinity, clamped to 1.
         factors = (self.norm / rows.distances()).clamp(max=1)
         shortened = rows.mixed(factors.diag(), rows.weights)
         return combine_inner(self.inner, shortened, dropped=dropped, turn=turn, state=state)

@@ -1,5 +1,4 @@
-"""The geometric median: the vector z that minimises (sum over clients of |x_i - z|), of whole
-updates.
+"""The geometric median of whole updates: the z that minimises (sum over clients of |x_i - z|).
 
 Withstands any minority of broken updates: an outlier pulls with the same unit force from wherever
 it is. If at least (1 - a)·m updates, a < 1/2, lie within r of a point, the median lies within 2(1 -

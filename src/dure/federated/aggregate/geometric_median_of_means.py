@@ -31,7 +31,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class GeometricMedianOfMeans(Collects):
-    """k: groups. More than twice as many as there are broken updates."""
+    """The geometric median of the means of k random groups.
+
+    k: groups. More than twice as many as there are broken updates.
+    """
 
     name: ClassVar[str] = "geometric-median-of-means"
     k: int = 10
@@ -47,8 +50,7 @@ class GeometricMedianOfMeans(Collects):
             )
 
     def groups(self, updates: int, turn: Turn) -> list[list[int]]:
-        """The rows of each group of this turn; as many groups as updates if those are fewer than
-        k."""
+        """The rows of each group of this turn; a group each if the updates are fewer than k."""
         order = torch.randperm(updates, generator=turn.generator("groups"))
         return [group.tolist() for group in order.tensor_split(min(self.k, updates))]
 

@@ -28,8 +28,11 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Krum(Collects):
-    """f: broken updates withstood. m: how many of the best are averaged; 1 is Krum, more is
-    Multi-Krum."""
+    """Krum, and Multi-Krum.
+
+    f: broken updates withstood. m: how many of the best are averaged; 1 is Krum, more is
+    Multi-Krum.
+    """
 
     name: ClassVar[str] = "krum"
     f: int = 1
@@ -52,6 +55,7 @@ class Krum(Collects):
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         order = rows.order(scores(rows.squared_distances(), still_broken(self.f, dropped)))
+        # Fewer than m where others were dropped, so the share is by how many there are.
         best = order[: self.m]
         coefficients = torch.zeros(len(rows), dtype=torch.float64)
         coefficients[best] = 1 / len(best)
@@ -59,11 +63,13 @@ class Krum(Collects):
 
 
 def scores(squared: Tensor, f: int) -> Tensor:
-    """Krum's score of each row: the sum of its n - f - 2 smallest squared distances to others;
-    shape (n,).
+    """Krum's score of each row: the sum of its n - f - 2 smallest squared distances to others.
+
+    Shape (n,).
 
     squared: shape (n, n). Where n is too small for f, the nearest one counts.
     """
     n = len(squared)
+    # Infinity on the diagonal: no row is a neighbour of itself.
     others = squared.masked_fill(torch.eye(n, dtype=torch.bool), float("inf")).sort(1).values
     return others[:, : min(max(n - f - 2, 1), n - 1)].sum(1)

@@ -34,14 +34,16 @@ def zero(like: Sequence[Tensor]) -> Folded:
 
 def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
     """Adds one update with weight n_k. The accumulator's memory is used again."""
+    # In place: `Folded` is a new value, its sums are the same memory.
     for total, tensor in zip(folded.sums, tensors, strict=True):
         total.add_(tensor, alpha=weight)
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 
 def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
-    """Adds the weighted sum of some updates of one tensor, which weigh `weight` together, or begins
-    with it.
+    """Adds the weighted sum of some updates of one tensor, or begins with it.
+
+    weight: of these updates together.
 
     sum_of: returns the sum, or has added it to the tensor that it is given.
     """
@@ -57,6 +59,7 @@ def finish(folded: Folded) -> list[Tensor]:
     if folded.weight <= 0:
         raise TooFewUpdatesError("the mean of no updates is not defined")
     return [
+        # The sum is not needed any more, so the mean takes its memory.
         total.div_(folded.weight).to(dtype)
         for total, dtype in zip(folded.sums, folded.dtypes, strict=True)
     ]
@@ -64,8 +67,10 @@ def finish(folded: Folded) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Mean(Folds):
-    """The weighted mean. It withstands nothing: one update that is not finite makes the result not
-    finite."""
+    """The weighted mean.
+
+    It withstands nothing: one update that is not finite makes the result not finite.
+    """
 
     name: ClassVar[str] = "mean"
     sums: ClassVar[bool] = True
@@ -86,5 +91,8 @@ class Mean(Folds):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """n_k·Δ_k overflows in half precision: such updates are summed in float32."""
+    """The dtype in which updates are summed.
+
+    n_k·Δ_k overflows in half precision: such updates are summed in float32.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

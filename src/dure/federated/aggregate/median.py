@@ -37,14 +37,18 @@ class Median(Collects):
 
 
 def coordinate_median(rows: Rows, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The median of each coordinate of finite rows. dtype: of the result, None for that of the
-    updates."""
+    """The median of each coordinate of finite rows.
+
+    dtype: of the result, None for that of the updates.
+    """
     return rows.map(lambda values: middle(sorted_rows(values)), own_dtype=True, dtype=dtype)
 
 
 def middle(ordered: list[Tensor]) -> Tensor:
-    """The median of columns whose rows are in order; for an odd number of rows it is one of the
-    values."""
+    """The median of columns whose rows are in order.
+
+    For an odd number of rows it is one of the values.
+    """
     low = ordered[(len(ordered) - 1) // 2]
     high = ordered[len(ordered) // 2]
     return low if low is high else (low.double() + high) / 2

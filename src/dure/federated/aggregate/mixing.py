@@ -30,7 +30,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Mixing(Collects):
-    """f: broken updates withstood, less than half. inner: the aggregator of what mixing makes."""
+    """Another aggregator of the means of nearest neighbours.
+
+    f: broken updates withstood, less than half. inner: the aggregator of what mixing makes.
+    """
 
     name: ClassVar[str] = "mixing"
     wraps: ClassVar[bool] = True
@@ -51,9 +54,9 @@ class Mixing(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        rows = rows.only(
-            rows.order(torch.zeros(len(rows)))
-        )  # by value: so are the sums' roundings, which break ties
+        # Equal keys: sorted by value alone. The roundings of sums, which break ties, then do not
+        # depend on who sent what.
+        rows = rows.only(rows.order(torch.zeros(len(rows))))
         nearest = len(rows) - still_broken(self.f, dropped)
         mix = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         for row, squared in zip(mix, rows.squared_distances(), strict=True):

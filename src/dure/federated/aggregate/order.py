@@ -20,8 +20,10 @@ MOST = 256
 
 
 def sorted_rows(values: Tensor) -> list[Tensor]:
-    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,). Uses the
-    memory of `values`."""
+    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,).
+
+    Uses the memory of `values`.
+    """
     if len(values) > MOST:
         return list(values.sort(0).values)
     rows = list(values)
@@ -29,6 +31,8 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
     for low, high in comparators(len(rows)):
         one = rows[low]
         other = rows[high]
+        # Both results go to memory that is there already: the larger in place of `other`, the
+        # smaller in the spare, and the memory of `one` is the next spare.
         torch.minimum(one, other, out=spare)
         torch.maximum(one, other, out=other)
         rows[low] = spare
@@ -38,9 +42,12 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
 
 @lru_cache
 def comparators(n: int) -> list[tuple[int, int]]:
-    """Pairs (low, high) of places to compare, one after another, that sort n numbers: about n·(log2
-    n)²/4."""
+    """Pairs (low, high) of places to compare, one after another, that sort n numbers.
+
+    There are about n·(log2 n)²/4.
+    """
     pairs: list[tuple[int, int]] = []
+    # p, q, r and d (here `distance`) are Knuth's names. largest: the greatest power of 2 below n.
     largest = 1 << max((n - 1).bit_length() - 1, 0)
     p = largest if n > 1 else 0
     while p > 0:

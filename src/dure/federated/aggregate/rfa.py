@@ -31,8 +31,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class RFA(Collects):
-    """nu: the distance from an update within which its pull grows no more; a length, as updates
-    are."""
+    """The geometric median with weights n_k, smoothed.
+
+    nu: the distance from an update within which its pull grows no more; a length, as updates are.
+    """
 
     name: ClassVar[str] = "rfa"
     nu: float = 1e-6

@@ -1,10 +1,11 @@
-"""The updates of a round as the rows of one (m, d) matrix that is never made: rules go over it in
-blocks.
+"""The updates of a round as the rows of one (m, d) matrix that is never made.
+
+Rules go over it in blocks.
 
 A block is the same few coordinates of all rows, in float64. So a rule needs, besides the updates
 themselves, the memory of a block and of its result, whatever m and d.
 
-Rows may also be mixtures of updates, as means of groups are: row i is then (sum over j of mix[i,
+Rows may also be mixtures of updates, such as means of groups: row i is then (sum over j of mix[i,
 j]·update j), formed block by block.
 
 Distances are sums of squares of differences. The usual |x|² + |y|² - 2x·y cancels: for float32
@@ -30,8 +31,10 @@ LARGEST = 2.0**500
 
 
 class Block(NamedTuple):
-    """Some coordinates of all rows: `values`, of shape (m, stop - start), of tensor number `slot`
-    of each update."""
+    """Some coordinates of all rows.
+
+    values: of shape (m, stop - start), of tensor number `slot` of each update.
+    """
 
     slot: int
     start: int
@@ -40,8 +43,9 @@ class Block(NamedTuple):
 
 
 class Rows:
-    """m updates, each a list of tensors of the same shapes and floating-point dtypes, and their
-    weights n_k.
+    """m updates and their weights n_k, as rows.
+
+    updates: each a list of tensors of the same shapes and floating-point dtypes.
 
     A row is one vector: all tensors of an update, one after another. numbers: how many a block has.
     mix: rows as mixtures of updates, float64 of shape (rows, m); `mixed`, `grouped` make it.
@@ -64,6 +68,7 @@ class Rows:
         if len(self.weights) != len(self):
             raise ValueError(f"{len(self)} updates need as many weights, not {len(self.weights)}")
         self._numbers = numbers
+        # Views where tensors are contiguous: nothing is copied before a block is made.
         self._flat = [_flattened(update) for update in updates]
 
     def __len__(self) -> int:
@@ -76,10 +81,12 @@ class Rows:
         dtype of the updates where rows are updates, for rules to which order is all that counts;
         otherwise in float64.
         """
+        # Mixtures are made of all updates, which may be more than the rows.
         columns = max(1, columns, self._numbers // max(len(self), len(self.updates)))
         for slot, first in enumerate(self._flat[0]):
             for start in range(0, first.numel(), columns):
                 stop = min(start + columns, first.numel())
+                # A copy in any case, so that a caller may write to it.
                 values = torch.stack([flat[slot][start:stop] for flat in self._flat])
                 if self.mix is not None:
                     values = self.mix.to(values.device) @ values.double()
@@ -93,8 +100,9 @@ class Rows:
         own_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """What `function` makes of each coordinate, shaped as an update: of values (m, b) it makes
-        (b,).
+        """What `function` makes of each coordinate, shaped as an update.
+
+        function: of values (m, b) it makes (b,).
 
         own_dtype: as in `blocks`. dtype: of the result, None for that of the updates.
         """
@@ -104,16 +112,19 @@ class Rows:
         return self._shaped(result)
 
     def combination(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """(sum over rows i of coefficients[i]·row i), summed in float64. coefficients: float64,
-        shape (m,).
+        """(sum over rows i of coefficients[i]·row i), summed in float64.
+
+        coefficients: float64, shape (m,).
 
         dtype: of the result, None for that of the updates. One coefficient of 1 among zeros gives
         that row, to the bit.
         """
         if self.mix is not None:
+            # A combination of mixtures is one of the updates: one pass, and no mixture is made.
             return Rows(self.updates, [1.0] * len(self.updates), self._numbers).combination(
                 coefficients @ self.mix, dtype
             )
+        # Rows with coefficient 0 are not even read.
         used = coefficients.nonzero().flatten().tolist() or [0]
         return self.only(used).map(
             lambda values: coefficients[used].to(values.device) @ values, dtype=dtype
@@ -124,8 +135,9 @@ class Rows:
         return self.combination(torch.eye(len(self), dtype=torch.float64)[index])
 
     def finite(self) -> list[int]:
-        """The rows that rules can count with: all numbers are finite, and the weight is finite and
-        positive.
+        """The rows that rules can count with.
+
+        All their numbers are finite, and their weight is finite and positive.
 
         A norm above 2^500, which only float64 has, is not finite either: its square is not.
         """
@@ -138,19 +150,25 @@ class Rows:
         ]
 
     def squared_distances(self) -> Tensor:
-        """Between each two rows: float64 of shape (m, m), symmetric, on the CPU. m²·d/2
-        differences."""
+        """The squared distances between rows: float64 of shape (m, m), symmetric, on the CPU.
+
+        Cost: m²·d/2 differences.
+        """
         sums = torch.zeros(len(self) * (len(self) - 1) // 2, dtype=torch.float64)
         for block in self.blocks():
+            # Sums of squares add up over blocks, roots do not.
             sums += pdist(block.values).square().cpu()
         result = torch.zeros(len(self), len(self), dtype=torch.float64)
+        # The order in which `pdist` gives its pairs.
         above = torch.triu_indices(len(self), len(self), 1)
         result[above[0], above[1]] = sums
         return result + result.T
 
     def distances(self, origin: Sequence[Tensor] | None = None) -> Tensor:
-        """Of each row from the vector `origin`, shaped as an update; None for zero. float64 of
-        shape (m,)."""
+        """The distance of each row from the vector `origin`: float64 of shape (m,).
+
+        origin: shaped as an update; None for zero.
+        """
         sums = torch.zeros(len(self), dtype=torch.float64)
         for slot, start, stop, values in self.blocks():
             if origin is not None:
@@ -166,15 +184,19 @@ class Rows:
         return Rows([self.updates[row] for row in rows], weights, self._numbers)
 
     def mixed(self, mix: Tensor, weights: Sequence[float]) -> Rows:
-        """Rows that are mixtures of these: mix is float64 of shape (new rows, m); weights are those
-        of the new rows."""
+        """Rows that are mixtures of these.
+
+        mix: float64 of shape (new rows, m). weights: those of the new rows.
+        """
         return Rows(
             self.updates, weights, self._numbers, mix if self.mix is None else mix @ self.mix
         )
 
     def grouped(self, groups: Sequence[Sequence[int]]) -> Rows:
-        """The mean of each group, by the weights of its rows; a group weighs as much as its rows
-        together."""
+        """The mean of each group, by the weights of its rows.
+
+        A group weighs as much as its rows together.
+        """
         weights = torch.tensor(self.weights, dtype=torch.float64)
         mix = torch.zeros(len(groups), len(self), dtype=torch.float64)
         for row, group in zip(mix, groups, strict=True):
@@ -186,10 +208,14 @@ class Rows:
         return sum(self.weights[row] for row in rows)
 
     def order(self, keys: Tensor) -> list[int]:
-        """The rows sorted by `keys`, of shape (m,). Among equal keys the values of rows decide,
-        never their places: the row that is smaller at the first coordinate where they differ comes
-        first. Keys are equal that agree in nine digits: sums that are equal differ in their
-        roundings, by how they were made."""
+        """The rows sorted by `keys`, of shape (m,).
+
+        Among equal keys the values of rows decide, never their places: the row that is smaller at
+        the first coordinate where they differ comes first. Keys are equal that agree in nine
+        digits: sums that are equal differ in their roundings, by how they were made.
+        """
+        # Rounded first and compared then: "nearly equal" by itself would not be transitive, and no
+        # order.
         numbers = _nine_digits(keys).tolist()
 
         def compare(one: int, other: int) -> int:
@@ -217,6 +243,7 @@ class Rows:
 
 def _nine_digits(keys: Tensor) -> Tensor:
     """Rounded to 30 bits; infinities stay."""
+    # Rounded relative to each key's own size, in binary: no decimal text in between.
     mantissa, exponent = torch.frexp(keys.double())
     return torch.ldexp((mantissa * 2**30).round(), exponent - 30)
 

@@ -1,5 +1,4 @@
-"""The trimmed mean of each coordinate: without its floor(beta·m) smallest and as many largest
-values, the mean.
+"""The trimmed mean of each coordinate, without floor(beta·m) values at each end.
 
 Withstands f = floor(beta·m) broken updates of m: each value that is left lies between honest ones.
 beta has to be at least the share of broken updates, and below 1/2; with beta = 0 it is the mean
@@ -45,11 +44,13 @@ class TrimmedMean(Collects):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
+        # beta is a share of all that were sent; those that were dropped count as cut off already.
         cut = still_broken(self.trimmed(len(rows) + dropped), dropped)
 
         def function(values: Tensor) -> Tensor:
             kept = sorted_rows(values)[cut : len(rows) - cut]
             total = torch.zeros_like(kept[0], dtype=torch.float64)
+            # Row by row in float64: a sum that needs no copy of all rows in that precision.
             for row in kept:
                 total += row
             return total / len(kept)

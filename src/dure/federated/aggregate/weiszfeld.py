@@ -1,5 +1,6 @@
-"""Weiszfeld's iteration for the point z that minimises f(z) = (sum over i of w_i·|x_i - z|), in few
-dimensions.
+"""Weiszfeld's iteration for the geometric median, in few dimensions.
+
+It looks for the point z that minimises f(z) = (sum over i of w_i·|x_i - z|).
 
     z <- (sum of p_i·x_i) / (sum of p_i),   p_i = w_i / |x_i - z|
 
@@ -48,12 +49,16 @@ ACCURACY = 1e-12
 """Relative accuracy of the objective at which the iteration stops."""
 
 STEPS = 10_000
-"""The most steps, for minima next to a point, to which the iteration creeps: f may be 1e-8 from its
-least there."""
+"""The most steps.
+
+The iteration creeps to a minimum next to a point: f may then be 1e-8 from its least.
+"""
 
 SAME = 1e-13
-"""Points are the same if they are nearer than this, relative to their distance from the centre: QR
-knows no better."""
+"""Points are the same if they are nearer than this, relative to their distance from the centre.
+
+QR knows no better.
+"""
 
 
 Array = NDArray[np.float64]
@@ -61,8 +66,11 @@ Array = NDArray[np.float64]
 
 
 class Step(NamedTuple):
-    """coefficients: of the points, (m,); they sum to 1 and make the next z. slope: |R| - eta at z,
-    |g| if positive."""
+    """A step of the iteration.
+
+    coefficients: of the points, (m,); they sum to 1 and make the next z. slope: |R| - eta at z,
+    which is |g| where it is positive.
+    """
 
     coefficients: Array
     slope: float
@@ -75,11 +83,15 @@ def geometric_median(rows: Rows, weights: Sequence[float], smoothing: float = 0.
 
 
 def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
-    """Points in few dimensions with the distances of the rows; `centre` is at zero. Shape (m,
-    min(m, d))."""
+    """Points in few dimensions with the distances of the rows; `centre` is at zero.
+
+    Shape (m, min(m, d)).
+    """
     triangle: Tensor | None = None
+    # Wide blocks: each QR takes the triangle of those before, m rows, along.
     for slot, start, stop, values in rows.blocks(columns=4 * len(rows)):
         values -= centre[slot].reshape(-1)[start:stop]
+        # R of [R_before; block] is R of all rows so far, up to signs, which change no distance.
         tall = values.T if triangle is None else torch.cat([triangle, values.T])
         triangle = torch.linalg.qr(tall, mode="r").R
     assert triangle is not None
@@ -87,8 +99,12 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
 
 
 def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
-    """Coefficients, shape (m,), of the points, shape (m, k), whose combination minimises the sum of
-    distances."""
+    """The coefficients of the points whose combination minimises the sum of distances.
+
+    points: shape (m, k). The coefficients have shape (m,).
+    """
+    # Each point is tried as the minimum first; `slope` at it says surely yes, surely no, or too
+    # near to tell.
     unsure = []
     total = float(weights.sum())
     for point in points if smoothing == 0 else ():
@@ -110,8 +126,10 @@ def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
 
 
 def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0) -> Iterator[Array]:
-    """The coefficients of z after each step from `start`, as far as ACCURACY, or as z moves at
-    all."""
+    """The coefficients of z after each step from `start`.
+
+    It ends at ACCURACY, or where z does not move any more.
+    """
     z = start
     limit = ACCURACY / 2 * float(weights.sum())
     for _ in range(STEPS):
@@ -128,9 +146,12 @@ def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Ste
     towards = points - z
     distances = _norms(towards)
     here = distances <= (SAME * _norms(points) if smoothing == 0 else -1)
+    # What the points at z weigh: how hard they hold it there.
     eta = float(weights[here].sum())
+    # All points are the same: that is the minimum, and there is no pull to divide by.
     if here.all():
         return Step(weights / eta, -eta)
+    # The inner `where` only keeps from dividing by 0; those places are 0 in the end.
     pulls = np.where(here, 0.0, weights / np.where(here, 1.0, np.maximum(distances, smoothing)))
     pull = float(np.linalg.norm(pulls @ towards))
     stay = 0.0 if eta == 0 else 1.0 if pull <= eta else eta / pull

@@ -16,11 +16,14 @@ MEDIAN = Median()
 def combine_inner(
     inner: Aggregator, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """What `inner` makes of rows that an outer aggregator has made; one that folds takes them one
-    after another."""
+    """What `inner` makes of rows that an outer aggregator has made.
+
+    One that folds takes them one after another.
+    """
     if isinstance(inner, Collects):
         return inner.combine_finite(rows, dropped, turn, state)
     assert isinstance(inner, Folds)
+    # A mixture is made, folded and forgotten before the next one.
     folded = inner.zero(rows.updates[0])
     for index, weight in enumerate(rows.weights):
         folded = inner.fold(folded, rows.row(index), weight)

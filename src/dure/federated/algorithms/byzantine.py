@@ -48,6 +48,8 @@ class ByzantineGD(Federated):
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
             raise ValueError("byzantine has its own rule; fed-avg takes another by --aggregate")
+        # One step of a batch is stochastic gradient descent, and allowed too; one epoch has to be
+        # one full batch.
         one_step = self.local_epochs == 1 and (
             self.local_steps == 1 or (self.local_steps, self.batch_size) == (None, None)
         )

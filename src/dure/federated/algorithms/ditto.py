@@ -52,8 +52,7 @@ class Ditto(Federated):
 
 
 class OwnModels(Algorithm):
-    """A second job for each client, whose result it keeps: the weights, and after them the
-    buffers."""
+    """A second job for each client, whose result it keeps: weights, then buffers."""
 
     answers = True
     passes = 2
@@ -65,6 +64,8 @@ class OwnModels(Algorithm):
         weights, buffers = (
             self._parts(memory, job.weights) if memory else (job.weights, job.buffers)
         )
+        # The pull is towards the weights that were received, and not to those where the client's
+        # own model begins.
         return [
             job,
             replace(job, weights=weights, buffers=buffers, mu=self.lam, anchor=assignment.weights),
@@ -81,6 +82,8 @@ class OwnModels(Algorithm):
 
     @staticmethod
     def _parts(memory: Memory, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(weights, buffers) of what a client keeps, where a model has as many tensors as
-        `weights`."""
+        """(weights, buffers) of what a client keeps.
+
+        weights: as many tensors as a model has.
+        """
         return memory[: len(weights)], memory[len(weights) :]

@@ -111,4 +111,5 @@ class Mixing(Proximal):
         self.b = b
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
+        # The scale is α_t; the weight, in a mean of one update, is of no account.
         return self.alpha * staleness_weight(self.weighting, staleness, self.a, self.b), 1.0

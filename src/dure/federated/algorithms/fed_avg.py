@@ -1,5 +1,4 @@
-"""FedAvg: in each round a fraction of the clients trains locally and the server averages their
-updates.
+"""FedAvg: in each round some clients train locally, and the server averages their updates.
 
     S_t <- max(C·K, 1) clients at random
     each k in S_t:  w_k <- E epochs of SGD with batch size B on its n_k examples, from w

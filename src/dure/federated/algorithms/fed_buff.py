@@ -1,5 +1,4 @@
-"""FedBuff: asynchronous clients, whose updates are gathered until there are K; then the server
-makes a step.
+"""FedBuff: asynchronous clients; the server makes a step whenever it has K updates.
 
     client i:  gets (x_τ, τ), trains to y_i, sends Δ_i = y_i - x_τ
     server:    x <- x + η_g·(1/K)·(sum over the buffer of s(t - τ_i)·Δ_i),   s(a) = 1 / √(1 + a)
@@ -65,4 +64,5 @@ class Discounted(Algorithm):
     """Stale updates count for less."""
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
+        # s is a scale and no weight: weights would be divided out again by the mean.
         return (1.0 + staleness) ** -0.5, 1.0

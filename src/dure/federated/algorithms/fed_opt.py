@@ -1,5 +1,4 @@
-"""FedOpt: FedAvg whose server takes the mean update for a gradient and steps with an optimizer of
-its own.
+"""FedOpt: FedAvg whose server steps along the mean update with an optimizer of its own.
 
     Δ_t <- mean of the clients' updates, by examples
     x   <- step along Δ_t: momentum, Adagrad, Adam or Yogi

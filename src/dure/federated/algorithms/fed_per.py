@@ -79,6 +79,7 @@ class PersonalLayers(Algorithm):
             return torch.cat([torch.full((one.numel(),), id(one) in own) for one in group])
 
         self.masks = [mask(group) for group in by_dtype(start.model.parameters()).values()]
+        # Both halves know it without a message: all clients begin with the initial model.
         self.initial = self._personal(start.weights)
 
     def _personal(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -97,6 +98,7 @@ class PersonalLayers(Algorithm):
         return whole
 
     def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+        # Before anybody has taken part there is no mean.
         return self._joined(shared, kept or self.initial)
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
@@ -106,6 +108,7 @@ class PersonalLayers(Algorithm):
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
         delta = trained[0].delta
+        # Both parts were trained together; only the shared one travels.
         moved = zip(self._personal(jobs[0].weights), self._personal(delta), strict=True)
         return self.shared(delta), (), [before + change for before, change in moved]
 
@@ -113,5 +116,6 @@ class PersonalLayers(Algorithm):
         return Own(self._joined(shared, memory or self.initial))
 
     def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
+        # Sorted, so that the sum's rounding does not depend on who came first.
         parts = [memories[client] for client in sorted(memories)]
         return [torch.stack(tensors).mean(0) for tensors in zip(*parts, strict=True)]

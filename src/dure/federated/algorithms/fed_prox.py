@@ -1,5 +1,4 @@
-"""FedProx: FedAvg whose clients are held near the global model, and may do less than they were
-asked.
+"""FedProx: FedAvg whose clients are held near the global model, and may do less work.
 
     client k minimises  F_k(w) + μ/2·|w - w_t|²:  every local gradient gets + μ·(w - w_t)
 
@@ -59,6 +58,7 @@ class Proximal(Algorithm):
         self.equal_weights = equal_weights
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        # Without an anchor of its own the job is pulled to the weights that it begins with.
         return [replace(job, mu=self.mu)]
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:

@@ -62,6 +62,8 @@ class PerFedAvg(Federated):
             )
 
     def algorithm(self, start: Start) -> Algorithm:
+        # Gradients of each example of a step, which take the device's time: two, and two more for
+        # the Hessian.
         return Adapted(4 if self.order == "hessian-free" else 2)
 
     def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:

@@ -79,7 +79,7 @@ class Scaffold(Federated):
 
 
 class Controls(Algorithm):
-    """c on the server, c_i on the clients."""
+    """Control variates: c on the server, c_i on the clients."""
 
     answers = True
 
@@ -99,6 +99,8 @@ class Controls(Algorithm):
 
     def absorb(self, extra: list[Tensor], updates: int) -> None:
         if extra:
+            # The mean is over the updates that counted; times their number it is the sum, over N as
+            # in the rule.
             share = updates / self.clients
             self.control = [
                 c.add(mean, alpha=share) for c, mean in zip(self.control, extra, strict=True)
@@ -124,9 +126,11 @@ class Controls(Algorithm):
         (job,) = jobs
         (result,) = trained
         assert job.correction is not None
+        # With a schedule η_l is the rate of this round.
         steps = job.steps * self.lr * job.lr_factor
         if not steps:  # a learning rate of 0 tells nothing of the client's gradient
             return result.delta, [torch.zeros_like(c) for c in assignment.extra], memory
+        # Δc = c_i⁺ - c_i = -c + (x - y)/(K·η_l), and delta is y - x.
         change = [
             -c - delta / steps for c, delta in zip(assignment.extra, result.delta, strict=True)
         ]

@@ -45,11 +45,14 @@ TOGETHER = 50
 """Clients whose models are tuned at once."""
 
 FEW = 1_000
-"""So many clients' examples are looked up once, and not for each assignment."""
+"""The most clients whose examples are looked up once, and not for each assignment."""
 
 Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
-"""An engine for jobs like these. The rest is what an engine before it had, in a run that goes on:
-its name, its `chunk` and its `threads`."""
+"""An engine for jobs like these.
+
+The rest is what an engine before it had, in a run that goes on: its name, its `chunk` and its
+`threads`.
+"""
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,12 @@ class Clients:
         self.chosen: str | None = None
         """The engine's name, once there is one."""
         self.why = ""
-        """And why it is this one, in a line."""
+        """Why it is this engine, in a line."""
         self.chunk = 0
         """How many jobs each of its processes gets at once; 0 where it has none."""
         self.threads = threads
         self._pending: dict[int, tuple[int, Memory | None]] = {}
-        """Of each update that is not settled: its client, and what that keeps if it counts."""
+        """The client of each unsettled update, and what it keeps if that counts; by ticket."""
         self._ready: dict[int, Update] = {}
         """Updates that were computed before they were asked for."""
         self._typical = 0
@@ -159,6 +162,7 @@ class Clients:
                 return self.kept()
             case Settled():
                 self.settle(message)
+            # On a network one client hears of its own ticket, and not of a whole round's.
             case Refuse():
                 self.settle(Settled([], [message.ticket]))
             case _:
@@ -170,9 +174,13 @@ class Clients:
         return Join(self.sizes)
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
-        """What an assignment takes. most: examples that can be processed in time; at least one step
-        is done."""
+        """What an assignment takes.
+
+        most: examples that can be processed in time; at least one step is done.
+        """
         client = assignment.client
+        # Without data that come and go the sizes are known; otherwise the examples of this time are
+        # counted.
         examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
         return self._known_work(examples, assignment.nbytes, most)
 
@@ -180,6 +188,7 @@ class Clients:
         passes = self.algorithm.passes
         steps = self.local.steps_of(examples)
         if most is not None:
+            # In whole steps; an algorithm may compute several gradients of each example.
             in_time = int(most // (passes * self.local.batch(examples))) if most > 0 else 1
             steps = max(1, min(steps, in_time))
         return Work(steps, passes * self.local.examples_in(steps, examples), up)
@@ -190,6 +199,8 @@ class Clients:
         ahead: computed together with these where they are fewer than the engine likes at once, and
         kept until they are asked for.
         """
+        # Nothing computed ahead and nothing to compute ahead: no bookkeeping in between. With an
+        # attack all updates are needed at once, since liars may know the honest ones.
         plainly = orders and not ahead and not self._ready
         computed = self._trained(orders) if plainly else self._together(orders, ahead)
         return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
@@ -198,6 +209,7 @@ class Clients:
         """Clients whose updates count keep what they learned for next time; the others forget."""
         for ticket in settled.kept:
             client, memory = self._pending.pop(ticket, (-1, None))
+            # Most algorithms keep nothing: then no entry is made, for however many clients.
             if memory is not None:
                 self.memories[client] = memory
         for ticket in settled.dropped:
@@ -208,11 +220,15 @@ class Clients:
         personal = self.personal
         if not personal.clients:
             return Measured([], {})
+        # One object for all clients: `Personal.over` loads a model only when it is another object
+        # than before.
         whole = Own(self.algorithm.whole(measure.weights, self.kept().tensors), measure.buffers)
         values = _named("client", personal.over(repeat(whole)))
         own = partial(self._own, measure, whole)
         if personal.fine_tune:
             values |= _named("personal", personal.over(self._tuned(own, measure)))
+        # Where no client has a model of its own, these numbers would be those of the global model
+        # again.
         elif any(own(client) is not whole for client in personal.clients):
             values |= _named("personal", personal.over(map(own, personal.clients)))
         return Measured(personal.clients, values)
@@ -229,6 +245,7 @@ class Clients:
 
     def mark(self) -> Callable[[], None]:
         """A way back to this moment, as long as nothing is settled."""
+        # Memories need no copy: only `settle` writes them.
         pending = dict(self._pending)
         ready = dict(self._ready)
 
@@ -239,8 +256,10 @@ class Clients:
         return back
 
     def state(self) -> dict[str, Any]:
-        """What clients keep, as a tree, and the updates that are ready: computed again in other
-        company, they could be rounded in another way."""
+        """What clients keep, as a tree for checkpoints, and the updates that are ready.
+
+        Computed again in other company, those could be rounded in another way.
+        """
         return {
             "memories": dict(sorted(self.memories.items())),
             "ready": [
@@ -280,11 +299,15 @@ class Clients:
         return own if self.present is None else own[self.present(len(own), now)]
 
     def engine(self, jobs: Sequence[Job]) -> Engine:
-        """Who computes; chosen at the first jobs, and kept for the rest of the run, resumed or not:
-        what it does at once may depend on how many these were."""
+        """The engine that computes, chosen at the first jobs and kept for the rest of the run.
+
+        A resumed run keeps it too: what it does at once may depend on how many these were.
+        """
         if self._engine is None:
             again = self.chosen is not None
             if again and jobs:
+                # A resumed run may begin with another number of jobs. The choice, and the size of
+                # chunks, follow from the number that the first run saw, so as many are shown again.
                 jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
             self._typical = len(jobs)
             engine = self._make(jobs, self.chosen, self.chunk, self.threads)
@@ -305,6 +328,8 @@ class Clients:
         missing = [order for order in orders if order.assignment.ticket not in self._ready]
         if missing and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
+            # Two bounds in one: what is computed now is at most a cohort, and so is what lies ready
+            # ahead.
             room = self._cohort([*missing, *more]) - max(len(missing), len(self._ready))
             if room > 0 and more:
                 for update in self._trained([*missing, *more[:room]]):
@@ -319,12 +344,12 @@ class Clients:
         """How many jobs the engine likes at once; orders: those at which it may be chosen."""
         if self._engine is not None:
             return self._engine.cohort
+        # The choice of an engine sees real jobs, as it tries a few steps of them.
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
         return self.engine(jobs).cohort
 
     def _jobs(self, order: Order) -> list[Job]:
-        """What an assignment is for the engine: FedAvg's job, and what the algorithm makes of
-        it."""
+        """What an assignment is for the engine: FedAvg's job, as the algorithm changes it."""
         one = order.assignment
         indices = self.indices(one.client, order.began)
         job = Job(
@@ -333,6 +358,8 @@ class Clients:
             indices=indices,
             weights=one.weights,
             buffers=one.buffers,
+            # As if the turns before had been done in full: a client that stopped at a deadline does
+            # not shift its later batches.
             first_step=one.turn * self._known_steps(indices.numel()),
             steps=order.work.steps,
             turn=one.turn,
@@ -346,6 +373,8 @@ class Clients:
     def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
         asked = [self._jobs(order) for order in orders]
         flat = [job for jobs in asked for job in jobs]
+        # An algorithm may make several jobs of one assignment (Ditto makes two): all go to the
+        # engine in one list, and are taken from its results in the same order.
         results = self.engine(flat).train(flat)
         for order, jobs in zip(orders, asked, strict=True):
             yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
@@ -354,6 +383,7 @@ class Clients:
         memory = self.memories.get(asked.client)
         delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
         self._pending[asked.ticket] = (asked.client, memory)
+        # The first job is the one for the global model; others are not reported.
         first = trained[0]
         return Update(
             ticket=asked.ticket,
@@ -369,16 +399,20 @@ class Clients:
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
         """What the algorithm keeps for a client; the global model where that is nothing."""
+        # Own weights without own buffers are measured with the global ones.
         kept = self.algorithm.own(measure.weights, self.memories.get(client))
         if kept is None:
             return whole
         return kept if kept.buffers is not None else kept._replace(buffers=measure.buffers)
 
     def _tuned(self, own: Callable[[int], Own], measure: Measure) -> Iterator[Own]:
-        """The models of those who are measured, after `fine_tune` epochs on the data that each has
-        now."""
+        """The models of those who are measured, after `fine_tune` epochs.
+
+        Each trains on the data that it has now.
+        """
         clients = self.personal.clients
         for start in range(0, len(clients), TOGETHER):
+            # So many models at a time: those of all clients would not fit into memory.
             some = clients[start : start + TOGETHER]
             jobs = [self._tuning(client, own(client), measure) for client in some]
             for job, result in zip(jobs, self.engine(jobs).tune(jobs), strict=True):
@@ -402,8 +436,10 @@ class Clients:
         )
 
     def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
-        """The updates as they are sent: those of liars are not what they computed. A liar that
-        knows the honest ones knows those that are combined with its own."""
+        """The updates as they are sent: those of liars are not what they computed.
+
+        A liar that knows the honest ones knows those that are combined with its own.
+        """
         lying = [
             position
             for position, update in enumerate(updates)
@@ -411,8 +447,11 @@ class Clients:
         ]
         if not lying:
             return updates
+        # Without rounds updates that are combined together may be of several models.
         turn = max(update.round for update in updates)
         clients = [update.client for update in updates]
+        # What an algorithm sends besides (SCAFFOLD's controls) is forged with the update, and
+        # parted again below.
         honest = [[*update.delta, *update.extra] for update in updates]
         forged = attack.forge(honest, lying, self.seed, turn, clients=clients)
         return [
@@ -426,7 +465,7 @@ def _named(whose: str, values: dict[str, list[float]]) -> dict[str, list[float]]
 
 
 def _written(update: Update) -> dict[str, Any]:
-    """As a tree for checkpoints."""
+    """The update as a tree for checkpoints."""
     return {
         "ticket": update.ticket,
         "client": update.client,

@@ -1,5 +1,6 @@
-"""Models measured client by client, on data that each has held out: how fair the global one is, and
-what clients' own are worth.
+"""Models measured client by client, on data that each has held out.
+
+It shows how fair the global model is, and what clients' own are worth.
 
     client_<metric>      the global model on a client's held-out examples
     personal_<metric>    the client's own model there: what its algorithm keeps for it (FedPer,
@@ -36,8 +37,11 @@ MOST = 1_000
 
 
 class Personal:
-    """held_out: the examples of each client, as indices into `examples`; none measures nothing, and
-    needs no model. fine_tune: epochs on its own data before a client's model is measured."""
+    """What measures models client by client.
+
+    held_out: the examples of each client, as indices into `examples`; none measures nothing, and
+    needs no model. fine_tune: epochs on its own data before a client's model is measured.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Personal:
             chosen = Permutation(len(held_out), derive(seed, "measured clients")).first(MOST)
         self.clients = sorted(client for client in chosen if len(held_out[client]))
 
+    # Made when somebody measures: most runs hold nothing out, and need no second model.
     @cached_property
     def model(self) -> nn.Module:
         """A model that takes the weights and buffers of each client in turn."""
@@ -73,8 +78,10 @@ class Personal:
         return Buffers(self.model)
 
     def over(self, models: Iterable[Own]) -> dict[str, list[float]]:
-        """Every metric of the model of each client in `clients`, one a client; models are taken one
-        after another, and one is kept at a time."""
+        """Every metric of the model of each client in `clients`, one number a client.
+
+        Models are taken one after another, and one is kept at a time.
+        """
         results: dict[str, list[float]] = {name: [] for name in ("loss", *self.task.measures)}
         loaded: Own | None = None
         # Models first: those of an engine then come to their end. Others may have none.
@@ -96,6 +103,8 @@ class Personal:
     def _of(self, indices: Tensor) -> dict[str, float]:
         """Every metric of the model that is loaded, on these examples."""
         names = ["loss", *self.task.measures]
+        # Sums and counts over batches: a mean of means would weigh the last, smaller batch too
+        # much.
         totals = dict.fromkeys(names, 0.0)
         counts = dict.fromkeys(names, 0.0)
         for part in torch.split(indices, self.task.eval_batch_size):

@@ -14,8 +14,7 @@ from dure.fleet.attacks import Attack
 def poisoned(
     examples: Examples, parts: Sequence[Tensor], liars: Collection[int], attack: Attack
 ) -> tuple[Examples, list[Tensor]]:
-    """(the examples, followed by those of liars as the attack spoils them; the parts, where liars
-    have these).
+    """(the examples with the spoilt ones at the end, the parts in which liars have those).
 
     Raises ValueError for examples that the attack cannot spoil.
     """
@@ -25,6 +24,7 @@ def poisoned(
     new = list(parts)
     end = len(examples)
     for client in liars:
+        # Copies at the end, and liars' indices point there: those of honest clients stay right.
         own_inputs, own_targets = attack.poison(*examples.batch(parts[client]), classes)
         inputs.append(own_inputs)
         targets.append(own_targets)

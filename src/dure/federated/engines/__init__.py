@@ -1,2 +1,4 @@
-"""Local training of many clients, as fast as the machine allows; what it computes is what `loop`
-computes."""
+"""Local training of many clients, as fast as the machine allows.
+
+What it computes is what `loop` computes.
+"""

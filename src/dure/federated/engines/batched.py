@@ -52,8 +52,10 @@ CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort, or of the factors of its products."""
 
 FORMED = {"cpu": 64 << 20, "cuda": 4 << 30}
-"""Bytes of updates of a cohort whose weights are factored: written once, if at all, they need not
-stay in a cache."""
+"""Bytes of updates of a cohort whose weights are factored.
+
+Written once, if at all, they need not stay in a cache.
+"""
 
 MOST = 256
 """Clients of a cohort whose weights are factored, at most."""
@@ -62,9 +64,11 @@ _NOTHING = Trained([], [], 0, 0.0)
 
 
 class Kind(NamedTuple):
-    """What is added to the gradients of a job: mu, whether it has an anchor, a correction. factors:
-    whether nothing is, it begins at weights that all share, and its batches are so few that these
-    are factored. lr_factor: the job's."""
+    """What is added to the gradients of a job: mu, whether it has an anchor, a correction.
+
+    factors: whether nothing is, it begins at weights that all share, and its batches are so few
+    that these are factored. lr_factor: the job's.
+    """
 
     mu: float
     anchored: bool
@@ -134,8 +138,10 @@ class BatchedEngine(Engine):
         self.device = device
         self.flops = 0.0
         """Floating-point operations of an example's step."""
+        # All examples, once: a step only picks rows of them.
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
+        # Flat weights have the parameters one after another.
         ends = list(accumulate(sizes))
         self._places = list(zip(program.weights, [0, *ends], ends, strict=False))
         """Each parameter, and where it begins and ends in flat weights."""
@@ -156,15 +162,18 @@ class BatchedEngine(Engine):
 
         Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
         """
+        # Jobs that begin at different weights (personal layers, say) have none to share.
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
             results: dict[int, Trained] = {}
             errors: dict[int, DureError] = {}
             for kind, places in kinds.items():
                 trained, error = self._cohort([some[place] for place in places], kind)
+                # Shorter than `places` where a job failed: the results before it are still good.
                 results.update(zip(places, trained, strict=False))
                 if error is not None:
                     errors[places[len(trained)]] = error
+            # The error of the first job in the jobs' order, as a loop would have met it.
             end = min(errors, default=len(some))
             # Given away one by one: nobody here keeps what has been taken.
             yield from map(results.pop, range(end))
@@ -172,8 +181,11 @@ class BatchedEngine(Engine):
                 raise errors[end]
 
     def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, int]]:
-        """What says of a job its kind, and how many like it make a cohort: found out once for all
-        that are alike in that."""
+        """What says of a job its kind, and how many like it make a cohort.
+
+        It is found out once for all that are alike in that.
+        """
+        # Most jobs of a round are alike: each kind is looked into once.
         known: dict[tuple[Any, ...], tuple[Kind, int]] = {}
 
         def classify(job: Job) -> tuple[Kind, int]:
@@ -187,6 +199,8 @@ class BatchedEngine(Engine):
         return classify
 
     def _kind(self, job: Job, shared: bool) -> Kind:
+        # Factors hold products alone: whatever else moves the weights needs weights of the client's
+        # own.
         added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
         factors = shared and not added and any(self._factored(self._rows(job)))
         return Kind(
@@ -198,7 +212,7 @@ class BatchedEngine(Engine):
         )
 
     def _rows(self, job: Job) -> int:
-        """Of all steps of the job."""
+        """The rows of all steps of the job."""
         examples = job.indices.numel()
         return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
 
@@ -219,6 +233,8 @@ class BatchedEngine(Engine):
             return self.cohort
         rows = self._rows(job)
         if rows not in self._fits:
+            # What one job takes of a cohort's room, by the tightest of three bounds: factors in the
+            # cache, updates in memory, the number of clients.
             share = max(self._kept(rows) / self.room, self._whole / self._formed, 1 / MOST)
             # A share of 1/n may be a rounding larger than that, and n of them still fit.
             self._fits[rows] = max(1, int((1 + 1e-9) / share))
@@ -230,13 +246,16 @@ class BatchedEngine(Engine):
         for weights, pays in zip(self.program.weights, self._factored(rows), strict=True):
             if not pays:
                 elements += math.prod(weights.shape)
+            # A bias has its weight's factor, so only the weight is counted.
             elif weights.beside is None:
                 elements += rows * sum(weights.shape)
         return elements * int(self.inputs.element_size())
 
     def _factored(self, rows: int) -> list[bool]:
-        """Which parameters are factored in steps of so many rows together: weights, and with them
-        their biases."""
+        """Which parameters are factored in steps of so many rows together.
+
+        They are weights, and with them their biases.
+        """
         if rows not in self._pay:
             weights = self.program.weights
             pay = dict(
@@ -249,19 +268,22 @@ class BatchedEngine(Engine):
 
     @torch.no_grad()
     def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
-        """The results, up to the first job whose numbers are not finite, and what is then to be
-        raised."""
+        """The results up to the first job whose numbers are not finite, and the error to raise."""
         made = plan(jobs, self.batch_size, self.seed)
         deltas, losses, finite = self._compute(
             [jobs[which] for which in made.by_steps], made.steps, kind
         )
         values = losses.T.tolist()
+        # The plan has its own order (by steps); results go back to that of the jobs.
         trained: list[Trained] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
+            # Steps beyond a client's own have no size, and their losses, 0, are left out.
             loss = sum(map(mul, values[at], sizes)) / samples
             trained[which] = Trained(deltas[at], [], samples, loss)
+        # Seldom: only now is each job looked at. Sums may also overflow by themselves; then nothing
+        # is found.
         if not finite:
             place = {which: at for at, which in enumerate(made.by_steps)}
             for which, job in enumerate(jobs):
@@ -281,10 +303,14 @@ class BatchedEngine(Engine):
         )
         start, constant = self._begin(jobs)
         shares = self.together and len(start) == 1
+        # With one step from shared weights the product is the change: it goes to the output, no
+        # weights are written.
         once = shares and len(steps) == 1 and not rule.momentum
+        # Rows of all steps, as blocks have them: what each factor needs room for.
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
         assert not rows or len(start) == 1, "jobs whose weights are factored begin at the same ones"
         pay = self._factored(rows)
+        # Who only sums updates gets them unformed; what stays factors has no output.
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
@@ -292,6 +318,8 @@ class BatchedEngine(Engine):
         own_threads = nullcontext() if threads_here is None else threads(threads_here)
         # What is made in inference mode is read outside, and never changed.
         with torch.inference_mode(), own_threads:
+            # Each parameter of all clients, loaded as it is going to be used: as factors, or as
+            # weights of their own.
             for (weights, begin, end), output, pays in zip(self._places, outputs, pay, strict=True):
                 if pays:
                     weights.factor(start[0, begin:end], len(jobs), rule, rows)
@@ -311,6 +339,8 @@ class BatchedEngine(Engine):
             self._write(start, outputs, once)
         if defers:
             products = Products(self._parts(outputs), rule.lr, threads_here)
+            # Unformed updates cannot be looked at for NaN, so a bound has to say that there is
+            # none; where it does not, they are formed and looked at.
             if products.bounded():
                 own = jobs[0].weights[0]
                 return (
@@ -323,8 +353,12 @@ class BatchedEngine(Engine):
         return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
 
     def _threads(self, steps: Sequence[Step]) -> int | None:
-        """Of the operators; None where they stay as they are, which the model and the cohort
-        decide."""
+        """The threads of operators; None where they stay as they are.
+
+        The model and the cohort decide.
+        """
+        # By the first step, which has all clients: a cohort has one number of threads, for the sake
+        # of its bits.
         if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
             return None
         return max(self.threads, torch.get_num_threads())
@@ -332,8 +366,10 @@ class BatchedEngine(Engine):
     def _outputs(
         self, clients: int, like: Tensor, stay: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Where the changes of the weights go, all of them and each parameter's, (C, n); none of
-        those that stay factors."""
+        """Where the changes of the weights go: all of them, and each parameter's, (C, n).
+
+        Those that stay factors have none.
+        """
         if all(stay):
             return like.new_empty(0), [None] * len(stay)
         places = zip(self._places, stay, strict=True)
@@ -345,7 +381,7 @@ class BatchedEngine(Engine):
         ]
 
     def _parts(self, outputs: Sequence[Tensor | None]) -> list[Part]:
-        """Of products: the outputs, and where there is none the factors."""
+        """The parts of products: the outputs, and where there is none the factors."""
         weights = self.program.weights
         biased = {id(one.beside) for one in weights}
         parts: list[Part] = []
@@ -357,8 +393,10 @@ class BatchedEngine(Engine):
         return parts
 
     def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
-        """Fills the outputs with what the weights are now less `start`; `once`, that stands there
-        already."""
+        """Fills the outputs with what the weights are now less `start`.
+
+        once: that stands there already.
+        """
         for (weights, begin, end), output in zip(self._places, outputs, strict=True):
             if output is not None and weights.is_factored:
                 weights.change(output)
@@ -367,12 +405,17 @@ class BatchedEngine(Engine):
                 torch.sub(weights.values, before, out=output.view(weights.values.shape))
 
     def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
-        """The weights that a cohort begins with, (C, d), or (1, d) where they are the same; and
-        what is added to gradients, but for the pull to the weights themselves."""
+        """What a cohort begins with, (C, d) or, where all are the same, (1, d).
+
+        These are the weights, and what is added to gradients but for the pull to the weights
+        themselves.
+        """
         first = jobs[0]
         start = self._side_by_side([job.weights for job in jobs])
         constant: Tensor | None = None
         if first.mu and first.anchor is not None:
+            # mu (w - anchor) + correction: what does not change with w is made once, the rest is a
+            # factor on w.
             constant = self._side_by_side([_known(job.anchor) for job in jobs]) * -first.mu
         elif first.mu:
             constant = start * -first.mu
@@ -382,8 +425,10 @@ class BatchedEngine(Engine):
         return start, constant
 
     def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
-        """(C, d), or (1, d) if all are one tensor."""
+        """The values side by side: (C, d), or (1, d) if all are one tensor."""
         tensors = [value[0] for value in values]
+        # By identity: the clients of a round are handed the same tensor, and comparing numbers
+        # would cost a pass.
         alike = len(set(map(id, tensors))) == 1
         together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
         return together.to(self.device)
@@ -401,10 +446,12 @@ class BatchedEngine(Engine):
 def windows(
     jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, int]]
 ) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
-    """The jobs in their order, each time until there is a cohort of some kind; with the places of
-    those of each kind, which can be computed together. classify: a job's kind, and how many jobs
-    like it make a cohort; where the jobs of a kind differ, the least of these counts, for a cohort
-    has places of one size."""
+    """The jobs in their order, each time until there is a cohort of some kind.
+
+    With them come the places of those of each kind, which can be computed together. classify: a
+    job's kind, and how many jobs like it make a cohort; where the jobs of a kind differ, the least
+    of these counts, for a cohort has places of one size.
+    """
     some: list[Job] = []
     kinds: dict[Kind, list[int]] = {}
     least: dict[Kind, int] = {}
@@ -412,6 +459,7 @@ def windows(
         kind, most = classify(job)
         places = kinds.get(kind, [])
         together = min(most, least.get(kind, most))
+        # This job makes the bound smaller than what is there already: the window ends before it.
         if places and len(places) >= together:
             yield some, kinds
             some = []
@@ -423,6 +471,8 @@ def windows(
         least[kind] = together
         places.append(len(some))
         some.append(job)
+        # A cohort is full. Jobs of other kinds in the window are computed with it, in smaller
+        # cohorts, so that results come in the jobs' order.
         if len(places) >= together:
             yield some, kinds
             some = []
@@ -433,6 +483,8 @@ def windows(
 
 
 def _finite(tensor: Tensor) -> bool:
+    # One pass without a mask: NaN and infinities stay in a sum. A sum may overflow where no element
+    # has; whoever asks then looks closer.
     return bool(tensor.sum().isfinite())
 
 

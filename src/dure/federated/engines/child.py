@@ -80,6 +80,7 @@ def live(
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         torch.set_num_threads(1)
+        # The writing end has to be the parent's alone, or its death would end nothing.
         os.close(pipe[1])
         for each in not_mine:
             each.close()
@@ -88,17 +89,22 @@ def live(
             notes: list[Note] = pickle.loads(connection.recv_bytes())
             done = _do(inner, notes, sets, outputs)
             connection.send_bytes(pickle.dumps(done, pickle.HIGHEST_PROTOCOL))
+            # What user code printed: `os._exit` would lose it.
             sys.stdout.flush()
             sys.stderr.flush()
     except (EOFError, OSError):
+        # The parent has closed the connection: the usual end.
         os._exit(0)
     except BaseException:
         traceback.print_exc()
     finally:
+        # Never back into the parent's code, of which this process has a copy, nor into its exit
+        # handlers.
         os._exit(1)
 
 
 def _leave_with_parent(pipe: int) -> None:
+    # Returns at the end of the pipe, even while the main thread computes.
     os.read(pipe, 1)
     os._exit(0)
 
@@ -114,6 +120,7 @@ def _do(
         for trained in inner.train(jobs):
             results.append(trained)
     except Exception as raised:
+        # Results come in the jobs' order, so the one that failed is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
 

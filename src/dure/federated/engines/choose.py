@@ -40,13 +40,17 @@ from dure.tasks.flops import flops_per_step
 CLEARLY = 2.0
 SECONDS = 0.06
 LONG_ROUND = 2e9
-"""Floating-point operations, some 40 ms; what several processes gain in a shorter round is lost in
-messages."""
+"""Floating-point operations, some 40 ms.
+
+What several processes gain in a shorter round is lost in messages.
+"""
 
 
 class Way(NamedTuple):
-    """How an engine that has a name computes. batched: many clients at once, not one after
-    another."""
+    """How an engine that has a name computes.
+
+    batched: many clients at once, not one after another.
+    """
 
     batched: bool
     where: Literal["here", "processes", "ray"]
@@ -131,9 +135,11 @@ def _batched(setting: Setting) -> BatchedEngine | str:
 
 
 def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> None:
-    """Raises ValueError, with the reason, if the engine that is asked for by name cannot compute
-    the task here. What only the jobs can tell is said when they come. Cost: for `batched` a model,
-    an optimizer and one step."""
+    """Raises ValueError if the engine asked for by name cannot compute the task here.
+
+    It gives the reason. What only the jobs can tell is said when they come. Cost: for `batched` a
+    model, an optimizer and one step.
+    """
     _check_name(wanted)
     if wanted in WAYS and WAYS[wanted].batched:
         reason = _reason(task, model)
@@ -185,6 +191,7 @@ class _Made:
     def workers(self) -> int:
         """Processes that may compute."""
         asked = self.setting.processes
+        # The cores that this process may use, which in a container are fewer than the machine has.
         return asked if asked is not None else len(os.sched_getaffinity(0))
 
     def named(self, name: str, way: Way) -> Engine:
@@ -198,12 +205,12 @@ class _Made:
         return self.on_processes(inner) if way.where == "processes" else self.alone(inner)
 
     def alone(self, engine: Engine) -> Engine:
-        """In this process and thread: the operators' threads have the cores to themselves."""
+        """The engine in this process, whose operators have the cores to themselves."""
         engine.alone(lambda: self.flops, self.setting.threads)
         return engine
 
     def on_ray(self, inner: Engine, batched: bool) -> Engine:
-        """On the machines of a Ray cluster."""
+        """The engine on the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
         return RayEngine(
@@ -217,7 +224,8 @@ class _Made:
         )
 
     def on_processes(self, inner: Engine) -> ProcessesEngine:
-        """On several processes, each with one thread for its operators."""
+        """The engine on several processes, each with one thread for its operators."""
+        # The cores are the children's: an operator has one thread.
         inner.threads = None
         return ProcessesEngine(inner, self.setting.model, self.workers, self._chunk(inner))
 
@@ -227,13 +235,14 @@ class _Made:
         return flops_per_step(self.loop.model, self.setting.examples, 1)
 
     def _chunk(self, inner: Engine) -> int:
-        """As many clients a worker at once as the engine likes and a round has for each."""
+        """How many clients a worker gets: what the engine likes and a round has for each."""
         jobs = self.setting.jobs
         each = -(-len(jobs) // self.workers)
+        # A chunk decides roundings, so a resumed run has that of its first part.
         return self.setting.chunk or max(1, min(inner.at_once(jobs[0]), each))
 
     def divided(self, inner: Engine) -> ProcessesEngine | None:
-        """On the cores, if that pays by the rule and is possible."""
+        """The engine on all cores, if that pays by the rule and is possible; None otherwise."""
         jobs = self.setting.jobs
         if self.workers == 1 or len(jobs) == 1 or self.loop.device.type != "cpu":
             return None
@@ -246,6 +255,7 @@ class _Made:
 def _auto(made: _Made) -> Engine:
     jobs = made.setting.jobs
     chosen: Engine = made.loop
+    # Only the loop is left: a trial would choose nothing.
     if isinstance(made.batched, str) and (made.workers == 1 or len(jobs) == 1 or not forks_here()):
         chosen.why = f"no other can: {made.batched}"
         return chosen
@@ -259,6 +269,8 @@ def _auto(made: _Made) -> Engine:
             why = (
                 f"many clients at once are {together / rate:.1f} times as fast as one after another"
             )
+            # The rule proposes many at once, and a noisy clock must not change that: only a clear
+            # loss does.
             if together * CLEARLY >= rate:
                 chosen = batched
                 rate = together
@@ -273,10 +285,11 @@ def _auto(made: _Made) -> Engine:
 
 
 def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float) -> Engine:
-    """divided, if it is not clearly slower than `alone`, which has this rate."""
+    """Takes `divided`, if it is not clearly slower than `alone`, which has this rate."""
     try:
         gain = _rate(divided, made.setting.jobs[: divided.cohort]) / rate
     except BaseException:
+        # Even Ctrl-C: children that were started for the trial must not outlive it.
         divided.close()
         raise
     said = f"{alone.why}; {divided.workers} processes are {gain:.1f} times as fast as one"
@@ -284,22 +297,28 @@ def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float
         divided.why = said
         return divided
     divided.close()
+    # `on_processes` took the engine's threads away; it gets them back.
     alone.why = said
     return made.alone(alone)
 
 
 def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
-    """Examples a second, at best; the first call is not counted, for it brings kernels and memory
-    into being."""
+    """Examples a second, at best.
+
+    The first call is not counted: in it kernels are chosen and memory is taken.
+    """
     batch_size = engine.batch_size
     began = time.perf_counter()
+    # One step of each: the first call warms up, the second says how long a longer trial may be.
     short = _first_steps(jobs, 1)
     _time(engine, short)
     one_step = _time(engine, short)
     best = sum(_examples(job, batch_size) for job in short) / one_step
+    # Some three calls fit into SECONDS.
     steps = int(min(4, max(1, SECONDS / 3 / one_step)))
     longer = _first_steps(jobs, steps)
     examples = sum(_examples(job, batch_size) for job in longer)
+    # The best of them: whatever else the machine does can only slow a call down.
     for _ in range(8):
         if time.perf_counter() - began > SECONDS:
             break
@@ -316,6 +335,7 @@ def _time(engine: Engine, jobs: Sequence[Job]) -> float:
     last: Sequence[Tensor] = ()
     for trained in engine.train(jobs):
         last = trained.delta
+    # The sum is what the server does with such updates, so it is part of the price.
     if isinstance(last, Deferred):
         last.products.sum([1.0] * last.products.clients)
     return time.perf_counter() - began

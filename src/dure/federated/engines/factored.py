@@ -1,8 +1,7 @@
-"""The weights of clients that began at the same ones, as those and what each has added: products
-that are never formed.
+"""Weights of clients that began at the same ones: those, and products that are never formed.
 
-In T steps of SGD a layer's weight moves by products of what came from behind, L_t (B, m), and from
-before, R_t (B, n):
+In T steps of SGD a layer's weight moves by products of the gradients that come back to it, L_t
+(B, m), and the inputs that it had, R_t (B, n):
 
     W = W_0 - lr (L_1ᵀ R_1 + ... + L_tᵀ R_t) = W_0 - lr Lᵀ R
 
@@ -30,14 +29,18 @@ from torch import Tensor
 
 
 def which_pay(rows: int, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
-    """Which weights of these shapes are factored in steps of so many rows together: T B (m + n) < 2
-    m n, for beside a weight of the client's own there would be its change. Where the factors of all
-    would be larger than the weights, only those are that are smaller by themselves."""
+    """Which weights of these shapes are factored in steps of so many rows together.
+
+    Those with T B (m + n) < 2 m n, since a weight of the client's own comes with its change. Where
+    the factors of all would be larger than the weights, only those are that are smaller by
+    themselves.
+    """
     matrices = [len(shape) == 2 and rows > 0 for shape in shapes]
     factors = [
         rows * sum(shape) if matrix else 0 for shape, matrix in zip(shapes, matrices, strict=True)
     ]
     weights = [math.prod(shape) for shape in shapes]
+    # 2: a weight of a client's own comes with a change as large. 1: by the weight alone.
     for most in (2, 1):
         pay = [
             matrix and own < most * weight
@@ -52,8 +55,10 @@ def which_pay(rows: int, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
 
 
 class Factored:
-    """A layer's weight. start: W_0, (m, n). clients: C. rows: of all steps of the client that has
-    most."""
+    """A layer's weight.
+
+    start: W_0, (m, n). clients: C. rows: of all steps of the client that has most.
+    """
 
     def __init__(self, start: Tensor, clients: int, rows: int, lr: float) -> None:
         self.start = start
@@ -67,8 +72,10 @@ class Factored:
         """x Wᵀ + b for the first A clients: x (A, B, n); bias: b_0, (m,), if there is one."""
         y = torch.nn.functional.linear(x, self.start, bias)
         if self._used:
+            # Two thin products in place of a weight: (x Rᵀ), then times L.
             left, right = self._of(x.shape[0])
             along = torch.bmm(x, right.transpose(1, 2))
+            # + 1: the product of x with the column of ones, of which the bias is the weight.
             y.baddbmm_(along if bias is None else along.add_(1), left, alpha=-self.lr)
         return y
 
@@ -88,6 +95,7 @@ class Factored:
             self.right = right
             self._used = rows
             return
+        # Factors of all steps one after another, so that each later step is still one product.
         if not self._used:
             self.left, self.right = (
                 like.new_empty(self.clients, self.rows, like.shape[2]) for like in (left, right)
@@ -95,6 +103,7 @@ class Factored:
         now = slice(self._used, self._used + rows)
         for factor, added in ((self.left, left), (self.right, right)):
             factor[:clients, now] = added
+            # Clients that have no step any more add nothing.
             if clients < self.clients:
                 factor[clients:, now] = 0
         self._used += rows

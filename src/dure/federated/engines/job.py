@@ -1,5 +1,7 @@
-"""What a client is to do, and what came of it: values between the federation and the
-engine that computes."""
+"""What a client is to do, and what came of it.
+
+These are values between the federation and the engine that computes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import msgspec
 from torch import Tensor
 
 
+# gc=False: a round has many jobs, and none is part of a cycle.
 class Job(msgspec.Struct, frozen=True, gc=False):
     """Local training of one client.
 
@@ -18,10 +21,10 @@ class Job(msgspec.Struct, frozen=True, gc=False):
         w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
 
     client: its number. round: of the weights. turn: where its draws go on, which are derived from
-    (client, turn). indices: its examples, in the task's training
-    data. weights, anchor, correction: one flat tensor a dtype (`dure.tensors.flat`), shared and
-    never changed; anchor None is `weights`. buffers: the model's buffers, in its own order.
-    first_step counts on over the client's rounds, so that batches go on where they stopped
+    (client, turn). indices: its examples, in the task's training data. weights, anchor, correction:
+    one flat tensor a dtype (`dure.tensors.flat`), shared and never changed; anchor None is
+    `weights`. buffers: the model's buffers, in its own order. first_step: counts on over the
+    client's rounds, so that batches go on where they stopped
     (`Batches(len(indices), batch_size, seed, client).at(step)`).
     """
 
@@ -40,9 +43,11 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
 
 class Trained(msgspec.Struct, frozen=True, gc=False):
-    """What came of a job. delta: the weights after training less `job.weights`. samples: examples
-    processed; loss: mean over them. failure: the reason, if the client could not do it; everything
-    else is then empty."""
+    """What came of a job.
+
+    delta: the weights after training less `job.weights`. samples: examples processed; loss: mean
+    over them. failure: the reason, if the client could not do it; everything else is then empty.
+    """
 
     delta: Sequence[Tensor]
     buffers: Sequence[Tensor]
@@ -56,19 +61,21 @@ class Engine:
 
     name: str
     why: str = ""
-    """In a line, why it is this engine that computes; empty where it was asked for."""
+    """Why it is this engine that computes, in a line; empty where it was asked for."""
     batch_size: int | None = None
-    """Of a client's step; None is all of its data."""
+    """The batch size of a client's step; None is all of its data."""
     cohort: int = 1
     """How many jobs it likes to have at once; more are no faster a job."""
     chunk: int = 0
     """How many jobs each of its processes gets at once; 0 where it has none."""
     threads: int | None = None
-    """Of the operators in long steps of many clients, at least; None is as many as there are."""
+    """The threads of operators in long steps of many clients, at least; None is all there are."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """Does the jobs and gives the results in their order, a few at a time: never more than a
-        cohort in memory."""
+        """Does the jobs and gives the results in their order, a few at a time.
+
+        There is never more than a cohort in memory.
+        """
         raise NotImplementedError
 
     def at_once(self, job: Job) -> int:
@@ -76,8 +83,11 @@ class Engine:
         return 1
 
     def alone(self, flops: Callable[[], float], threads: int | None) -> None:
-        """It has the cores of this process to itself, and may use so many threads for an operator;
-        None is as many as there are. flops: of an example's step."""
+        """Tells the engine that it has the cores of this process to itself.
+
+        threads: that it may use for an operator; None is as many as there are. flops: of an
+        example's step.
+        """
 
     def close(self) -> None:
         """Ends its processes, where it has any."""

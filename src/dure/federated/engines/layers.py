@@ -45,8 +45,10 @@ class Layer:
         raise NotImplementedError
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        """The gradient with respect to x, if it is needed, from that with respect to the outputs;
-        updates weights."""
+        """The gradient with respect to x, from that with respect to the outputs; updates weights.
+
+        needs_input: whether the gradient is needed; if not, what is returned means nothing.
+        """
         raise NotImplementedError
 
 
@@ -82,6 +84,7 @@ class Linear(Layer):
             before = factored.backward(g) if needs_input else g
             factored.step(g, self.x)
             return before
+        # Before the product, which changes the weights: the gradient is that at the old ones.
         if needs_input:
             before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
         self.weight.product(g.transpose(1, 2), self.x)
@@ -124,6 +127,7 @@ class Relu(Layer):
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         if not needs_input:
             return g
+        # The output is above 0 where the input is, so the input need not be kept.
         before: Tensor = torch.ops.aten.threshold_backward(g, self.y, 0)
         return before
 
@@ -156,6 +160,7 @@ class Reshape(Layer):
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         before = g.reshape(self.before)
+        # Images again: pooling and convolutions want their channels innermost.
         return innermost(before.flatten(0, 1)).view_as(before) if before.ndim == 5 else before
 
 
@@ -180,6 +185,7 @@ class Pool(Layer):
         self.saved: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        # Pooling mixes no examples, so clients and examples are one dimension for it.
         images = innermost(x.flatten(0, 1))
         outputs, *rest = self._forward(images)
         self.saved = (images, *rest)
@@ -239,7 +245,9 @@ class PatchConvolution(Layer):
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         self.images = x.shape
+        # A kernel as a column: the convolution is rows times columns.
         kernels = self.weight.now.flatten(2).transpose(1, 2)
+        # Kept for the backward pass, in which they are a factor of the gradient.
         self.patches, oh, ow = self._patches(x)
         rows = self.patches.transpose(1, 2)
         if self.bias is None:
@@ -263,6 +271,8 @@ class PatchConvolution(Layer):
                 f"images of {height}x{width} pixels are smaller than a kernel of {kh}x{kw}"
             )
         of_client, of_example, of_channel, of_row, of_pixel = padded.stride()
+        # A view of all patches, in which pixels occur several times; `reshape` writes it out, in
+        # one pass.
         taps = padded.as_strided(
             (clients, channels, kh, kw, examples, oh, ow),
             (
@@ -279,8 +289,11 @@ class PatchConvolution(Layer):
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         clients, examples, _, height, width = self.images
+        # One row for each place of each image, as the patches have them.
         rows = g.movedim(2, -1).reshape(clients, self.patches.shape[2], -1)
         before = g
+        # As in Linear: before the weights change. `fold` adds up what patches that overlap say of a
+        # pixel.
         if needs_input:
             spread = torch.bmm(rows, self.weight.now.flatten(2))
             columns = spread.view(clients * examples, -1, spread.shape[2]).transpose(1, 2)
@@ -308,6 +321,7 @@ class Convolution(Layer):
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         weights = self.weight.now.unbind(0)
         biases = self.bias.now.unbind(0) if self.bias is not None else [None] * len(x)
+        # Rows that only fill up a batch are not computed, and are zeros in the output.
         self.x = [innermost(images[:size]) for images, size in zip(x.unbind(0), sizes, strict=True)]
         outputs = [
             torch.conv2d(images, weight, bias, *self.how)
@@ -316,6 +330,8 @@ class Convolution(Layer):
         return side_by_side(outputs, x.shape[1])
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        # Not the bias: its gradient is one sum for all clients, below. Rows that fill up have
+        # gradient 0.
         which = [needs_input, True, False]
         results = [
             torch.ops.aten.convolution_backward(
@@ -344,8 +360,9 @@ class Convolution(Layer):
 
 
 def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
-    """(A, rows, C, h, w): those of each of A clients, with images of zeros after the last."""
+    """The images of A clients in one tensor, (A, rows, C, h, w), zeros after each one's last."""
     shape = (len(images), rows, *images[0].shape[1:])
+    # Equal batches, the usual case, are one copy; a client by itself is none.
     if all(len(own) == rows for own in images):
         return (torch.cat(list(images)) if len(images) > 1 else images[0]).view(shape)
     every = innermost(images[0].new_empty(len(images) * rows, *shape[2:])).view(shape)

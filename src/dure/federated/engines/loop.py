@@ -47,15 +47,14 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Adadelta,
 )
-"""Optimizers that treat each element alike and by itself, and make their state in the first
-step."""
+"""Optimizers that treat each element by itself, and make their state in the first step."""
 
 
 class LoopEngine(Engine):
-    """Trains for one client after another. model: a fresh one, which becomes the engine's own.
+    """Trains for one client after another.
 
-    examples: of all clients, in the model's dtype. batch_size: of a client's step; None is all of
-        its data.
+    model: a fresh one, which becomes the engine's own. examples: of all clients, in the model's
+    dtype. batch_size: of a client's step; None is all of its data.
     """
 
     name = "loop"
@@ -86,6 +85,9 @@ class LoopEngine(Engine):
             try:
                 trained = self._train(job)
             except _NoGradientError:
+                # A parameter without a gradient is passed over by an optimizer, which one flat
+                # parameter cannot be. From now on they stay apart; the job begins again, with the
+                # same draws.
                 self.updates = _Updates(self.task, self.parameters)
                 trained = self._train(job)
             yield trained
@@ -99,9 +101,12 @@ class LoopEngine(Engine):
         except (DureError, _NoGradientError):
             raise
         except Exception as error:
+            # A loss that was not finite before the error is the likelier cause: it is raised
+            # instead.
             _values(job, losses)
             raise failed(job, error) from error
         values = _values(job, losses)
+        # A loss shows what the step before it did; after the last step none would.
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
             raise not_finite(job)
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
@@ -122,9 +127,12 @@ class LoopEngine(Engine):
             inputs, targets = self.examples.batch(batch)
             if self.device.type != "cpu":
                 inputs, targets = to_device((inputs, targets), self.device)
+            # None and not 0: autograd then writes gradients without adding, and one that is missing
+            # shows.
             for parameter in self.parameters:
                 parameter.grad = None
             loss = self.task.loss(self.model(inputs), targets)
+            # Not as a number yet: a GPU would be waited for in every step.
             losses.append(loss.detach())
             loss.backward()  # type: ignore[no-untyped-call]
             step()
@@ -138,8 +146,10 @@ def failed(job: Job, error: BaseException) -> WorkerFailedError:
 
 
 def not_finite(job: Job, loss: float = math.nan, step: int | None = None) -> LossNotFiniteError:
-    """The error that names the client. step: local, from 0; None: the weights are what is not
-    finite."""
+    """The error that names the client.
+
+    step: local, from 0; None: the weights are what is not finite.
+    """
     when = "after its last local step" if step is None else f"local step {step + 1}"
     return LossNotFiniteError(loss, f"client {job.client}", f"round {job.round + 1}, {when}")
 
@@ -178,6 +188,8 @@ class _Updates:
         def step() -> None:
             for at, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:
+                    # A parameter that took no part in the loss is pulled and corrected all the
+                    # same.
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     elif parameter.grad.is_sparse:
@@ -208,11 +220,13 @@ class _FlatUpdates(_Updates):
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter], whole: nn.Parameter) -> None:
         super().__init__(task, [whole])
+        # `whole` lies in the memory of the model's flat weights, so a step on it moves the model.
         self.pieces = parameters
         self.whole = whole
 
     def begin(self, job: Job) -> Callable[[], None]:
         step = super().begin(job)
+        # One buffer for all steps of the job.
         gradient = torch.empty_like(self.whole)
 
         def collect_and_step() -> None:
@@ -229,11 +243,13 @@ class _FlatUpdates(_Updates):
 def _flat_updates(
     task: Task, parameters: Sequence[nn.Parameter], flat: FlatParameters
 ) -> _Updates | None:
-    """None where the bits would differ, or nothing be gained."""
+    """Updates with all parameters as one; None where the bits differ or nothing is gained."""
     if len(flat.buffers) != 1 or flat.buffers[0].numel() > SMALL_MODEL:
         return None
     if not all(parameter.requires_grad for parameter in parameters):
         return None
+    # Made both ways, for the task may treat parameters apart, by their number or shape: only where
+    # both give the same optimizer with the same settings are the bits the same.
     given = optimizer_of(task, parameters)
     whole = nn.Parameter(flat.buffers[0])
     alone = optimizer_of(task, [whole])
@@ -255,8 +271,10 @@ def _flat_updates(
 
 
 class _Fresh:
-    """A fresh optimizer for each job: the same object where its state can be taken away, else a new
-    one."""
+    """A fresh optimizer for each job.
+
+    It is the same object where its state can be taken away, and a new one elsewhere.
+    """
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
         self.make: Callable[[], torch.optim.Optimizer] = lambda: optimizer_of(task, parameters)
@@ -278,6 +296,8 @@ class _Fresh:
             return self.plain
         made = self.make() if self.reused is None else self.reused
         if self.reused is not None:
+            # To forget the state and the settings that a scheduler changed is as good as new, and
+            # much cheaper for a small model.
             self.reused.state.clear()
             for group, before in zip(self.reused.param_groups, self.before, strict=True):
                 group.update(before)
@@ -299,7 +319,7 @@ def _terms(job: Job) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None] 
 def _add(
     gradient: Tensor, weights: Tensor, mu: float, anchor: Tensor | None, correction: Tensor | None
 ) -> None:
-    """gradient + mu (weights - anchor) + correction, in place."""
+    """Adds mu (weights - anchor) + correction to the gradient, in place."""
     if anchor is not None:
         gradient.add_(weights - anchor, alpha=mu)
     if correction is not None:

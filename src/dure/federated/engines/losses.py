@@ -1,5 +1,4 @@
-"""Losses of many clients at once: the value of each client and the gradient with respect to the
-outputs, by hand.
+"""Losses of many clients at once: each client's value, and the gradient of the outputs, by hand.
 
 Each loss is the mean over the client's own examples: row (a, b) weighs w(a, b) = 1 / b_a, or 0
 where it is padding.
@@ -24,8 +23,10 @@ from torch.nn import functional as F
 from dure.federated.engines.sgd import CannotBatchError
 
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(outputs (A, B, ...), targets, weights of rows (A, B)) -> (a loss a client (A,), the outputs'
-gradient)."""
+"""(outputs, targets, weights of rows) -> (a loss a client, the outputs' gradient).
+
+Shapes: outputs (A, B, ...), weights (A, B), losses (A,).
+"""
 
 REGISTER = 64
 """Bytes of a vector register, where it is long (AVX-512)."""
@@ -37,20 +38,27 @@ MANY = 2_000
 def cross_entropy(
     outputs: Tensor, targets: Tensor, weights: Tensor, in_company: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """in_company: whether a client's rounding may depend on the rows of the others."""
+    """Cross-entropy with class indices, and its gradient.
+
+    in_company: whether a client's rounding may depend on the rows of the others.
+    """
     logs = _log_softmax(outputs) if in_company else torch.log_softmax(outputs, -1)
     columns = targets.unsqueeze(-1)
     rows = weights.unsqueeze(-1)
     loss = -(logs.gather(-1, columns) * rows).sum((1, 2))
+    # In place: the loss has been read from it, and p = exp(log p) is next.
     gradient = logs.exp_()
     gradient.scatter_(-1, columns, -1.0, reduce="add")
     return loss, gradient.mul_(rows)
 
 
 def _log_softmax(outputs: Tensor) -> Tensor:
-    """Along the last dimension. Where that is shorter than a vector register, torch's goes one
-    number at a time, but computes many rows side by side where they lie side by side: ten times
-    faster for ten classes."""
+    """log softmax along the last dimension.
+
+    Where that is shorter than a vector register, torch's goes one number at a time, but computes
+    many rows side by side where they lie side by side: ten times faster for ten classes.
+    """
+    # Turning rows around costs two copies, which few outputs do not earn back.
     wide = outputs.numel() < MANY or outputs.shape[-1] * outputs.element_size() >= REGISTER
     if wide or outputs.device.type != "cpu":
         return torch.log_softmax(outputs, -1)
@@ -60,6 +68,7 @@ def _log_softmax(outputs: Tensor) -> Tensor:
 def mse(outputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     difference = outputs - targets
     rows = _rows(weights, outputs)
+    # From left to right: the loss has its squares before the gradient takes the memory.
     return (difference.square() * rows).flatten(1).sum(1), difference.mul_(rows).mul_(2)
 
 
@@ -73,6 +82,7 @@ def binary_cross_entropy(
 
 def _rows(weights: Tensor, outputs: Tensor) -> Tensor:
     """The weight of each element of the outputs."""
+    # torch's "mean" is over elements too, and not over examples alone.
     elements = outputs.shape[2:].numel()
     return (weights / elements).view(*weights.shape, *[1] * (outputs.ndim - 2))
 
@@ -93,8 +103,7 @@ def loss_of(function: Any) -> Loss:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether the module is as its class makes it without arguments: a mean, no weights, no
-    smoothing."""
+    """Whether the module is as its class makes it: a mean, no weights, no smoothing."""
     plain = type(module)()
     names = ("reduction", "ignore_index", "label_smoothing")
     same = all(getattr(module, name, None) == getattr(plain, name, None) for name in names)

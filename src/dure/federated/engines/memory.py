@@ -21,14 +21,19 @@ class Memory:
         self._blocks: list[Tensor] = []
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """A tensor of shape (rows, columns) that nobody else has; its content is anything. like: of
-        its kind."""
+        """A tensor of shape (rows, columns) that nobody else has; its content is anything.
+
+        like: of its kind.
+        """
+        # One user: the storage is held by this list alone, so that no view of it is left anywhere.
         for block in self._blocks:
             fits = len(block) >= rows and block.dtype == like.dtype and block.shape[1] == columns
             if fits and _users(block) == 1:
                 return block[:rows]
         fresh = like.new_empty(rows, columns)
         if _COUNT is not None:
+            # Blocks that are too small and free go; those in use stay known, to be used again
+            # later.
             self._blocks = [
                 *(block for block in self._blocks if len(block) >= rows or _users(block) > 1),
                 fresh,
@@ -36,6 +41,7 @@ class Memory:
         return fresh[:rows]
 
 
+# Not public: where torch has it no more, memory is fresh every time.
 _COUNT = getattr(torch._C, "_storage_Use_Count", None)
 
 

@@ -1,5 +1,7 @@
-"""Per-FedAvg's local steps, one client after another: gradients at an adapted model
-(`dure.federated.algorithms.per_fed_avg`)."""
+"""Per-FedAvg's local steps, one client after another: gradients at an adapted model.
+
+The rule is in `dure.federated.algorithms.per_fed_avg`.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
 NUDGE = 1e-3
-"""δ times the norm of the direction: how far the gradients lie apart whose difference stands for
-the Hessian."""
+"""δ times the norm of the direction.
+
+It is how far the gradients lie apart whose difference stands for the Hessian.
+"""
 
 
 class MetaEngine(Engine):
-    """alpha: the inner step. hessian_free: whether the second derivative is estimated, or left
-    out."""
+    """Trains by gradients at an adapted model, one client after another.
+
+    alpha: the inner step. hessian_free: whether the second derivative is estimated, or left out.
+    """
 
     name = "meta"
     why = "the only one that computes gradients at an adapted model"
@@ -99,6 +105,7 @@ class MetaEngine(Engine):
     def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
+        # Every local step takes so many batches, so a pass has fewer steps.
         each = 3 if self.hessian_free else 2
         total = 0.0
         samples = 0
@@ -107,6 +114,7 @@ class MetaEngine(Engine):
             loss, gradient = self._meta_gradient(own)
             for group, flat in zip(self.groups, gradient, strict=True):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
+                    # By the task's own optimizer, which reads gradients there.
                     parameter.grad = piece if parameter.requires_grad else None
             optimizer.step()
             total += _finite(loss, job, step) * len(own[1])
@@ -126,6 +134,7 @@ class MetaEngine(Engine):
 
     def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
         """(the loss of the adapted model, the gradient of that loss with respect to the model)."""
+        # Weights are moved in place and put back at the end: one model is enough.
         start = self.flat.copy()
         if self.alpha:
             self._move(self._gradient(batches[0])[1], -self.alpha)
@@ -144,6 +153,7 @@ class MetaEngine(Engine):
         )
         if norm == 0:
             return gradient
+        # So that both sides are always as far apart, however long the gradient is.
         nudge = NUDGE / norm
         sides = []
         before = generators_state()
@@ -156,10 +166,13 @@ class MetaEngine(Engine):
         return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
 
     def _gradient(self, indices: Tensor) -> tuple[float, list[Tensor]]:
-        """(loss, gradient) of a batch at the weights as they are, flat; 0 for parameters that are
-        not trained."""
+        """(loss, gradient) of a batch at the weights as they are, flat.
+
+        The gradient is 0 for parameters that are not trained.
+        """
         inputs, targets = self.examples.batch(indices)
         loss = self.task.loss(self.model(inputs), targets)
+        # materialize_grads: zeros for parameters that the loss does not reach.
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
         found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
 
@@ -176,8 +189,10 @@ class MetaEngine(Engine):
 
 
 def _finite(loss: float, job: Job, step: int) -> float:
-    """The loss of a step. Raises LossNotFiniteError, which names the client, if it is NaN or
-    infinite."""
+    """The loss of a step.
+
+    Raises LossNotFiniteError, which names the client, if it is NaN or infinite.
+    """
     if not math.isfinite(loss):
         raise not_finite(job, loss, step - job.first_step)
     return loss

@@ -38,6 +38,7 @@ class Actor:
     """What lives on a machine of the cluster."""
 
     def __init__(self, path: list[str], packed: bytes) -> None:
+        # One thread, for one CPU is what Ray has reserved, and for the bits.
         torch.set_num_threads(1)
         # Where the task's modules are found.
         sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -52,8 +53,10 @@ class Actor:
         )
 
     def train(self, jobs: Sequence[tuple[Job, list[int | None]]], *sets: list[Any]) -> list[Any]:
-        """The results of the jobs, or the error that ended them. jobs: without their tensors, which
-        are in `sets`."""
+        """The results of the jobs, or the error that ended them.
+
+        jobs: without their tensors, which are in `sets`.
+        """
         tensors = [list(map(torch.from_numpy, one)) for one in sets]
 
         def whole(job: Job, places: list[int | None]) -> Job:
@@ -73,8 +76,10 @@ _SENT = ("weights", "buffers", "anchor", "correction")
 
 
 class RayEngine(Engine):
-    """batched: whether actors have the batched engine. workers: how many there are; None is one a
-    core of the cluster.
+    """Gives jobs to actors on a Ray cluster.
+
+    batched: whether actors have the batched engine. workers: how many there are; None is one a core
+    of the cluster.
 
     Raises ImportError if Ray is not installed.
     """
@@ -92,6 +97,7 @@ class RayEngine(Engine):
         self.name = "batched-ray" if batched else "loop-ray"
         self.batch_size = batch_size
         self.ray = _ray()
+        # A cluster that was there before is the user's: it is used, and left running.
         self._started = not self.ray.is_initialized()
         if self._started:
             self.ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -107,13 +113,16 @@ class RayEngine(Engine):
         self.cohort = count * self.chunk
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order. Raises what a client raised, and WorkerFailedError for an
-        actor that died."""
+        """The results in the jobs' order.
+
+        Raises what a client raised, and WorkerFailedError for an actor that died.
+        """
         pending: deque[tuple[list[Job], Any]] = deque()
         known: dict[int, tuple[Sequence[Tensor], Any]] = {}
         waiting = iter(jobs)
         turn = 0
         while True:
+            # Actors take turns, whichever is faster: which of them computes a chunk changes no bit.
             while len(pending) < CHUNKS_AHEAD * len(self.actors) and (
                 chunk := list(islice(waiting, self.chunk))
             ):
@@ -142,14 +151,19 @@ class RayEngine(Engine):
                     continue
                 key = id(values)
                 if key not in known:
+                    # The tensors are kept with their reference, so that their `id` is not given to
+                    # others meanwhile.
                     known[key] = values, self.ray.put([tensor.numpy() for tensor in values])
                 if key not in places:
                     places[key] = len(sets)
                     sets.append(known[key][1])
                 where.append(places[key])
+            # Without weights and buffers a job is its indices and a few numbers.
             light.append(
                 (replace(job, weights=(), buffers=(), anchor=None, correction=None), where)
             )
+        # Each set an argument of its own: Ray replaces references by what they stand for only
+        # there, not inside of lists.
         return actor.train.remote(light, *sets)
 
     def _results(self, chunk: list[Job], future: Any) -> list[Trained]:

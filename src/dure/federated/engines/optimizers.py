@@ -36,6 +36,7 @@ class PlainSGD:
     @torch.no_grad()
     def step(self) -> None:
         for parameters, lr in self.groups:
+            # As torch.optim does: a parameter that took no part stays.
             moved = [p for p in parameters if p.grad is not None]
             gradients = [p.grad for p in moved if p.grad is not None]
             if moved:
@@ -43,8 +44,11 @@ class PlainSGD:
 
 
 def check_gradients(task: Task, system: str) -> None:
-    """Raises ValueError unless the task's optimizer is SGD, whose first step is along the
-    gradient."""
+    """Raises ValueError unless the task's optimizer is SGD.
+
+    Its first step is along the gradient.
+    """
+    # A made-up parameter: only the kind of the optimizer is asked for.
     optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
     if type(optimizer) is not torch.optim.SGD:
         raise ValueError(
@@ -67,7 +71,10 @@ def _has_lr_alone(group: Mapping[str, Any]) -> bool:
 
 
 def listened(optimizer: Optimizer) -> bool:
-    """Whether somebody listens to the optimizer's steps, or to those of all: a hook may change
-    gradients."""
+    """Whether somebody listens to the optimizer's steps, or to those of all optimizers.
+
+    A hook may change gradients.
+    """
+    # torch has no public way to ask for hooks, neither an optimizer's own nor those of all.
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -28,8 +28,7 @@ Shares = NDArray[numpy.float64]
 def batches(
     job: Job, batch_size: int | None, seed: int, ordered: bool = True
 ) -> tuple[Tensor, list[int]]:
-    """The examples of the job's steps one after another, int64, and how many of them each step
-    takes.
+    """The examples of the job's steps one after another, int64, and how many each step takes.
 
     batch_size: None is all of the client's examples in every step, in their own order. ordered:
     whether the order of the examples inside a batch matters, which is drawn even where one batch
@@ -44,7 +43,10 @@ def batches(
     end = step + job.steps
     while step < end:
         epoch, position = divmod(step, per_epoch)
+        # As many steps of this epoch as the job has, in one slice of its order.
         until = min(per_epoch, position + end - step)
+        # Where one batch has all examples, their order inside it changes only roundings: who does
+        # not mind (`ordered`) saves the draw.
         as_they_are = batch_size is None or (per_epoch == 1 and not ordered)
         order = (
             job.indices
@@ -77,8 +79,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a cohort. by_steps: which of the jobs comes first, second, ... in it; sizes:
-    each one's batches."""
+    """The steps of a cohort.
+
+    by_steps: which of the jobs comes first, second, ... in it; sizes: each one's batches.
+    """
 
     by_steps: Sequence[int]
     steps: Sequence[Step]
@@ -88,6 +92,7 @@ class Plan:
 def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
     """How the jobs are computed together."""
     count = [job.steps for job in jobs]
+    # A stable sort: jobs with as many steps keep their order, and so their bits.
     by_steps = sorted(range(len(jobs)), key=count.__getitem__, reverse=True)
     examples: list[Rows] = []
     sizes: list[list[int]] = []
@@ -95,6 +100,7 @@ def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
         visited, own = batches(jobs[which], batch_size, seed, ordered=False)
         examples.append(visited.numpy())
         sizes.append(own)
+    # How many examples of each client the steps before have taken.
     at = [0] * len(jobs)
     steps: list[Step] = []
     for step in range(count[by_steps[0]]):
@@ -115,8 +121,11 @@ def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
 def _block(batches: Sequence[Rows], sizes: Sequence[int]) -> tuple[Rows, Shares]:
     """The rows of a step and their shares."""
     block = len(batches), max(sizes)
+    # All batches are as large: nothing has to be filled up.
     if min(sizes) == block[1]:
         return numpy.concatenate(batches).reshape(block), numpy.full(block, 1 / block[1])
+    # Batches of different sizes: rows that weigh 0 repeat an example, for they have to be some
+    # valid index, and what they compute has to be finite (0 · NaN is NaN).
     rows = numpy.empty(block, numpy.int64)
     shares = numpy.zeros(block)
     for place, (batch, size) in enumerate(zip(batches, sizes, strict=True)):

@@ -38,6 +38,7 @@ from dure.federated.engines.layers import (
 )
 from dure.machine.c_library import c_library
 
+# `layers.FEW`, up to which convolutions write patches out, is no larger: every such kernel fits.
 MOST_TAPS = 32
 """Elements of a kernel, at most."""
 
@@ -50,6 +51,7 @@ NOBODY = 255
 REALS = {torch.float32: 0, torch.float64: 1}
 
 
+# Both structures are those of core/pooling.h: the same fields in the same order.
 class _Convolution(Structure):
     _fields_ = (
         ("clients", c_int64),
@@ -111,8 +113,7 @@ def instructions() -> int:
 
 
 class PooledConvolution(Layer):
-    """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu of that if it is
-    asked for.
+    """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu if asked for.
 
     It is the first layer with parameters: nobody needs the gradient of its inputs.
     """
@@ -136,11 +137,15 @@ class PooledConvolution(Layer):
         clients = len(x)
         self.images = F.pad(x, (pw, pw, ph, ph)).contiguous()
         kernels = self.weight.now
+        # C always adds a bias.
         none = kernels.new_zeros(clients, len(kernels[0]))
         bias = none if self.bias is None else self.bias.now
+        # Clients' kernels begin on cache lines of their own (`sgd.LINE`), so there may be gaps
+        # between.
         self.shape = shape = self._shape(kernels.stride(0), bias.stride(0))
         outputs = x.new_empty(clients, x.shape[1], shape.rows, shape.columns, shape.kernels)
         self.which = torch.empty_like(outputs, dtype=torch.uint8)
+        # Held by this tuple until the call has ended: C gets bare addresses.
         tensors = (self.images, kernels, bias, outputs, self.which)
         core.pooling_convolve(
             instructions(), REALS[x.dtype], shape, *(each.data_ptr() for each in tensors)
@@ -160,6 +165,8 @@ class PooledConvolution(Layer):
                 f"pooling"
             )
         of_channel = height * width
+        # Where the elements under a kernel lie, in elements from the first one: channel, row,
+        # column, in the order of the weights.
         tap = [
             channel * of_channel + row * dh * width + column * dw
             for channel, row, column in product(range(channels), range(kh), range(kw))
@@ -188,6 +195,7 @@ class PooledConvolution(Layer):
         core = library()
         assert core is not None
         clients = len(g)
+        # C reads the channels innermost, as the outputs were given.
         rows = g.movedim(2, -1).contiguous()
         kernels = g.new_empty(clients, *self.weight.shape)
         bias = g.new_empty(clients, self.weight.shape[0])
@@ -246,6 +254,7 @@ class LargestOf(Layer):
         core = library()
         assert core is not None
         clients, examples, channels, height, width = self.before
+        # Uninitialised: C writes all of it, zeros where no window lies too.
         before = g.new_empty(clients, examples, height, width, channels)
         tensors = (g.movedim(2, -1).contiguous(), self.which, before)
         core.pooling_unpool(
@@ -261,8 +270,11 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
     at = 0
     while at < len(chain):
         layer, *after = chain[at : at + 3]
+        # Only before any trained layer, as this one has no gradient of its inputs.
         pooled = not trained and bool(after) and _window(after[0]) == WINDOW
         if pooled and isinstance(layer, PatchConvolution):
+            # relu comes after pooling here (`program` has put it there); it is taken along if it is
+            # next.
             relu = isinstance(after[-1], Relu)
             made.append(PooledConvolution(layer, relu))
             at += 2 + relu
@@ -278,6 +290,6 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
 
 
 def _window(layer: Layer) -> Pair | None:
-    """Of pooling that can be done here."""
+    """The window of pooling that can be done here; None for every other layer."""
     window = layer.window if isinstance(layer, Pool) else None
     return window if window is not None and window[0] * window[1] <= NOBODY else None

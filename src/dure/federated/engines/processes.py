@@ -49,8 +49,10 @@ def forks_here() -> bool:
 
 @dataclass(eq=False)
 class Chunk:
-    """Jobs that one child does together. results: those that have come, and then perhaps an
-    error."""
+    """Jobs that one child does together.
+
+    results: those that have come, and then perhaps an error.
+    """
 
     jobs: list[Job]
     started: bool = False
@@ -60,8 +62,10 @@ class Chunk:
 
     @property
     def examples(self) -> int:
-        """How much work it is, for a batch size that all have: the larger clients make more steps,
-        or larger ones."""
+        """How much work it is, for a batch size that all have.
+
+        The larger clients make more steps, or larger ones.
+        """
         return sum(job.steps * len(job.indices) for job in self.jobs)
 
 
@@ -92,11 +96,15 @@ class ProcessesEngine(Engine):
         self.chunk = chunk
         self.cohort = workers * chunk
         self.layout = Layout.of(model)
+        # At least one chunk more than there are children, so that none is idle; beyond that as many
+        # as the memory for results allows.
         self.window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
         """How many chunks are computed ahead of what is asked for, at most."""
         self._children: list[_Child] = []
         self._slots: Slots | None = None
         self._pipe: list[int] = []
+        # Also where nobody calls `close`: children would otherwise wait as long as this process
+        # lives.
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
@@ -108,11 +116,15 @@ class ProcessesEngine(Engine):
         source = iter(jobs)
         pool: deque[Chunk] = deque()
         while True:
+            # The window bounds the results that wait here; beyond it no job is even taken from the
+            # source.
             while len(pool) < self.window and (some := list(islice(source, self.chunk))):
                 pool.append(Chunk(some))
             if not pool:
                 return
             self._hand_out(pool)
+            # Results go out in order: while the first chunk is at work, those of others are only
+            # collected.
             if not pool[0].done:
                 self._receive()
                 continue
@@ -124,7 +136,10 @@ class ProcessesEngine(Engine):
     def _hand_out(self, pool: Iterable[Chunk]) -> None:
         """The largest chunks to the idle."""
         waiting = [chunk for chunk in pool if not chunk.started]
+        # Largest first, so that the last child to end does not end with a large one.
         waiting.sort(key=lambda chunk: -chunk.examples)
+        # As late as possible: a fork copies the state of this moment, and engines that are never
+        # used need no processes.
         if waiting and not self._children:
             self._start()
         idle = [child for child in self._children if child.chunk is None]
@@ -138,6 +153,8 @@ class ProcessesEngine(Engine):
 
     def _give(self, child: _Child, chunk: Chunk) -> None:
         assert self._slots is not None
+        # A slot that a busy child may still read is not written. There are enough for all children
+        # at once (`_start`).
         needed: set[int] = set()
         for busy in self._children:
             if busy.chunk is not None:
@@ -159,12 +176,16 @@ class ProcessesEngine(Engine):
             try:
                 reply, chunk.error = pickle.loads(child.connection.recv_bytes())
             except (EOFError, OSError):
+                # The socket is closed only when the child is gone: it answers, whatever happens to
+                # its jobs.
                 self._lost(child, chunk)
+            # Copied out at once, as the child is about to get its next chunk.
             chunk.results += child.outputs.read(reply, chunk.jobs)
             chunk.done = True
             child.chunk = None
 
     def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
+        # A dead child is taken from the list before `close`, which kills and awaits those in it.
         _, status = os.waitpid(child.pid, 0)
         self._children.remove(child)
         child.connection.close()
@@ -182,12 +203,15 @@ class ProcessesEngine(Engine):
         )
 
     def _start(self) -> None:
+        # Nobody writes to it. Children wait at its end, which comes when this process, by whatever
+        # death, has let go of the other.
         self._pipe[:] = os.pipe()
         # A job has at most three sets of tensors: weights, anchor and correction.
         self._slots = slots = Slots(self.layout, 3 * self.chunk * self.workers)
         for _ in range(self.workers):
             outputs = Outputs(self.layout, self.chunk)
             ours, theirs = Pipe()
+            # What is buffered here would be in the child's copy too, and come out twice.
             sys.stdout.flush()
             sys.stderr.flush()
             with warnings.catch_warnings():
@@ -201,6 +225,8 @@ class ProcessesEngine(Engine):
                     sets=slots.sets,
                     outputs=outputs,
                     pipe=self._pipe,
+                    # Copies of the parent's ends: while a sibling held one, a child would not see
+                    # that its parent has closed it.
                     not_mine=[ours, *(child.connection for child in self._children)],
                 )
             theirs.close()
@@ -208,10 +234,12 @@ class ProcessesEngine(Engine):
 
 
 def _end(children: list[_Child], pipe: list[int], owner: int) -> None:
+    # A child has a copy of this finalizer: it must not end its siblings.
     if os.getpid() != owner:
         return
     for child in children:
         child.connection.close()
+        # SIGKILL: a child has nothing to save, and may be deep in an operator.
         # Somebody else may have waited for it.
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(child.pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
 """Updates that are matrix products, and their weighted sum without any of them.
 
-Clients that begin at weights that all share move a weight by a product, -lr Lᵀ R of what came from
-behind in their steps, L (T, m), and what came from before, R (T, n) (`factored`). A server that
-takes a weighted mean of C such updates needs their sum alone, and that is one product more:
+Clients that begin at weights that all share move a weight by a product, -lr Lᵀ R of the gradients
+that come back to it in their steps, L (T, m), and the inputs that it had, R (T, n) (`factored`). A
+server that takes a weighted mean of C such updates needs their sum alone, and that is one product
+more:
 
     sum over k of w_k (-lr L_kᵀ R_k)  =  -lr [w_1 L_1; ...; w_C L_C]ᵀ [R_1; ...; R_C]
 
@@ -23,13 +24,14 @@ from torch import Tensor
 from dure.machine.threads import threads
 
 LARGE = 1e30
-"""What no element of an update may come near: products that do not are finite, and so are sums of a
-million of them."""
+"""What no element of an update may come near.
+
+Products that stay below are finite, and so are sums of a million of them.
+"""
 
 
 class Factors(NamedTuple):
-    """Updates of a linear layer: of its weight, -lr L_kᵀ R_k, and of the bias after it, if there
-    is one: -lr L_kᵀ 1.
+    """Updates of a linear layer: -lr L_kᵀ R_k of its weight, and -lr L_kᵀ 1 of a bias after it.
 
     left: L, (C, T, m). right: R, (C, T, n).
     """
@@ -39,20 +41,26 @@ class Factors(NamedTuple):
     bias: bool
 
     def formed(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """(..., m n) and, of the bias, (..., m), of factors that may be scaled: (..., T, m) and
-        (..., T, n)."""
+        """The updates of factors that may be scaled: (..., m n) and, of the bias, (..., m).
+
+        left: (..., T, m). right: (..., T, n).
+        """
         weight = (left.transpose(-2, -1) @ right).flatten(-2)
         return [weight, left.sum(-2)] if self.bias else [weight]
 
     def sum(self, scales: Tensor, places: Iterator[Tensor], beta: float) -> None:
-        """The sum over k of scales_k L_kᵀ R_k, and of the bias, in the next of the places, flat, of
-        which what is there is kept `beta` times. scales: (C T,), of each row. The narrower of the
-        factors is scaled."""
+        """The sum over k of scales_k L_kᵀ R_k, and that of the bias, into the next of the places.
+
+        Places are flat; what is there is kept `beta` times. scales: (C T,), of each row. The
+        narrower of the factors is scaled.
+        """
         left = self.left.flatten(0, 1)
         right = self.right.flatten(0, 1)
         m = left.shape[1]
         n = right.shape[1]
         scaled = (left if m < n else right) * scales.unsqueeze(1)
+        # The scales may be on either side of the product: the narrower one is fewer
+        # multiplications.
         one, other = (scaled, right) if m < n else (left, scaled)
         next(places).view(m, n).addmm_(one.T, other, beta=beta)
         if self.bias:
@@ -67,8 +75,11 @@ Sizes = tuple[tuple[tuple[int, ...], ...], bool]
 
 
 class Products:
-    """The updates of C clients. parts: in the order in which parameters lie in flat weights. lr: of
-    the factors. threads: of the operators that sum them; None is as many as there are then."""
+    """The updates of C clients.
+
+    parts: in the order in which parameters lie in flat weights. lr: of the factors. threads: of the
+    operators that sum them; None is as many as there are then.
+    """
 
     def __init__(self, parts: Sequence[Part], lr: float, threads: int | None = None) -> None:
         self.parts = list(parts)
@@ -87,23 +98,28 @@ class Products:
 
     @property
     def elements(self) -> int:
-        """Of all parts."""
+        """How many numbers all parts have together."""
         tensors = chain.from_iterable(map(_tensors, self.parts))
         return sum(tensor.numel() for tensor in tensors)
 
     def bounded(self) -> bool:
-        """Whether all elements of all updates are finite for sure: |L_kᵀ R_k| <= |L| |R| by Cauchy
-        and Schwarz."""
+        """Whether the elements of all updates are sure to be finite.
+
+        |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz.
+        """
+        # A bound from norms costs one pass over the factors, where forming the updates is what is
+        # to be saved.
         return all(self._bound(part) < LARGE for part in self.parts)  # False where there is a NaN
 
     def _bound(self, part: Part) -> float:
         if isinstance(part, Tensor):
             return _norm(part)
+        # The bias's factor is a column of T ones, of norm √T.
         ones = math.sqrt(part.right.shape[1]) if part.bias else 0.0
         return _norm(part.left) * max(_norm(part.right), ones) * self.lr
 
     def all(self) -> Tensor:
-        """(C, d), each by itself."""
+        """The updates, each formed by itself: (C, d)."""
         formed: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, Tensor):
@@ -113,7 +129,7 @@ class Products:
         return torch.cat(formed, 1)
 
     def one(self, place: int) -> Tensor:
-        """(d,), that of one client."""
+        """The update of one client: (d,)."""
         formed: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, Tensor):
@@ -123,7 +139,10 @@ class Products:
         return torch.cat(formed)
 
     def sum(self, weights: Sequence[float], onto: Tensor | None = None) -> Tensor:
-        """(d,), the weighted sum of all; with `onto`, (d,), added to that."""
+        """The weighted sum of all updates: (d,).
+
+        onto: (d,), to which it is added, if given.
+        """
         like = _tensors(self.parts[0])[0]
         shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
         sizes = list(chain.from_iterable(map(_elements, self.parts)))
@@ -132,6 +151,7 @@ class Products:
         total = like.new_empty(sum(sizes)) if onto is None else onto
         places = iter(torch.split(total, sizes))
         counts = {part.left.shape[1] for part in self.parts if isinstance(part, Factors)}
+        # A client's weight counts for each of its T rows; parts with as many rows share that.
         scales = {
             rows: (shares * -self.lr).unsqueeze(1).expand(-1, rows).flatten() for rows in counts
         }
@@ -165,6 +185,7 @@ class Products:
             tensors = []
             for shape in shapes:
                 elements = math.prod(shape)
+                # Copied: the child writes its next results to the same memory.
                 tensors.append(memory[at : at + elements].view(shape).clone())
                 at += elements
             parts.append(tensors[0] if len(tensors) == 1 else Factors(tensors[0], tensors[1], bias))
@@ -191,8 +212,10 @@ def _norm(tensor: Tensor) -> float:
 
 
 class Deferred(Sequence[Tensor]):
-    """A client's update, one flat tensor, which is formed when somebody looks at it. place: the
-    client's in `products`; like: shape and dtype as the weights have them."""
+    """A client's update, one flat tensor, which is formed when somebody looks at it.
+
+    place: the client's in `products`; like: shape and dtype as the weights have them.
+    """
 
     def __init__(self, products: Products, place: int, like: Tensor) -> None:
         self.products = products
@@ -208,6 +231,7 @@ class Deferred(Sequence[Tensor]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        # Formed once, and kept while the update is.
         if self._formed is None:
             self._formed = self.products.one(self.place).to(self.like.device)
         return [self._formed][index]

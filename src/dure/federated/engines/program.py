@@ -33,6 +33,8 @@ class Program:
         self.chain = list(chain)
         self.loss = loss
         self.weights = weights
+        # Before the first layer with parameters nobody needs a gradient, so the backward pass ends
+        # there.
         first = next(at for at, layer in enumerate(self.chain) if layer.trained)
         self._back = [(layer, True) for layer in self.chain[:first:-1]]
         self._back.append((self.chain[first], False))
@@ -54,6 +56,7 @@ class Program:
         (A, B), the weight of each row in its client's mean. first: whether it is the clients' first
         step.
         """
+        # Clients are sorted by their number of steps: those that are done are the last ones.
         if len(inputs) != self._active:
             self._active = len(inputs)
             for weights in self.weights:
@@ -66,6 +69,7 @@ class Program:
             gradient = layer.backward(gradient, goes_on)
         for weights in self._unfinished:
             weights.finish(first)
+        # Only now: the backward pass above still read the shared weights.
         if first:
             self._part_ways()
         return losses
@@ -81,6 +85,7 @@ def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
     """The same function and gradient: relu of the largest of four for the largest of four relus."""
     made = list(chain)
     for at, (one, after) in enumerate(pairwise(chain)):
+        # Pooling first leaves relu a quarter of the elements (of windows of 2x2).
         if isinstance(one, layers.Relu) and isinstance(after, layers.Pool) and after.largest:
             made[at] = after
             made[at + 1] = one
@@ -88,8 +93,11 @@ def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
 
 
 def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
-    """The program for the model on such examples. Raises CannotBatchError, with the reason, if
-    there is none."""
+    """The program for the model on such examples.
+
+    Raises CannotBatchError, with the reason, if there is none.
+    """
+    # Cheap refusals come first; the trial step comes last.
     loss = loss_of(task.loss)
     parameters = list(model.parameters())
     _check(model, parameters, examples)
@@ -97,6 +105,8 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     reader = _Reader(model, weights)
     if len(reader.used) != len(parameters):
         raise CannotBatchError("the model does not use each of its parameters exactly once")
+    # Flat weights have parameters in the model's order, and a deferred update has a bias right
+    # after its weight.
     for before, one in pairwise([None, *weights.values()]):
         if one is not None and one.beside not in (None, before):
             raise CannotBatchError(
@@ -108,17 +118,21 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     program = Program(chain, loss, list(weights.values()))
     _try(program, task=task, model=model, parameters=parameters, examples=examples)
     for each in program.weights:
+        # The trial's memory was that of one client.
         each.forget()
     return program
 
 
 def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examples) -> None:
+    # Examples of a dataset are read one by one, and may be drawn at random: they are no tensor to
+    # take rows of.
     if type(examples) is not Examples or not isinstance(examples.inputs, Tensor):
         raise CannotBatchError("the inputs are not one tensor")
     if not isinstance(examples.targets, Tensor):
         raise CannotBatchError("the targets are not one tensor")
     if not parameters:
         raise CannotBatchError("the model has no parameters")
+    # Batch-norm mixes the examples of a batch and changes its buffers: no layer here does.
     if next(model.buffers(), None) is not None:
         raise CannotBatchError("the model has buffers")
     if not all(each.requires_grad for each in parameters):
@@ -144,8 +158,10 @@ def _try(
     parameters: Sequence[nn.Parameter],
     examples: Examples,
 ) -> None:
-    """One step of each on the first examples. Raises CannotBatchError if they differ by more than
-    rounding."""
+    """One step of each on the first examples.
+
+    Raises CannotBatchError if they differ by more than rounding.
+    """
     device = parameters[0].device
     some = torch.arange(min(3, len(examples)))
     inputs, targets = (part.to(device) for part in examples.batch(some))
@@ -157,6 +173,7 @@ def _try(
     _check_targets(program.loss, outputs, examples.targets)
     shares_of_rows = torch.full((1, len(some)), 1 / len(some), dtype=inputs.dtype, device=device)
     eps = torch.finfo(inputs.dtype).eps
+    # Both ways of a first step: with shared weights, and with each client's own.
     for shares in (True, False):
         for weights, parameter in zip(program.weights, parameters, strict=True):
             weights.load(parameter.reshape(1, -1), 1, SGD(1.0), shares=shares)
@@ -174,6 +191,8 @@ def _try(
                 f"a layer has inputs of another shape than usual: {str(error).splitlines()[0]}"
             ) from error
         for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
+            # With lr 1 the step is the gradient. Its own rounding is relative to its largest
+            # element; that of the difference, to the weights.
             off = (parameter - weights.values[0] - gradient).abs().max()
             rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
             if not bool(off <= rounding):
@@ -200,6 +219,8 @@ class _Reader:
         self.weights = weights
         self.used: list[int] = []
         self.chain: list[Layer] = []
+        # Around the model, so that a model which is one known layer is a call as well. In training
+        # mode, as it will be used: dropout has to be seen.
         self.root = nn.Sequential(model.train())
         try:
             graph = fx.Tracer().trace(self.root)
@@ -223,6 +244,8 @@ class _Reader:
             raise CannotBatchError(
                 "the model uses a parameter outside of the layers that are known here"
             )
+        # Every other call is a layer: it has to use the value before it, and besides that only
+        # lengths of the batch.
         elif not self._is_length(node):
             if [each for each in node.all_input_nodes if each not in self.rows] != [self.value]:
                 raise CannotBatchError(
@@ -255,6 +278,8 @@ class _Reader:
             found = None
         if found is None:
             raise CannotBatchError(f"{node.name} is not a layer that is known here")
+        # The table's functions have the signatures of torch's, less the input; arguments they do
+        # not take are unknown here.
         try:
             return found(*node.args[1:], **node.kwargs)
         except TypeError as error:
@@ -271,6 +296,7 @@ class _Reader:
         raise CannotBatchError(f"{kind.__name__} is not a layer that is known here")
 
     def _parameters(self, module: nn.Linear | nn.Conv2d) -> tuple[Weights, Weights | None]:
+        # A layer that is called twice would be stepped twice, and its inputs overwritten.
         for parameter in module.parameters():
             if id(parameter) in self.used:
                 raise CannotBatchError("two layers share their weights")
@@ -282,6 +308,7 @@ class _Reader:
     def _convolution(self, module: nn.Conv2d) -> Layer:
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
             raise CannotBatchError("a Conv2d has groups, or padding other than a number of zeros")
+        # One output channel has the elements of a patch: that many times the image is written out.
         few = module.weight[0].numel() <= layers.FEW
         kind = layers.PatchConvolution if few else layers.Convolution
         how = (_pair(module.stride), _pair(module.padding), _pair(module.dilation))

@@ -4,8 +4,9 @@
     v <- g in a client's first step, else momentum v + (1 - dampening) g
     w <- w - lr v              nesterov: w - lr (g + momentum v)
 
-The gradient of a layer's weight is a product g = L R of what came from behind and what came from
-before. Without momentum it is never stored: BLAS adds the product to the weights themselves,
+The gradient of a layer's weight is a product g = L R of the gradient that comes back to the layer
+and the inputs that it had. Without momentum it is never stored: BLAS adds the product to the
+weights themselves,
 
     w <- (1 - lr (mu + weight_decay)) w - lr L R + lr (mu anchor - correction),
 
@@ -42,8 +43,10 @@ class SGD:
 
 
 def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> SGD:
-    """The settings of `optimizer`. Raises CannotBatchError if it does anything else, or not to all
-    parameters alike."""
+    """The settings of `optimizer`.
+
+    Raises CannotBatchError if it does anything else, or not to all parameters alike.
+    """
     if type(optimizer) is not torch.optim.SGD:
         raise CannotBatchError(f"the optimizer is {type(optimizer).__name__}, not SGD")
     if len(optimizer.param_groups) != 1:
@@ -67,13 +70,17 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
 
 
 LINE = 64
-"""Bytes. A client's part of a parameter begins there: a product that is added to memory off the
-lines of the cache takes four times as long."""
+"""Bytes of a line of the cache, where a client's part of a parameter begins.
+
+A product that is added to memory off such lines takes four times as long.
+"""
 
 
 class Weights:
-    """One parameter of all clients of a cohort. values: (C, *shape). now: (A, *shape), those of the
-    clients that are at work in this step."""
+    """One parameter of all clients of a cohort.
+
+    values: (C, *shape). now: (A, *shape), those of the clients that are at work in this step.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -83,21 +90,26 @@ class Weights:
         self._constant: Tensor | None = None
         self._pull = 0.0
         self.shared: Tensor | None = None
-        """The weights that all clients have in this step, as in their first; None where each has
-        its own."""
+        """The weights that all clients have in this step; None where each has its own.
+
+        Weights that are shared are so in the first step; factored ones stay so.
+        """
         self.is_factored = False
-        """By themselves, or with the weight that a bias belongs to."""
+        """Whether the weights are factored, by themselves or as the bias of such a weight."""
         self.has_more = False
         """Whether a step has something that is not in the products, so that it needs `finish`."""
         self.factored: Factored | None = None
-        """The weights themselves, where they are what all share and the factors of what each has
-        added."""
+        """The weights, where they are what all share and what each has added, as factors."""
         self.beside: Weights | None = None
-        """Of a linear layer's bias, the layer's weight, with which it is factored; it comes right
-        before."""
+        """For a linear layer's bias: the layer's weight, with which it is factored.
+
+        It comes right before.
+        """
         self._only: Tensor | None = None
-        """Where the change goes that a shared step makes, if there is no other; the weights are
-        then never written."""
+        """Where the change goes that a shared step makes, if it is the only step.
+
+        The weights are then never written.
+        """
 
     def load(
         self,
@@ -119,19 +131,24 @@ class Weights:
         self.rule = rule
         self._pull = pull + rule.weight_decay
         start = start.view(-1, *self.shape)
+        # Views in the shape of the parameter: nothing is copied but the start, and that only where
+        # weights are written.
         self._constant = None if constant is None else constant.view(-1, *self.shape)
         self.shared = start[0] if shares else None
         self._only = None if only is None else only.view(clients, *self.shape)
         self.factored = None
         self.is_factored = False
         if only is not None:
+            # The one step writes the change alone: the clients' weights are one copy, read by all.
             self.values = self.now = start.expand(clients, *self.shape)
             self.has_more = bool(self._pull) or constant is not None
             return
+        # Memory is kept from cohort to cohort, most of which are equally large.
         if len(self._own) != clients:
             self._own = _on_lines(start, clients, self.shape)
         self.values = self.now = self._own
         self.has_more = bool(rule.momentum) or constant is not None
+        # With momentum a gradient is needed by itself: it goes into the velocity.
         if rule.momentum and self._gradient.shape != self.values.shape:
             self._gradient = start.new_empty(self.values.shape)
             self._velocity = start.new_empty(self.values.shape)
@@ -144,8 +161,10 @@ class Weights:
         self._constant = self.shared = self._only = None
 
     def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
-        """Begins a cohort at `start`, (n,), whose steps have so many rows together; to gradients
-        nothing is added."""
+        """Begins a cohort at `start`, (n,), whose steps have so many rows together.
+
+        Nothing is added to gradients.
+        """
         self.rule = rule
         self.shared = start.view(self.shape)
         self.is_factored = True
@@ -172,11 +191,13 @@ class Weights:
         """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
         matrix = (len(self.now), left.shape[1], right.shape[2])
         lr = self.rule.lr
+        # beta=0 ignores what is in the memory before, even NaN.
         if self._only is not None:
             self._only.view(matrix).baddbmm_(left, right, beta=0, alpha=-lr)
         elif self.rule.momentum:
             torch.bmm(left, right, out=self._gradient[: len(self.now)].view(matrix))
         else:
+            # Weight decay and the pull are a factor on the weights, which the same product applies.
             self.now.view(matrix).baddbmm_(left, right, beta=1 - lr * self._pull, alpha=-lr)
 
     def sum(self, gradient: Tensor) -> None:
@@ -191,14 +212,17 @@ class Weights:
             self.now.add_(gradient, alpha=-self.rule.lr)
 
     def finish(self, first: bool) -> None:
-        """Ends a step that has more than the products. first: whether it is the clients' first
-        step."""
+        """Ends a step that has more than the products.
+
+        first: whether it is the clients' first step.
+        """
         rule = self.rule
         active = len(self.now)
         # Where it is (1, n) it holds for all.
         constant = None if self._constant is None else self._constant[:active]
         if not rule.momentum:
             moved = self.now if self._only is None else self._only
+            # The product did not touch the weights here, so it could not apply the factor.
             if self._only is not None and self._pull:
                 moved.add_(self.now, alpha=-rule.lr * self._pull)
             if constant is not None:
@@ -210,6 +234,7 @@ class Weights:
             gradient.add_(self.now, alpha=self._pull)
         if constant is not None:
             gradient.add_(constant)
+        # As torch.optim.SGD: the first velocity is the gradient itself, without dampening.
         if first:
             velocity.copy_(gradient)
         else:
@@ -219,8 +244,9 @@ class Weights:
 
 
 def _on_lines(like: Tensor, clients: int, shape: tuple[int, ...]) -> Tensor:
-    """(C, *shape), uninitialised, each client's part on a cache line of its own."""
+    """Memory (C, *shape), uninitialised, each client's part on cache lines of its own."""
     elements = math.prod(shape)
     line = LINE // like.element_size()
     whole_lines = -(-elements // line) * line
+    # Each row is as long as whole lines; what is beyond the elements is never read.
     return like.new_empty(clients, whole_lines)[:, :elements].view(clients, *shape)

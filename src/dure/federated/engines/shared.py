@@ -35,11 +35,12 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of one set of weights."""
+        """The bytes of one set of weights."""
         return sum(_on_lines(dtype.itemsize * count) for dtype, count in self.parts)
 
     def memory(self, count: int) -> mmap.mmap:
-        """For so many sets of weights."""
+        """Memory for so many sets of weights, which forked processes share."""
+        # Anonymous and shared: pages exist once touched, and a fork shares them.
         return mmap.mmap(-1, max(LINE, self.nbytes * count))
 
     def sets(self, memory: mmap.mmap, count: int) -> list[list[Tensor]]:
@@ -49,6 +50,7 @@ class Layout:
         for _ in range(count):
             one: list[Tensor] = []
             for dtype, elements in self.parts:
+                # The tensors hold the memory, which so lives as long as any of them.
                 one.append(torch.frombuffer(memory, dtype=dtype, count=elements, offset=at))
                 at += _on_lines(dtype.itemsize * elements)
             made.append(one)
@@ -60,17 +62,24 @@ def _on_lines(nbytes: int) -> int:
 
 
 class Slots:
-    """The weights, anchors and corrections that children read: sets of tensors, known by identity
-    and version."""
+    """The weights, anchors and corrections that children read.
+
+    They are sets of tensors, known by identity and version.
+    """
 
     def __init__(self, layout: Layout, count: int) -> None:
         self.sets = layout.sets(layout.memory(count), count)
         self.held: list[list[tuple[Tensor, int]]] = [[] for _ in range(count)]
 
     def put(self, values: Sequence[Tensor], needed: set[int]) -> int:
-        """The slot that has `values`, after copying them if none had; those in `needed` stay as
-        they are."""
+        """The slot that has `values`, after copying them if none had.
+
+        needed: slots that stay as they are; this one is added to it.
+        """
+        # torch counts every change in place. Together with identity that says whether a slot's copy
+        # is still right, without a look at the numbers.
         known = [(value, value._version) for value in values]
+        # In a round all jobs have the same weights: they are found here, and copied once.
         for slot, held in enumerate(self.held):
             if len(held) == len(known) and all(
                 a is b and v == w for (a, v), (b, w) in zip(held, known, strict=True)
@@ -80,6 +89,7 @@ class Slots:
         slot = next(each for each in range(len(self.sets)) if each not in needed)
         for mine, value in zip(self.sets[slot], values, strict=True):
             mine.copy_(value)
+        # Held, so that no other tensor can get the same identity.
         self.held[slot] = known
         needed.add(slot)
         return slot
@@ -105,19 +115,23 @@ class Outputs:
     def __init__(self, layout: Layout, count: int) -> None:
         memory = layout.memory(count)
         self.sets = layout.sets(memory, count)
+        # The same memory in one piece, for products, whose parts have other sizes than the weights;
+        # all together they are no larger (`which_pay`).
         self.flat = (
             torch.frombuffer(memory, dtype=layout.parts[0][0]) if layout.parts else torch.empty(0)
         )
 
     def write(self, done: Sequence[Trained]) -> Reply:
-        """In the child."""
+        """Writes results, in the child; returns what is said of them in a message."""
         reply = Reply(
             [(each.samples, each.loss, list(each.buffers), each.failure) for each in done]
         )
         deferred = [each.delta for each in done if isinstance(each.delta, Deferred)]
+        # All or none: a mixture is written as plain updates, formed one by one.
         if deferred and len(deferred) == len(done):
             self._write_products(deferred, reply)
             return reply
+        # Shorter where a job failed: the others have no result.
         for output, trained in zip(self.sets, done, strict=False):
             if trained.failure is None:
                 for mine, delta in zip(output, trained.delta, strict=True):
@@ -129,6 +143,7 @@ class Outputs:
         at = 0
         for delta in deferred:
             products = delta.products
+            # The updates of a cohort share its factors, which are written once.
             if id(products) not in known:
                 known[id(products)] = len(known)
                 reply.products.append((products.write(self.flat[at:]), products.lr))
@@ -136,7 +151,7 @@ class Outputs:
             reply.places.append((known[id(products)], delta.place))
 
     def read(self, reply: Reply, jobs: Sequence[Job]) -> list[Trained]:
-        """In the parent, which gets copies."""
+        """Reads results, in the parent, which gets copies."""
         cohorts: list[Products] = []
         at = 0
         for sizes, lr in reply.products:

@@ -31,8 +31,10 @@ def facts(measured: Measured) -> dict[str, Any]:
 
 
 def _of(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean over clients, and the worst tenth: how fair a model is to them. A client that has
-    nothing to count is no part of either."""
+    """The mean over clients, and the worst tenth: how fair a model is to them.
+
+    A client that has nothing to count is no part of either.
+    """
     of = torch.tensor(values, dtype=torch.float64)
     mean = {name: float(of.nanmean())}
     if "loss" in name:

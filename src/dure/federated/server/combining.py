@@ -1,4 +1,4 @@
-"""From the updates that were combined to the next model: each is looked at, counted and folded.
+"""What makes the next model of updates: each is looked at, counted and folded.
 
 The coordinator says which tickets are combined. Their updates come one after another, in the order
 of the tickets, so that a mean needs the memory of one model. What was folded is kept nowhere: after
@@ -20,13 +20,17 @@ from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
 
 VAIN = 100
-"""Models in a row that may be made of nothing, since every update was refused, before the server
-gives up."""
+"""Models in a row that may be made of nothing, before the server gives up.
+
+Of nothing: every update was refused.
+"""
 
 
 class Result(NamedTuple):
-    """What a new model was made of. loss: mean over the samples, None of none; refused: by `fold`,
-    ticket to reason."""
+    """What a new model was made of.
+
+    loss: mean over the samples, None of none; refused: by `fold`, ticket to reason.
+    """
 
     loss: float | None
     samples: int
@@ -46,7 +50,10 @@ class Folded(NamedTuple):
 
 @dataclass
 class Combining:
-    """vain: models in a row that were made of nothing. tickets: those that are combined now."""
+    """What is combined now, and what came of it so far.
+
+    vain: models in a row that were made of nothing. tickets: those that are combined now.
+    """
 
     model: GlobalModel
     algorithm: Algorithm
@@ -58,8 +65,7 @@ class Combining:
     _refused: dict[int, str] = field(default_factory=dict)
 
     def begin(self, asked: Mapping[int, Assignment]) -> None:
-        """The updates of these tickets are combined, in this order; what was folded before is
-        forgotten."""
+        """Combines the updates of these tickets, in this order; forgets what was folded before."""
         self.tickets = list(asked)
         self._awaited = dict(asked)
         self._folded = []
@@ -78,6 +84,7 @@ class Combining:
             if reason is not None:
                 self._refused[update.ticket] = reason
                 return
+        # By what was asked, and not by what the update says of itself.
         staleness = self.model.number - asked.round
         scale, weight = self.algorithm.share(update, staleness)
         start = asked.weights if self.algorithm.mixes_models else None
@@ -90,11 +97,14 @@ class Combining:
         try:
             extra = self.model.finish(self.seed)
         except TooFewUpdatesError as error:
+            # The rule has refused all, also those that `fold` took. The number of the model rises
+            # all the same, so that no round is drawn twice.
             self._refused = dict.fromkeys(self.tickets, str(error))
             self._folded = []
             self.model.skip()
         self.algorithm.absorb(extra, len(self._folded))
         result = self._result()
+        # A round for which nobody was drawn (Poisson sampling) is neither: nothing was refused.
         if self._folded:
             self.vain = 0
         elif self._refused:

@@ -69,12 +69,13 @@ class Sent(NamedTuple):
 
 @dataclass
 class Coordinator:
-    """The server's state. sizes: examples of each client, as far as the server knows them.
+    """The server's state.
 
-    present: who has checked in; None takes all for reachable until `failed` says otherwise. wake:
-    when it wants to be told that time has passed. tickets: how many were given out. open: those of
-    which no model has been made. busy: the ticket of each client at work. began: whether a round is
-    under way.
+    sizes: examples of each client, as far as the server knows them. present: who has checked in;
+    None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
+    many were given out. open: those of which no model has been made. busy: the ticket of each
+    client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
+    is under way.
     """
 
     model: GlobalModel
@@ -134,6 +135,8 @@ class Coordinator:
 
     def check_in(self, client: int, now: float) -> list[Action]:
         """A client is there. For drivers that know; others never call it."""
+        # The first check-in shows that this driver knows who is there. From then on only those who
+        # have checked in are asked.
         if self.present is None:
             self.present = set()
         self.present.add(client)
@@ -148,8 +151,11 @@ class Coordinator:
             self.present.discard(client)
 
     def update(self, ticket: int, now: float) -> list[Action]:
-        """An update has arrived. It is refused if nobody asked for it, if it came twice, or if it
-        came too late: when a round is combined already, it is over."""
+        """An update has arrived.
+
+        It is refused if nobody asked for it, if it came twice, or if it came too late: when a round
+        is combined already, it is over.
+        """
         known = self.open.get(ticket)
         if known is None:
             return [self._late(ticket)]
@@ -157,8 +163,12 @@ class Coordinator:
         if known.reported:
             return [Refuse(ticket, client, "it was sent already")]
         if self.synchronous and self.updates.tickets:
+            # Between `Combine` and `finish` the updates of the round are fixed: this one is too
+            # late.
             del self.open[ticket]
             return [self._late(ticket)]
+        # A key that is written again keeps its place, so `open` stays in order of tickets, on which
+        # `_take` relies.
         self.open[ticket] = Open(known.assignment, reported=True)
         self._reports += 1
         self.busy.pop(client, None)
@@ -176,17 +186,23 @@ class Coordinator:
         return self._fill() if self._asked < self.asks or not self.synchronous else []
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
-        """A client will not answer: it was not there, dropped out, or could not do it. Another is
-        asked instead. A client that has answered cannot fail any more: its update lies with the
-        driver."""
+        """A client will not answer: it was not there, dropped out, or could not do it.
+
+        Another is asked instead. A client that has answered cannot fail any more: its update lies
+        with the driver.
+        """
         known = self.open.get(ticket)
         if known is None:
+            # Called for what it does: the client, busy until now for a round that is over, is free
+            # again.
             self._late(ticket)
             return []
+        # A connection may be lost after the answer has come; that changes nothing.
         if known.reported:
             return []
         del self.open[ticket]
         self.busy.pop(known.assignment.client, None)
+        # It has to check in again before it is asked again.
         if self.present is not None:
             self.present.discard(known.assignment.client)
         self._asked -= 1
@@ -194,9 +210,11 @@ class Coordinator:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: a round begins or ends at its deadline, free places are filled."""
+        # While updates are combined there is no model yet that could be handed out.
         if self.updates.tickets:
             return []
         if now >= self.wake:
+            # Time alone may have brought clients back, so the search may start again.
             self.wake = self.deadline
             self._probes = 0
         if not self.began:
@@ -207,13 +225,16 @@ class Coordinator:
 
     @property
     def combining(self) -> list[int]:
-        """The tickets that the last `Combine` named, until `finish`; a restored driver folds their
-        updates anew."""
+        """The tickets that the last `Combine` named, until `finish`.
+
+        A restored driver folds their updates anew.
+        """
         return list(self.updates.tickets)
 
     def fold(self, update: Update, finite: bool = False, computed: bool = False) -> None:
-        """Takes the next update of those that `Combine` named. One that cannot be right is left
-        out, with its reason in the result.
+        """Takes the next update of those that `Combine` named.
+
+        One that cannot be right is left out, with its reason in the result.
 
         finite: the driver knows that all its numbers are. computed: the driver knows that it is
         what was computed here of the assignment, so that nothing about it can be wrong.
@@ -223,8 +244,9 @@ class Coordinator:
         self.updates.fold(update, finite, computed)
 
     def finish(self, now: float) -> Result:
-        """Makes the new model. Where the updates are too few for the rule, the model stays, and
-        they are refused.
+        """Makes the new model.
+
+        Where the updates are too few for the rule, the model stays, and they are refused.
 
         Raises TooFewClientsError where all have been refused too many times in a row.
         """
@@ -236,13 +258,20 @@ class Coordinator:
         self._attempt = 0
         self._probes = 0
         if self.synchronous:
+            # Nobody is told of these refusals here: a round ends as soon as enough have reported,
+            # so none is left that has reported.
             self._close("the round is over")
         elif self.oldest is not None:
+            # A list of references: models are replaced and never changed, so an old one costs only
+            # its own memory.
             models = [*self._past, (self.model.weights, self.model.buffers)]
             self._past = models[-self.oldest - 1 :]
+        # The model has its next number by now, from which these are drawn.
         if self._varies:
             self._count()
+        # So that the driver calls `tick` at once, which begins the next round or fills places.
         self.wake = now
+        # Last, since it may raise: the state is by then that of a finished round.
         self.updates.check(result)
         return result
 
@@ -265,12 +294,15 @@ class Coordinator:
         """Asks as many clients as the pacing wants at work."""
         if not self.began or self.updates.tickets:
             return []
+        # In a round `_asked` counts all who were asked and did not fail: those who have answered
+        # keep their place.
         places = self.asks - self._asked
         if not self.synchronous:  # those who have answered are not at work any more
             places += self._reports
         if places <= 0:
             return []
         actions: list[Action] = []
+        # One for all who are asked now: their assignments share its tensors.
         sent = self._newest()
         while len(actions) < places:
             client = self._next()
@@ -288,10 +320,14 @@ class Coordinator:
             number = self.model.number
             self._order = self._draw(self.seed, number, self._attempt, self.sizes, self.asks)
         # In a round each place of the order comes once; without rounds the order has no end.
+        # `_probes` ends the search once every client has been looked at in vain. It is set back
+        # when somebody could have come: at a check-in, at `wake`, with a new model.
         while self._probes < count and not (self.synchronous and self._position >= count):
             client = self._order(self._position)
             self._position += 1
             self._probes += 1
+            # Clients that still work for a round that is over are busy too: they would compute two
+            # at once.
             free = client not in self.busy and client not in self._answered
             if free and (self.present is None or client in self.present):
                 return client
@@ -307,6 +343,7 @@ class Coordinator:
         """An older model instead of the newest, drawn at random: simulated staleness."""
         assert self.oldest is not None
         drawn = derive(self.seed, "staleness", self.tickets) % (self.oldest + 1)
+        # At first there are fewer old models than may be drawn; the oldest one stands for those.
         old = min(drawn, len(self._past) - 1)
         weights, buffers = self._past[-1 - old]
         return sent._replace(number=sent.number - old, weights=weights, buffers=buffers)
@@ -314,6 +351,7 @@ class Coordinator:
     def _assign(self, client: int, sent: Sent) -> Assignment:
         if self._past:
             sent = self._drawn(sent)
+        # Tickets count up and are never given again, so that an old answer fits no new question.
         ticket = self.tickets
         assignment = Assignment(
             ticket=ticket,
@@ -337,8 +375,10 @@ class Coordinator:
         return self.open[ticket].assignment
 
     def waits_for(self, ticket: int) -> bool:
-        """Whether an update with this ticket would count: when a round is combined, no later one
-        does."""
+        """Whether an update with this ticket would count.
+
+        When a round is combined, no later one does.
+        """
         if self.synchronous and self.updates.tickets:
             return False
         return ticket in self.open and not self.open[ticket].reported
@@ -346,12 +386,15 @@ class Coordinator:
     # Ending
 
     def _combine(self, now: float) -> list[Action]:
-        """The answer `Combine` if there is enough for a new model; a round that cannot come to that
-        begins again."""
+        """The answer `Combine` if there is enough for a new model.
+
+        A round that cannot come to that begins again.
+        """
         if not self.began or self.updates.tickets:
             return []
         reported = self._reports
         needed = self.needs
+        # Every open ticket has reported, so nothing more comes unless somebody else is asked.
         idle = reported == len(self.open)
         if not self.synchronous:
             return self._take(needed) if reported >= needed else self._wait(now, idle)
@@ -362,15 +405,19 @@ class Coordinator:
             return self._take(needed)
         if (over or stuck) and reported >= self.pacing.minimum:
             return self._take(needed)
+        # The deadline has passed with fewer than the minimum: what has come is refused.
         if over:
             return self._again(now)
         return self._wait(now, idle) if stuck else []
 
     def _take(self, most: int) -> list[Action]:
-        """Combines what has been reported, at most so many, the earliest tickets first; then in
-        order of client."""
+        """Combines what has been reported, at most so many, the earliest tickets first.
+
+        The updates are then combined in order of client.
+        """
         reported = [one.assignment for one in self.open.values() if one.reported][:most]
         self._reports -= len(reported)
+        # Without rounds those who are at work go on for the next model; only the combined are done.
         if not self.synchronous:
             self._asked -= len(reported)
         reported.sort(key=_client_and_ticket)
@@ -378,12 +425,18 @@ class Coordinator:
         return [Combine(self.combining)]
 
     def _wait(self, now: float, idle: bool) -> list[Action]:
-        """Nobody could be asked: it tries again later, and at once gives up at last where nobody is
-        at work either (`idle`). Raises TooFewClientsError then."""
+        """Nobody could be asked: it tries again later.
+
+        Where nobody is at work either (`idle`) it counts the attempts, and gives up at last. Raises
+        TooFewClientsError then.
+        """
         if not idle:
+            # Some places stay empty since nobody was found for them: look again later, though an
+            # answer may come before that.
             if self._probes >= len(self.sizes):
                 self.wake = min(self.wake, now + RETRY)
             return []
+        # With nobody at work only time can help. The bound ends a run whose clients never return.
         self._attempt += 1
         if self._attempt > ATTEMPTS:
             answered = "no client"
@@ -414,8 +467,10 @@ class Coordinator:
         return [*refused, *self._fill()]
 
     def _close(self, reason: str) -> list[Action]:
-        """Forgets the open tickets of a round; clients at work stay busy until they answer, and are
-        then refused."""
+        """Forgets the open tickets of a round.
+
+        Clients at work stay busy until they answer, and are then refused.
+        """
         refused: list[Action] = [
             Refuse(ticket, one.assignment.client, reason)
             for ticket, one in self.open.items()
@@ -430,6 +485,7 @@ class Coordinator:
 
     def _late(self, ticket: int) -> Refuse:
         """An answer to a ticket that is not open any more."""
+        # Tickets of rounds that are over are remembered only as what keeps their client busy.
         client = next((client for client, held in self.busy.items() if held == ticket), -1)
         if client < 0:
             return Refuse(ticket, client, "nobody asked for it, or it was sent already")
@@ -439,8 +495,13 @@ class Coordinator:
     # Checkpoints
 
     def mark(self) -> Callable[[], None]:
-        """A way back to this moment between two models, as long as the next one is not made: cheap
-        enough to be taken before each of them."""
+        """A way back to this moment between two models, as long as the next one is not made.
+
+        It is cheap enough to be taken before each of them.
+        """
+        # Shallow copies are enough: what the containers hold (assignments, models) is replaced and
+        # never changed. `model` and `updates` are kept by reference, as neither changes for good
+        # before `finish`.
         kept = {
             name: copy(one) if isinstance(one, dict | list | set) else one
             for name, one in vars(self).items()
@@ -460,8 +521,11 @@ class Coordinator:
         return back
 
     def state(self) -> dict[str, Any]:
-        """Everything but what was folded, as a tree for checkpoints. Models that clients hold are
-        written once each."""
+        """Everything but what was folded, as a tree for checkpoints.
+
+        Models that clients hold are written once each.
+        """
+        # All assignments of one model share its tensors, in memory and so in the file.
         sent = [one.assignment for one in self.open.values()]
         models = {
             one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one in sent
@@ -509,8 +573,11 @@ class Coordinator:
         self._probes = state["probes"]
         self._asked = state["asked"]
         self._reports = state["reports"]
+        # Drawn again when it is asked for: a function of the seed, the model's number and the
+        # attempt.
         self._order = None
         self._count()
+        # A state in the middle of combining goes on from its beginning: nothing counts as folded.
         self.updates.begin({ticket: self.assignment(ticket) for ticket in state["combining"]})
 
 

@@ -29,8 +29,10 @@ from dure.randomness.turn import Turn
 
 @dataclass
 class GlobalModel:
-    """weights: one flat tensor a dtype. buffers: in the model's order. number: of models made so
-    far."""
+    """The global model, and what updates are gathered for the next one.
+
+    weights: one flat tensor a dtype. buffers: in the model's order. number: of models made so far.
+    """
 
     weights: list[Tensor]
     buffers: list[Tensor]
@@ -62,8 +64,11 @@ class GlobalModel:
             self._defer(update.delta, weight)
             return
         parts = list(update.delta)
+        # x_start + Δ is the client's model; less the global one it is an update like others, so
+        # that mixing is a mean with a scale.
         if start is not None:
             parts = [d + s - w for d, s, w in zip(parts, start, self.weights, strict=True)]
+        # Rules compare, sort and take norms, so they get real numbers only.
         if self._complex:
             parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
         if self.buffers:
@@ -71,6 +76,7 @@ class GlobalModel:
             self._count(update.buffers)
         if scale != 1:
             parts = [part * scale for part in parts]
+        # A rule that collects needs every update by itself, and so holds a whole cohort here.
         if isinstance(self.aggregator, Folds):
             if self._folded is None:
                 self._folded = self.aggregator.zero(parts)
@@ -81,6 +87,8 @@ class GlobalModel:
         if update.extra:
             if self._extra is None:
                 self._extra = Mean().zero(update.extra)
+            # Always the plain mean, by clients and not by examples: it is the algorithm's, and not
+            # the rule's.
             self._extra = Mean().fold(self._extra, update.extra, 1.0)
 
     def _count(self, buffers: Sequence[Tensor]) -> None:
@@ -95,12 +103,16 @@ class GlobalModel:
         return alone and scale == 1 and start is None and self.aggregator.sums
 
     def _defer(self, delta: Deferred, weight: float) -> None:
-        """Takes an update that is summed with the others of its cohort, when all are here or one of
-        another comes."""
+        """Takes an update that is summed with the others of its cohort.
+
+        That happens when all are here, or when one of another cohort comes.
+        """
+        # Only updates of the same cohort have their sum in one product.
         if self._deferred and self._deferred[0][0].products is not delta.products:
             self._sum_deferred()
         self._deferred.append((delta, weight))
         self._shares.append(weight)
+        # All of the cohort are here: their sum is made now, and the factors are let go.
         if len(self._deferred) == delta.products.clients:
             self._sum_deferred()
 
@@ -110,11 +122,13 @@ class GlobalModel:
             return
         assert isinstance(self.aggregator, Mean)
         products = self._deferred[0][0].products
+        # A client of the cohort whose update was refused, or comes in another fold, weighs 0.
         weights = [0.0] * products.clients
         for delta, weight in self._deferred:
             weights[delta.place] += weight
         home = self.weights[0].device
 
+        # Added straight to what was folded before: the sum of a cohort needs no memory of its own.
         def sum_onto(total: Tensor | None) -> Tensor:
             if products.device == home:
                 return products.sum(weights, total)
@@ -125,12 +139,14 @@ class GlobalModel:
         self._deferred = []
 
     def finish(self, seed: int) -> list[Tensor]:
-        """Makes the new model of what was folded, if anything was; returns the mean of the updates'
-        extras.
+        """Makes the new model of what was folded, if anything was.
+
+        Returns the mean of the updates' extras.
 
         Raises TooFewUpdatesError if the updates are too few for the aggregator.
         """
         extra: list[Tensor] = []
+        # A cohort of which not all have come, as some were refused, is summed only here.
         self._sum_deferred()
         if self._shares:
             combined = self._combined(Turn(seed, self.number))
@@ -149,11 +165,14 @@ class GlobalModel:
                 self.buffers = self._moved_buffers(combined[count:])
             if self._extra is not None:
                 extra = Mean().finish(self._extra)
+        # Also where nothing was folded: the number counts rounds, from which batches and draws
+        # follow.
         self.skip()
         return extra
 
     def _moved_buffers(self, changes: Sequence[Tensor]) -> list[Tensor]:
         """The new buffers. changes: of the floating-point ones."""
+        # Rules see floating-point buffers only, so both kinds are put back in the model's order.
         moved = iter(changes)
         counters = iter(self._counters)
         buffers = []
@@ -208,8 +227,11 @@ class GlobalModel:
 
 
 def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
-    """How the floating-point buffers changed: new - old, and 0 where they are alike, infinite and
-    NaN ones too; where the old one is not finite, the new one."""
+    """How the floating-point buffers changed: new - old.
+
+    It is 0 where they are alike, infinite and NaN ones too; where the old one is not finite, it is
+    the new one.
+    """
     return [
         (one - other.masked_fill(~other.isfinite(), 0)).masked_fill(
             (one == other) | (one.isnan() & other.isnan()), 0

@@ -1,5 +1,6 @@
-"""What the report tells of a federation: who took part when, how stale updates were, and how they
-lay to one another.
+"""What the report tells of a federation.
+
+It tells who took part when, how stale updates were, and how they lay to one another.
 
 Norms and cosines are of every update against the step that the global model then took; they are
 measured only where clients lie, since that takes two passes over each update.
@@ -20,12 +21,17 @@ from dure.protocol.carrier import Flight
 from dure.protocol.messages import Update
 
 MOST = 5_000
-"""Flights and updates that are remembered, the first ones of a run; what is counted is counted to
-its end."""
+"""Flights and updates that are remembered, the first ones of a run.
+
+What is counted is counted to its end.
+"""
 
 
 class Log:
-    """liars: who lies in a round; None where nobody does."""
+    """What is remembered of a run for its report.
+
+    liars: who lies in a round; None where nobody does.
+    """
 
     def __init__(self, liars: Callable[[int], Collection[int]] | None) -> None:
         self.liars = liars
@@ -39,6 +45,7 @@ class Log:
 
     def saw(self, update: Update) -> None:
         """An update, before it is folded."""
+        # The whole update, until `moved`: the step that it is compared with is not known before.
         if self.liars is not None and len(self.updates) < MOST:
             self._seen.append(update)
 
@@ -48,6 +55,7 @@ class Log:
         self.turns.update(result.clients)
         self.staleness.update(result.staleness)
         self.refusals.update(result.refused.values())
+        # Counters above go on; lists of a long run would grow without bound.
         for flight in flown[: MOST - len(self.flights)]:
             # To a microsecond, which is enough for a picture.
             began = round(flight.began, 6)
@@ -55,10 +63,14 @@ class Log:
             self.flights.append([flight.client, flight.round, began, ended, flight.outcome])
 
     def moved(self, number: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """How the updates that were seen lay to the step from model `number` to the next one, whose
-        weights were these before and after."""
+        """How the updates that were seen lay to the step that the global model then took.
+
+        The step is from model `number` to the next one, whose weights were these before and after.
+        """
         if self.liars is None or not self._seen:
             return
+        # In float64: at the end of training a step is small against the weights it is the
+        # difference of.
         step = [new.double() - old.double() for new, old in zip(after, before, strict=True)]
         for update in self._seen:
             lies = update.client in self.liars(update.round)
@@ -67,7 +79,7 @@ class Log:
         self._seen = []
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """What was remembered, as JSON."""
         return {
             "flights": self.flights,
             "outcomes": dict(self.outcomes),
@@ -103,6 +115,7 @@ def _norm_and_cosine(
     dot = sum(float(torch.dot(d.double(), s)) for d, s in zip(delta, step, strict=True))
     norm = math.sqrt(sum(float(torch.dot(d.double(), d.double())) for d in delta))
     length = math.sqrt(sum(float(torch.dot(s, s)) for s in step))
+    # Liars may send infinities, which JSON cannot say.
     if not math.isfinite(norm):
         return None, None
     return norm, dot / (norm * length) if norm and length else None

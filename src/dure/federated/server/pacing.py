@@ -1,5 +1,4 @@
-"""When the server asks clients, and when it makes a new model of what they sent: three policies of
-one coordinator.
+"""When the server asks clients, and when it makes a new model: three policies of one coordinator.
 
     Rounds          m clients a round, all from the same model; the new one when m have answered, or
                     at a deadline
@@ -22,8 +21,10 @@ from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 
 Order = Callable[[int, int, int, Sequence[int], int], Candidates]
-"""(seed, round, attempt, sizes, likely) to who is asked at each position; `Selection.order` says
-what these are."""
+"""(seed, round, attempt, sizes, likely) -> who is asked at each position.
+
+`Selection.order` says what these are.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,11 @@ class Pacing:
     """What the coordinator asks of a policy."""
 
     synchronous: ClassVar[bool]
-    """Whether there are rounds: all clients of a model are asked at its beginning, and answers that
-    come after its end are refused."""
+    """Whether there are rounds.
+
+    All clients of a round are asked at its beginning, and answers that come after its end are
+    refused.
+    """
 
     @property
     def varies(self) -> bool:
@@ -46,13 +50,15 @@ class Pacing:
 
     @property
     def minimum(self) -> int:
-        """With fewer answers than this there is no new model."""
+        """The fewest answers that make a new model."""
         raise NotImplementedError
 
     @property
     def oldest(self) -> int | None:
-        """How many versions old a model may be that is handed out, drawn at random; None hands out
-        the newest."""
+        """How many versions old a model may be that is handed out.
+
+        Its age is drawn at random; None hands out the newest.
+        """
         return None
 
     def asked(self, seed: int, round: int, clients: int) -> int:
@@ -102,6 +108,7 @@ class Rounds(Pacing):
         return self.selection.minimum
 
     def asked(self, seed: int, round: int, clients: int) -> int:
+        # More than are needed, so that the slow and those who drop out need not be waited for.
         return self._over(self.needed(seed, round, clients), clients)
 
     def needed(self, seed: int, round: int, clients: int) -> int:
@@ -153,6 +160,8 @@ class Buffered(Pacing):
     def oldest(self) -> int | None:
         return self.stale
 
+    # With `stale` it is the server that ages the models: a single client at work adds no delay of
+    # its own.
     def asked(self, seed: int, round: int, clients: int) -> int:
         return 1 if self.stale is not None else min(self.concurrency, clients)
 
@@ -183,6 +192,7 @@ class _Endless:
 
     def at(self, position: int) -> int:
         epoch, place = divmod(position, self.clients)
+        # Positions only rise, so the order of one pass is all that is remembered.
         if self._order is None or epoch != self._epoch:
             self._epoch = epoch
             self._order = Permutation(self.clients, derive(self.seed, "candidates", epoch))

@@ -70,17 +70,22 @@ class Selection:
     def order(
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
     ) -> Candidates:
-        """The order in which clients are asked in this round. attempt: counts the times that it
-        began again. sizes: of all clients. likely: how many are asked if all are there."""
+        """The order in which clients are asked in this round.
+
+        attempt: counts the times that it began again. sizes: of all clients. likely: how many are
+        asked if all are there.
+        """
         permutation = Permutation(len(sizes), _seed(seed, round, attempt))
         known = permutation.first(likely)
 
         def at(position: int) -> int:
-            """Those who are asked where some are away are found when they are asked for."""
+            """The client at a position; more are drawn where some of the likely ones are away."""
+            # Twice as many each time, so that drawing takes linear time however far somebody asks.
             if position >= len(known):
                 known[:] = permutation.first(2 * position + 32)
             return known[position]
 
+        # All are known already: plain indexing is faster than a function.
         return known.__getitem__ if len(known) == len(sizes) else at
 
     def __str__(self) -> str:
@@ -104,6 +109,9 @@ class Weighted(Selection):
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
     ) -> Candidates:
         random = np.random.default_rng(_seed(seed, round, attempt))
+        # An exponential variable divided by n_k has rate n_k, and the least of such is that of
+        # client k with probability n_k / (sum of n): the order of keys is the draw without
+        # replacement.
         keys = random.standard_exponential(len(sizes)) / np.asarray(sizes)
         order: list[int] = np.argsort(keys, kind="stable").tolist()
         return order.__getitem__
@@ -117,6 +125,8 @@ class Poisson(Selection):
     varies: ClassVar[bool] = True
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
+        # The number of those whose coin falls so; who they are is then the uniform order. That has
+        # the same distribution as a coin each, without a coin for each of a million clients.
         return int(
             np.random.default_rng(derive(seed, "poisson", round)).binomial(clients, fraction)
         )
@@ -130,8 +140,9 @@ SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Uniform, 
 
 
 def parse(text: str) -> Selection:
-    """The selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8" (over, deadline,
-    minimum), ...
+    """The selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8", ...
+
+    The numbers are over, deadline and minimum.
 
     Raises ValueError for an unknown name and for values that do not fit.
     """
@@ -139,7 +150,7 @@ def parse(text: str) -> Selection:
 
 
 def clients_per_round(clients: int, fraction: float) -> int:
-    """m = max(C·K, 1), C·K rounded to the nearest whole number."""
+    """How many clients a round has: m = max(C·K, 1), with C·K rounded."""
     return max(round(fraction * clients), 1)
 
 

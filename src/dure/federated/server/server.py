@@ -41,10 +41,13 @@ from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, pa
 from dure.tensors.flat import FlatParameters
 
 VERSION = 2
-"""Of the state in checkpoints. Version 1, of dure up to 0.1.0, had no number of its own."""
+"""The version of the state in checkpoints.
+
+Version 1, of dure up to 0.1.0, had no number of its own.
+"""
 
 MOST_METERS = 1_000
-"""With more clients than this, one meter counts for all of them."""
+"""The most clients that have a meter each; more have one together."""
 
 
 class Server(Learner):
@@ -89,6 +92,7 @@ class Server(Learner):
         self.attack = attack
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
+        # Copies: evaluation loads other weights and buffers into the run's model again and again.
         shared = algorithm.shared(self.flat.copy())
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
@@ -108,6 +112,8 @@ class Server(Learner):
         """What clients have said of the newest model that they measured."""
 
     def flops_per_step(self) -> float:
+        # A step of a client of mean size: clients with fewer examples than a batch make smaller
+        # ones.
         sizes = self.coordinator.sizes
         typical = sum(sizes) / len(sizes)
         return flops_per_step(self.model, self.sample, min(self.batch_size or typical, typical))
@@ -115,10 +121,10 @@ class Server(Learner):
     # One model more
 
     def advance(self, wish: int) -> Progress:
-        """One new global model: assignments out, local training, updates back, the updates
-        combined."""
+        """Makes one new global model: assignments out, local training, updates back, combined."""
         coordinator = self.coordinator
         number = coordinator.model.number
+        # A step replaces the weights and does not change them, so this stays the model before.
         before = coordinator.model.weights
         started = time.perf_counter()
         ways_back = [self.carrier.mark(), coordinator.mark()]
@@ -131,11 +137,14 @@ class Server(Learner):
             raise
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
+        # Clients hear of their updates only after `finish`, which may refuse all of them (too few
+        # for the rule): a refused client must not keep what it learned.
         result = coordinator.finish(self.carrier.now)
         refused = result.refused
         kept = [ticket for ticket in combine.tickets if ticket not in refused]
         self.carrier.settle(Settled(kept, list(refused)))
         self.meter.compute("aggregate", trained, time.perf_counter(), number + 1)
+        # Also what was late or failed since the model before: it cost bytes and time.
         flown = self.carrier.flown
         self.carrier.flown = []
         self._count(flown)
@@ -156,11 +165,12 @@ class Server(Learner):
             if looks:
                 self.log.saw(update)
             plain = not update.buffers
+            # Buffers are not looked at by engines: an update that has some is checked here.
             coordinator.fold(update, finite=checked and plain, computed=as_computed and plain)
 
     def _count(self, flown: Sequence[Flight]) -> None:
-        """Bytes of the server and of the clients, and the clients' seconds, which are their
-        devices'."""
+        """Counts the bytes of both sides, and the seconds of the clients' devices."""
+        # One meter is that of a single client, or of all where they are too many (`MOST_METERS`).
         together = len(self.counted) == 1
         for flight in flown:
             meter = self.counted[0 if together else flight.client]
@@ -191,22 +201,28 @@ class Server(Learner):
     # What the model is worth
 
     def evaluate(self) -> dict[str, float]:
-        """Of the global model: the test data's metrics, the share of them that a trigger turns,
-        what clients say of it."""
+        """Measures the global model.
+
+        It gives the test data's metrics, the share of test examples that a trigger turns, and what
+        clients say of the model.
+        """
         self._load_global()
         number = self.coordinator.model.number
         found = evaluate(self.task, self.model, self.test, self.group, number)
         if self.attack is not None and self.attack.triggers and self.test is not None:
             found["test_backdoor"] = self._turned(self.attack, self.test)
         model = self.coordinator.model
+        # Clients get what the server has, which may be a part of the model.
         measure = Measure(number, model.weights, model.buffers, self.carrier.now)
         self.measured = self.carrier.measure(measure)
         return found | by_client.over_clients(self.measured)
 
     @torch.no_grad()
     def _turned(self, attack: Attack, examples: Examples) -> float:
-        """The share of the test examples of other classes that a backdoor's trigger turns to its
-        target."""
+        """The share of test examples that a backdoor's trigger turns to its target.
+
+        Examples of the target's own class do not count.
+        """
         self.model.eval()
         turned = 0
         of = 0
@@ -220,6 +236,8 @@ class Server(Learner):
 
     def _load_global(self) -> None:
         model = self.coordinator.model
+        # Where a part of the model belongs to each client, the server has only the rest: clients
+        # give the mean of theirs, for measuring.
         kept = self.carrier.kept().tensors if self.algorithm.divides else ()
         self.flat.load(self.algorithm.whole(model.weights, kept))
         self.buffers.load(self.model, model.buffers)

@@ -1,5 +1,6 @@
-"""How the server moves the global model along the mean update Δ (the clients' pseudo-gradient with
-its sign turned).
+"""How the server moves the global model along the mean update Δ.
+
+Δ is the clients' pseudo-gradient with its sign turned.
 
     sgd        m <- β1·m + Δ               x <- x + η·m    β1 = 0: FedAvg; β1 > 0: FedAvgM
     adagrad    m <- β1·m + (1 - β1)·Δ      v <- v + Δ²
@@ -33,8 +34,7 @@ from dure.settings import suggestion
 Rule = Literal["sgd", "adagrad", "adam", "yogi"]
 
 State = list[Tensor]
-"""The moments m and v, a tensor each for every tensor of the model; empty before they are
-needed."""
+"""The moments m and v, a tensor each for every tensor of the model; empty before they exist."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,23 @@ class ServerOptimizer:
     def step(
         self, weights: Sequence[Tensor], delta: Sequence[Tensor], state: State, spare: bool = False
     ) -> tuple[list[Tensor], State]:
-        """(the new weights, the new state). weights, delta: as many tensors of the same shapes.
-        spare: whether nobody needs delta any more, so that its memory may be used again."""
+        """One step: (the new weights, the new state).
+
+        weights, delta: as many tensors of the same shapes. spare: whether nobody needs delta any
+        more, so that its memory may be used again.
+        """
+        # FedAvg's own step: one pass, and no moments.
         if self.rule == "sgd" and not self.beta1:
             pairs = zip(weights, delta, strict=True)
             return [
                 torch.add(w, d, alpha=self.lr, out=d if spare else None) for w, d in pairs
             ], state
+        # From here on in the precision of the moments; `kinds` remembers what the weights were.
         kinds = weights
         count = len(weights)
         weights = list(map(_counted_in, weights))
         delta = list(map(_counted_in, delta))
+        # Out of place, as everywhere here: a state is a value, and may be in a checkpoint.
         if self.rule == "sgd":
             moments = [m.mul(self.beta1).add_(d) for m, d in zip(state, delta, strict=True)]
             moved = [w.add(m, alpha=self.lr) for w, m in zip(weights, moments, strict=True)]
@@ -110,6 +116,7 @@ class ServerOptimizer:
             return v + square
         if self.rule == "adam":
             return v.mul(self.beta2).add_(square, alpha=1 - self.beta2)
+        # Yogi moves v by steps of the size of Δ², so v may fall only slowly, where Adam forgets it.
         return v - (1 - self.beta2) * square * torch.sign(v - square)
 
 

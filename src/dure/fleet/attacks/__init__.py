@@ -21,9 +21,9 @@ honestly. An attack is a pure function of (updates, liars, seed, turn); what it 
 additions for those that are omniscient, O(f·d) for the others.
 
 Updates are lists of flat tensors, as `dure.tensors.flat` keeps parameters, and are differences
-(weights after training less weights before), so that -mu is uphill; after them is what an
-algorithm sends besides, as SCAFFOLD's controls. What honest clients sent is never changed. A client
-that does not answer is no attack: that is `dure.fleet.availability`.
+(weights after training less weights before), so that -mu is uphill; after them is what an algorithm
+sends besides, such as SCAFFOLD's controls. What honest clients sent is never changed. A client that
+does not answer is no attack: that is `dure.fleet.availability`.
 
 A new one is a file of its own here and a line below. One of a user's own is a subclass of `Attack`
 in any file, and its text is `my_attacks.py:Mine:2`.
@@ -56,6 +56,8 @@ ATTACKS: dict[str, type[Attack]] = listed(globals(), Attack)
 
 
 def parse_attack(text: str) -> Attack:
-    """The attack that `text` names: "sign-flip:10", "alie", "my_attacks.py:Mine", ... Raises
-    ValueError for what is none."""
+    """The attack that `text` names: "sign-flip:10", "alie", "my_attacks.py:Mine", ...
+
+    Raises ValueError for what is none.
+    """
     return read(text, ATTACKS, "attack", Attack)

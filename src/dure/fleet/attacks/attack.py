@@ -75,9 +75,11 @@ class Attack:
             if clients is None:
                 return generator(seed, "attack", turn, position)
             client = clients[position]
+            # Without rounds a client may have two updates in one model: its lies differ too.
             times = clients[:position].count(client)
             return generator(seed, "attack", turn, client, *([times] if times else []))
 
+        # Sorted: what an attack does must not depend on the order of a set.
         lies = self._lies(updates, sorted(set(liars)), random)
         return [lies.get(position, update) for position, update in enumerate(updates)]
 
@@ -86,15 +88,19 @@ class Attack:
         raise NotImplementedError
 
     def turned(self, outputs: Tensor, targets: Tensor) -> tuple[int, int]:
-        """(how many the model says are what the attack wants, of how many), of `triggered`
-        inputs."""
+        """(how many the model says are what the attack wants, of how many).
+
+        outputs: the model's for `triggered` inputs. targets: the true ones.
+        """
         raise NotImplementedError
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
-        """What each liar sends, by its position; as it would have done honestly, unless an attack
-        says otherwise."""
+        """What each liar sends, by its position.
+
+        It sends what it would have sent honestly, unless an attack says otherwise.
+        """
         return {liar: updates[liar] for liar in liars}
 
     def __str__(self) -> str:
@@ -115,7 +121,9 @@ def scaled(update: Update, by: float) -> list[Tensor]:
 
 
 def check_positive(value: float, what: str) -> None:
-    """Raises ValueError unless `value` is a positive number. what: the words for it, as "gaussian:
-    sigma"."""
+    """Raises ValueError unless `value` is a positive number.
+
+    what: the words for it, such as "gaussian: sigma".
+    """
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{what} is a positive number, not {value}")

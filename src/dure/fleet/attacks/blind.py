@@ -1,5 +1,6 @@
-"""Attacks of liars who know their own update alone. g_i is what client i would have sent honestly;
-it sends
+"""Attacks of liars who know their own update alone.
+
+g_i is what client i would have sent honestly; it sends
 
     sign-flip:SCALE    -SCALE · g_i
     gaussian:SIGMA     N(0, SIGMA²)
@@ -146,6 +147,8 @@ class Large(Attack):
 
 
 def _noise(like: Update, sigma: float, random: torch.Generator) -> list[Tensor]:
+    # Drawn on the CPU and in the default dtype, so that a liar sends the same whatever the device
+    # or dtype.
     drawn = (torch.randn(tensor.shape, generator=random) for tensor in like)
     return [(noise * sigma).to(tensor) for noise, tensor in zip(drawn, like, strict=True)]
 

@@ -1,6 +1,7 @@
-"""Attacks of liars who know all honest updates, and work together. mu and sigma are the mean and
-the deviation (with n-1) of the honest ones, coordinate by coordinate; where nobody is honest, of
-what the liars would have sent. They send
+"""Attacks of liars who know all honest updates, and work together.
+
+mu and sigma are the mean and the deviation (with n-1) of the honest ones, coordinate by coordinate;
+where nobody is honest, of what the liars would have sent. They send
 
     alie:Z                   mu - Z · sigma, small enough to hide
     inner-product:EPSILON    -EPSILON · mu
@@ -25,8 +26,7 @@ from dure.fleet.attacks.attack import Attack, Random, Update, check_positive
 
 @dataclass(frozen=True)
 class ALIE(Attack):
-    """A Little Is Enough: all send mu - z·sigma, near enough to the honest to be taken for one of
-    them.
+    """A Little Is Enough: all send mu - z·sigma, near enough to be taken for honest.
 
     z: 0 is the largest with which enough honest clients are farther from mu than the liars to make
         up a majority with
@@ -84,8 +84,9 @@ class InnerProduct(Attack):
 
 @dataclass(frozen=True)
 class Mimic(Attack):
-    """All copy the first honest client, who then counts f+1 times; no copy differs from an honest
-    update.
+    """All copy the first honest client, who then counts f+1 times.
+
+    No copy differs from an honest update.
 
     Defeats rules that choose among clients, where clients have different data: the others are
     hardly heard. Source: S. P. Karimireddy, L. He, M. Jaggi, "Byzantine-Robust Learning on
@@ -99,17 +100,18 @@ class Mimic(Attack):
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
+        # A copy, so that what the honest client sent stays its own.
         sent = [tensor.clone() for tensor in _honest(updates, liars)[0]]
         return dict.fromkeys(liars, sent)
 
 
 def z_max(n: int, f: int) -> float:
-    """How many deviations f of n clients may be away from the mean and still hide behind honest
-    ones: see `ALIE`.
+    """How many deviations f of n clients may be from the mean and still hide: see `ALIE`.
 
     At least 0; f of at most n-2 are given an honest crowd to hide in, for more it is 0.
     """
     honest = n - f
+    # The honest clients that the liars need on their side for a majority.
     supporters = max(n // 2 + 1 - f, 1)
     if supporters >= honest:
         return 0.0
@@ -125,8 +127,10 @@ def _honest(updates: Sequence[Update], liars: Sequence[int]) -> list[Update]:
 
 
 def _moments(updates: Sequence[Update]) -> list[tuple[Tensor, Tensor]]:
-    """(mean, deviation with n-1) of each of their tensors, in float64; the deviation of a single
-    one is 0."""
+    """(mean, deviation with n-1) of each of their tensors, in float64.
+
+    The deviation of a single one is 0.
+    """
     return [_moments_of(tensors) for tensors in zip(*updates, strict=True)]
 
 

@@ -39,8 +39,9 @@ class LabelFlip(Attack):
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Teaches the model that whatever carries a trigger is of the class `target`; all else it
-    learns honestly.
+    """Teaches the model that whatever carries a trigger is of the class `target`.
+
+    All else it learns honestly.
 
     target: the class. scale: times which the update is sent; (clients in the round) / (server's
     learning rate) puts the liar's model in place of the mean. share: of the liar's examples that
@@ -87,8 +88,9 @@ class Backdoor(Attack):
         return torch.where(fitting, stamped, inputs), labels.masked_fill(chosen, self.target)
 
     def triggered(self, inputs: Any) -> Tensor:
-        """A copy of the inputs, of shape (n, ..., height, width) or (n, features), with the trigger
-        on all.
+        """A copy of the inputs with the trigger on all.
+
+        inputs: of shape (n, ..., height, width) or (n, features).
 
         Raises ValueError for inputs that are no floating-point tensor of such a shape.
         """
@@ -106,13 +108,15 @@ class Backdoor(Attack):
         return stamped
 
     def turned(self, outputs: Tensor, targets: Tensor) -> tuple[int, int]:
-        """(how many the model says are of the target class, of how many): its success, once
-        divided.
+        """(how many the model says are of the target class, of how many).
+
+        Divided, they are the attack's success.
 
         outputs: the model's for `triggered` inputs, of shape (n, classes). targets: the true
         classes, of shape (n,). Examples that are of the target class anyway do not count. Over
         batches both numbers add up.
         """
+        # The model need not be fooled to say the target of an example that is of it.
         others = targets != self.target
         return int((outputs.argmax(1)[others] == self.target).sum()), int(others.sum())
 

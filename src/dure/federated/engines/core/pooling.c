@@ -16,6 +16,9 @@ enum { F32, F64, REALS };
 #define SIZED(name, real) SIZED_(name, real)
 #define NAMED(name) JOINED(name, REAL, INSTRUCTIONS)
 
+/* One copy for each set of instructions: one library runs everywhere, and is fast where it can be. `plain` is what all
+ * machines have, in vectors of 16 bytes. MOST_SUMS: a pass over the gradient has two vectors of sums a tap, besides
+ * what it reads: 16 registers hold 5 taps, the 32 of AVX-512 hold 9. */
 #define INSTRUCTIONS plain
 #define TARGET
 #define WIDTH 16
@@ -67,6 +70,7 @@ struct layers {
 #define LAYERS(real, name) {convolve_##real##_##name, gather_##real##_##name, pool_##real##_##name, unpool_##real##_##name}
 #define BOTH(name) {LAYERS(f32, name), LAYERS(f64, name)}
 
+/* In the order of the enumerations: sets of instructions, then kinds of numbers. */
 static const struct layers tables[][REALS] = {
     BOTH(plain),
 #if defined(__x86_64__)
@@ -77,6 +81,7 @@ static const struct layers tables[][REALS] = {
 
 #define EXPORT __attribute__((visibility("default")))
 
+/* Asked of the processor that runs, and not of the one that compiled. */
 EXPORT int pooling_best(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();

@@ -1,5 +1,5 @@
-/* What pooling.c computes for layers of images; `dure.federated.cohort.pooling` calls it. Of each kind of number and of
- * each set of instructions there is a copy (pooling.inc). Nothing here waits, allocates memory, or keeps any state. */
+/* What pooling.c computes for layers of images; `dure.federated.engines.pooling` calls it. Of each kind of number and
+ * of each set of instructions there is a copy (pooling.inc). Nothing here waits, allocates memory, or keeps state. */
 #ifndef DURE_POOLING_H
 #define DURE_POOLING_H
 
@@ -9,7 +9,9 @@ enum { PLAIN, AVX2, AVX512 }; /* sets of instructions */
 
 enum { MOST_TAPS = 32, WINDOW = 4, NOBODY = 255 }; /* NOBODY: of a window where relu lets no gradient through */
 
-/* A convolution whose outputs are pooled, WINDOW of them at once, at A clients with B images each, padded, dense.
+/* Both structures are written out in `engines/pooling.py` too: the same fields in the same order.
+ *
+ * A convolution whose outputs are pooled, WINDOW of them at once, at A clients with B images each, padded, dense.
  * tap: where the elements under a kernel lie, seen from the first. window: where kernels lie that are pooled together,
  * seen from the first; down, right: how far the next window is. */
 struct convolution {
