@@ -79,6 +79,8 @@ class Watch:
         self._fds = [_pidfd(process) for process in members.processes]
 
     def dead(self, rank: int) -> bool:
+        # A pidfd becomes readable when its process ends. Without one, /proc tells; a zombie (Z) is
+        # dead as well.
         if self._fds[rank] < 0:
             return not _runs(self._processes[rank])
         poll = select.poll()
@@ -101,6 +103,7 @@ def _pidfd(process: int) -> int:
 
 def _runs(process: int) -> bool:
     try:
+        # "pid (name) state …", and a name may hold spaces and brackets: split at the last one.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
@@ -288,6 +291,8 @@ class Host(ABC):
     def abort(self, loss: PeerLostError) -> PeerLostError:
         """Ends the group for all ranks of the host; returns the error that was told first, the same
         everywhere."""
+        # First what the hosts agree on, then what the ranks of this one agree on. Another rank may
+        # have published before: what stands then is what all raise.
         self._publish_loss(msgspec.json.encode(Loss.of(self.tell(loss))))
         return self.aborted() or loss
 
@@ -296,12 +301,14 @@ class Host(ABC):
         text = self._published_loss()
         if text is None:
             return None
+        # It was cut off if it was too long for its place: then the text as it stands.
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(text, type=Loss).error()
         return PeerLostError((), "a call", "this group", text.decode(errors="replace"))
 
     def look_around(self, waited: float) -> PeerLostError | None:
         """What there is to say of the ranks that are missing; called while a collective waits."""
+        # Death and leaving are certain, and told at once; silence is told after the time-out.
         missing = self.missing()
         loss = self.loss_among(missing, *self._now())
         if loss is None and waited >= self.timeout + self.grace:
@@ -356,10 +363,12 @@ class Host(ABC):
 
     def failure(self) -> BaseException:
         """The error with which this rank gives up; all others get to know it."""
+        # Taken away, so that a later wait does not find an old error.
         error = self._error
         self._error = None
         if isinstance(error, PeerLostError):
             return self.abort(error)
+        # A rank that stops waiting, by Ctrl-C for example, would hold up its peers: it tells them.
         self.end(f"was interrupted ({type(error).__name__})")
         assert error is not None
         return error

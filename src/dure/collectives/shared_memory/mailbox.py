@@ -58,7 +58,7 @@ class Letter:
     def finish(self, error: BaseException | None = None) -> None:
         """It is done, or has failed."""
         self.error = error
-        self.done = True  # the last thing that is said: who sees it may read the rest
+        self.done = True  # last: a thread that sees it, without the lock, may read the rest
         if self.receipt is not None:
             self.receipt.finish(error)
 
@@ -130,6 +130,7 @@ class Mailbox:
         self._thread: threading.Thread | None = None
         self._work_to_do = threading.Event()
         self._closed = False
+        # Both are changed with the lock held, and read without it where a late answer does no harm.
         self._moves = 0  # how often anything has moved, by which the thread sees that others carry
         self._carriers = 0  # threads that carry letters on at this time
 
@@ -139,6 +140,7 @@ class Mailbox:
         receipt = letter.receipt = Receipt(letter)
         with self._lock:
             self._raise_if_over()
+            # A message to this rank itself never meets a channel: a copy is put aside at once.
             if to == self._own:
                 kind = self._number_of[tensor.dtype]
                 self._arrived(_Aside(to, tag, kind, bytes_of(letter.dense.clone()), complete=True))
@@ -165,10 +167,13 @@ class Mailbox:
         with self._lock:
             self._raise_if_over()
             went = 0
-            if not self._leaving.get(to):  # nothing is before it
+            # Straight into the channel, unless others are before it: between two ranks messages
+            # keep their order.
+            if not self._leaving.get(to):
                 went = self._host.channel_write(to, header, tensor.data_ptr(), nbytes)
                 if went == _HEADER.size + nbytes:
                     return None
+            # The rest leaves as any other letter does, from the byte at which it stopped.
             letter = self._letter_to(tensor, to, tag)
             letter.moved = went
             receipt = letter.receipt = Receipt(letter)
@@ -216,6 +221,8 @@ class Mailbox:
     def _ask(self, letter: Letter) -> None:
         """Matches a receive with what was put aside, or lets it wait for what comes; the lock is
         held."""
+        # In the order of arrival, so that of two messages with one tag the first is taken first.
+        # One that is still coming in is taken as well: it is handed over when it is complete.
         for aside in self._aside:
             wanted = letter.tag == aside.tag and letter.peer in (ANY, aside.source)
             if wanted and aside.letter is None:
@@ -228,6 +235,7 @@ class Mailbox:
     def carry_until(self, letter: Letter, seconds: float | None) -> bool:
         """Carries all messages on until this one is done; False after `seconds`."""
         start = looked = time.monotonic()
+        # From here on `close` waits for this thread, which uses the channels.
         with self._lock:
             self._carriers += 1
         try:
@@ -246,6 +254,7 @@ class Mailbox:
                     looked = now
                     if (loss := self._look_around(letter, now - start)) is not None:
                         self._end(self._host.abort(loss))
+                # At most a tick, so that a lost peer, which rings for nobody, is looked for.
                 if not moved:
                     self._host.bell_wait(seen, TICK)
         finally:
@@ -258,6 +267,7 @@ class Mailbox:
         any more."""
         self._closed = True
         self._end(self._left())
+        # The thread may rest, or sleep for the bell, and other threads may carry: all look again.
         self._work_to_do.set()
         self._host.ring(self._own)
         if self._thread is not None:
@@ -277,6 +287,7 @@ class Mailbox:
         and may wait for what this one has done."""
         moved = False
         for to, letters in self._leaving.items():
+            # One after another: the bytes of a letter lie together in the channel.
             while letters and self._push(to, letters[0]):
                 moved = True
                 if letters[0].moved < len(letters[0].header) + letters[0].dense.nbytes:
@@ -287,13 +298,14 @@ class Mailbox:
                 moved = True
         if moved:
             self._moves += 1
+            # Another thread may wait for a letter that this one has just moved.
             if others:
                 self._host.ring(self._own)
         return moved
 
     def _push(self, to: int, letter: Letter) -> bool:
         """Sends on; whether anything went, or nothing was left to go."""
-        done = max(0, letter.moved - _HEADER.size)
+        done = max(0, letter.moved - _HEADER.size)  # bytes of the body that have left
         header = letter.header[letter.moved :]
         body = letter.dense
         went = self._host.channel_write(to, header, body.data_ptr() + done, body.nbytes - done)
@@ -305,6 +317,7 @@ class Mailbox:
         read = self._host.channel_read
         pulled = False
         while True:
+            # A header may come in pieces; `_open` may say no, and is asked again at the next step.
             if stream.length < 0:
                 address = addressof(stream.header) + stream.read
                 moved = read(source, address, _HEADER.size - stream.read)
@@ -340,6 +353,8 @@ class Mailbox:
         if letter is not None and stream.fits:
             stream.body = letter.dense
             return True
+        # Nobody wants it yet, or it does not fit: the bytes have to be read all the same, since
+        # others come after them.
         stream.body = torch.empty(length, dtype=torch.uint8)
         if letter is None:
             stream.aside = _Aside(source, tag, kind, stream.body)
@@ -356,7 +371,8 @@ class Mailbox:
     def _full(self, source: int) -> bool:
         """Whether a source has to wait until somebody asks for its messages.
 
-        It has not while a receive waits for another message of it, which may come after these.
+        It has not while a receive waits for another message of it, which may come after these,
+        and would never be reached.
         """
         if any(letter.peer in (ANY, source) for letter in self._wanted):
             return False
@@ -415,6 +431,7 @@ class Mailbox:
         ended = self._host.aborted()
         if ended is not None:
             return ended
+        # A receive from any rank is lost only when all of them are.
         peers = self._others if letter.peer == ANY else [letter.peer]
         step = f"call {self._host.current()[0]}"
         loss = self._host.loss_among(peers, letter.name, step)
@@ -432,6 +449,7 @@ class Mailbox:
             streams = [stream.letter for stream in self._streams]
             asides = [aside.letter for aside in self._aside]
             sends = [letter for letters in self._leaving.values() for letter in letters]
+            # A set, since a letter is finished once, wherever it is found.
             for letter in {*streams, *asides, *sends, *self._wanted}:
                 if letter is not None and not letter.done:
                     letter.finish(loss)
@@ -447,6 +465,7 @@ class Mailbox:
     def _care_for(self, letter: Letter) -> None:
         if letter.done or self._work_to_do.is_set():
             return
+        # A thread only where letters are left under way: most ranks never need one.
         if self._thread is None:
             self._thread = threading.Thread(target=self._carry, name="dure mailbox", daemon=True)
             self._thread.start()
@@ -456,6 +475,7 @@ class Mailbox:
         try:
             self._carry_what_nobody_carries()
         except BaseException as error:
+            # Nobody waits for this thread: without this the peers would find out by the time-out.
             self._host.end(f"failed to carry its messages ({type(error).__name__}: {error})")
             self._end(self._host.aborted() or self._left())
             raise
@@ -466,6 +486,8 @@ class Mailbox:
         quiet = 0
         while not self._closed:
             if quiet >= _QUIET_ROUNDS:
+                # With the lock, under which letters are added: none can come in between, and find
+                # the event set.
                 with self._lock:
                     if not self._pending():
                         self._work_to_do.clear()
@@ -473,6 +495,7 @@ class Mailbox:
                 quiet = 0
             before = self._moves
             time.sleep(_SOON)  # a thread that waits for a message carries it itself, and faster
+            # Something has moved without this thread, so somebody else carries: leave it to them.
             if not self._pending() or self._moves != before:
                 quiet += not self._pending()
                 continue
