@@ -26,7 +26,7 @@ from torch import Tensor
 _PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: the mapping is address space, not memory
 _POPULATE = 23  # MADV_POPULATE_WRITE
-_PUNCH_FROM = 1 << 24
+_PUNCH_FROM = 1 << 24  # bytes from which memory goes back to the system; less is used again soon
 _MOST = 256 << 30  # so that the pools of hundreds of ranks fit into one address space
 
 
@@ -70,9 +70,8 @@ class Pool:
         self._free = [(0, self.nbytes)]  # offset and length, in order, never adjacent
         self._used: set[int] = set()
         self._pinned: set[int] = set()
-        self._lock = (
-            threading.RLock()
-        )  # a tensor may be collected, and so released, in the middle of `allocate`
+        # Reentrant: a tensor may be collected, and so released, in the middle of `allocate`.
+        self._lock = threading.RLock()
 
     def offset(self, address: int, nbytes: int) -> int | None:
         """Where in the pool a piece of memory lies; None if it is not in the pool."""
@@ -82,6 +81,7 @@ class Pool:
     def allocate(self, nbytes: int) -> int:
         """The offset of `nbytes` that nobody uses, on a page of its own."""
         length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        # First fit: the pool is so large that gaps do no harm.
         with self._lock:
             for index, (offset, room) in enumerate(self._free):
                 if room >= length:
@@ -92,9 +92,8 @@ class Pool:
             else:
                 raise MemoryError(f"the shared pool has no {nbytes} bytes left of {self.nbytes}")
             self._used.add(offset)
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # older kernels fault the pages in one by one
+        # All pages at once, not by a fault for each at its first use; older kernels cannot.
+        with contextlib.suppress(OSError, ValueError):
             self.mapping.memory.madvise(_POPULATE, offset, length)
         return offset
 
@@ -105,8 +104,10 @@ class Pool:
                 self.mapping.memory.madvise(mmap.MADV_REMOVE, offset, length)
         with self._lock:
             self._used.discard(offset)
+            # Lost on purpose, see `pin`.
             if offset in self._pinned:
                 return
+            # Joined with its free neighbours, so that none are adjacent.
             at = bisect.bisect(self._free, (offset, 0))
             start = offset
             end = offset + length
@@ -130,6 +131,7 @@ class Pool:
         nbytes = math.prod(size) * dtype.itemsize
         offset = self.allocate(nbytes)
         block = _block_of(max(1, nbytes)).from_address(self.address + offset)
+        # Tensors share storage, and views outlive tensors: what all of them keep is this block.
         weakref.finalize(block, self._released, os.getpid(), offset, nbytes).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(size))
 
@@ -142,6 +144,7 @@ class Pool:
 def _block_of(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     """A kind of buffer that can be watched: the pool takes the memory back when its last tensor is
     gone."""
+    # A subclass is what weak references can be made to. Making one is slow, hence the cache.
     return type("Block", (ctypes.c_char * nbytes,), {})
 
 
@@ -161,6 +164,7 @@ def _forget() -> None:
     _pool = None
 
 
+# The child shares the parent's file: it makes a pool of its own when it needs one.
 os.register_at_fork(after_in_child=_forget)
 
 

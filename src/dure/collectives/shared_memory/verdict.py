@@ -15,6 +15,8 @@ class Verdict:
     store."""
 
     def __init__(self, store: Store) -> None:
+        # Of its own, since a connection of a TCPStore serves one request at a time, and another
+        # thread's may wait for a key.
         self._store = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
         self._store_is_gone = False
 
@@ -22,6 +24,7 @@ class Verdict:
         """Tells all hosts; returns what was told first."""
         try:
             text = msgspec.json.encode(Loss.of(loss)).decode()
+            # It sets the key if nobody has; either way it returns what stands there now.
             return msgspec.json.decode(
                 self._store.compare_set("verdict", "", text), type=Loss
             ).error()

@@ -40,6 +40,8 @@ class Work(dist.Work):
         What hangs on its future may wait for other calls of the group, as some communication hooks
         of DistributedDataParallel do: it runs on a thread of its own, unless `here` can wait.
         """
+        # `get_future` takes the same lock: either it sees that the call is done, or its future is
+        # seen here. So a future is settled once.
         with self._lock:
             if self._done.is_set():
                 return
@@ -84,6 +86,7 @@ class Work(dist.Work):
             future = self._future
         if settled:
             self._settle(future)
+        # A new one for each who asks: its errors are raised in `_result_of`.
         return future.then(_result_of)
 
     def is_completed(self) -> bool:
@@ -160,13 +163,14 @@ class Line:
         )
         self.ahead = 0  # calls in line or running on the thread
         self._count = threading.Lock()
-        self._door = threading.Lock()
+        self._door = threading.Lock()  # between the threads: take a call and the turn together
         self._threads: list[threading.Thread] = []
         self._free = 0  # threads that do not settle a future
         self._closed = False
 
     def abandon(self) -> None:
         """In a forked child: the line, and its thread, are the parent's."""
+        # Taken for ever, if it is not taken already: no call begins in this process.
         self._closed = True
         self.turn.acquire(blocking=False)
 
@@ -180,6 +184,7 @@ class Line:
 
     def now(self, call: Callable[[], None]) -> None:
         """Runs a call and returns when it is done."""
+        # Somebody is before it: it gets in line, so that the order of issue is the order of calls.
         if not self.begin():
             self.later(call, ()).wait()
             return
@@ -202,7 +207,7 @@ class Line:
     def _tried(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except DureError:  # which the others get as well
+        except DureError:  # the other ranks get it as well, from the core
             raise
         except Exception as error:
             if self._failed is not None:
@@ -233,7 +238,7 @@ class Line:
         while True:
             with self._door:  # who takes the next call also takes the next turn
                 item = self._waiting.get()
-                if item is None:
+                if item is None:  # the end, which `close` has put there
                     self._waiting.put(None)  # for the other threads
                     return
                 self.turn.acquire()
@@ -246,6 +251,7 @@ class Line:
                 error = raised
             finally:
                 self.turn.release()
+            # Only now may a caller run its call by itself: the turn is free, and this one is done.
             with self._count:
                 self.ahead -= 1
                 self._free -= 1
@@ -255,6 +261,7 @@ class Line:
             work.finish(error, here=True)
             with self._count:
                 self._free += 1
+            # Their tensors would live until the next call comes.
             del item, call, work, error
 
     def close(self, seconds: float) -> bool:
@@ -265,6 +272,7 @@ class Line:
         self._waiting.put(None)
         until = time.monotonic() + seconds
         for thread in threads:
+            # A callback of a future may destroy the group, on a thread of the line.
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
