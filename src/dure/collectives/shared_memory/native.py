@@ -40,6 +40,7 @@ from dure.collectives.shared_memory.pool import Mapping, Pool
 from dure.collectives.shared_memory.work import Line
 from dure.machine.c_library import c_library
 
+# As in core.h, which has more of each.
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP, _BAD_SIZES = range(5)
 _STAGE = 1
 _POOL = 2
@@ -47,6 +48,8 @@ _POOL = 2
 UNDER_WAY = 4
 """Split-phase calls that a rank may have begun and not ended."""
 
+# Up to a slot, one copy and one sync are cheaper than cutting a tensor into parts. A stage has four
+# windows of this size, small enough to stay in the caches.
 SLOT_BYTES = 16 << 10
 STAGE_BYTES = 256 << 10
 CHANNEL_BYTES = 2 << 20
@@ -115,6 +118,7 @@ class _Interpreter(Structure):
 
     @classmethod
     def this(cls) -> _Interpreter:
+        # By address, so that the library is built without Python's headers.
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         return cls(
             *(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names)
@@ -133,6 +137,7 @@ class _Interpreter(Structure):
         self.kind = self.value = self.traceback = None
         kind: Any = held[0]
         value: Any = held[1]
+        # PyErr_Fetch may give an error that was not made yet: its class, and what it is made of.
         error = (
             value
             if kind is None or isinstance(value, BaseException)
@@ -231,6 +236,7 @@ def segment_bytes(size: int) -> int:
 
 
 def _channel_bytes(size: int) -> int:
+    # One for each ordered pair of ranks, in whole pages.
     return max(STAGE_BYTES, min(CHANNEL_BYTES, ALL_CHANNELS // size**2 // 4096 * 4096))
 
 
@@ -261,6 +267,7 @@ class NativeHost(Host):
         self._segment = segment
         self._pool = pool
         self._peers = list(peers)
+        # C keeps addresses in these: they live as long as the host, as do segment, pool and peers.
         self._tick = _Tick(lambda waited: not self.tick(waited))
         self._interpreter = _Interpreter.this()
         spin, give = (int(1e9 * seconds) for seconds in patience)
@@ -289,6 +296,8 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
+        # All that each call would look up is looked up once: a sum of a few kilobytes takes no
+        # longer than some attributes of Python.
         reduce = _short_way() or self._by_ctypes
         core = self._core
         function = ctypes.cast(self._all_reduce, c_void_p).value or 0
@@ -306,6 +315,8 @@ class NativeHost(Host):
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
             )
+            # Calls in line come first, and whoever has the turn goes on: then the slow way, which
+            # gets in line. It also says what is wrong with a tensor.
             if code is None or not dense or line.ahead or not take_turn(False):
                 return otherwise(tensor, op)
             try:
@@ -336,7 +347,7 @@ class NativeHost(Host):
     ) -> Callable[[Sequence[Tensor]], int]:
         start = self._c.core_begin_reduce_scatter
         posted = self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
-        into = out.data_ptr()
+        into = out.data_ptr()  # `out` and `message` are kept by the caller (`BegunCalls._lend`)
         parts = (_Part * 0)()
 
         def begin(own: Sequence[Tensor]) -> int:
@@ -360,6 +371,7 @@ class NativeHost(Host):
         return int(posted.number)
 
     def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> Posted:
+        # Where every rank has mapped it, at another address each: hence an offset.
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
         posted = posted_call(
@@ -391,6 +403,7 @@ class NativeHost(Host):
         for rank, pull in pulls.items():
             pulled[rank] = _Pull(pull.offset, pull.into.nbytes, pull.into.data_ptr())
         posted = posted_call(call, sum(part.nbytes for part in parts))
+        # A single part that lies in the pool is read there by the peers, without a stage.
         if (
             len(parts) == 1
             and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None
@@ -407,6 +420,7 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def _failed(self, status: int) -> BaseException:
+        # A peer may still be in the middle of a sum that it writes to this rank's pool.
         if status in (_GAVE_UP, _ABORTED):
             self._pool.pin()
         if status == _GAVE_UP:

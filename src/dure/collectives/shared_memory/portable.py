@@ -55,7 +55,7 @@ _LEFT = 2
 _BYTES = 3
 _CALL = 4
 _SAID = struct.Struct("<qq")  # who, how many syncs
-_LONGEST_WRITE = 1 << 20
+_LONGEST_WRITE = 1 << 20  # bytes of a body that are offered to a pipe, which takes less anyway
 
 
 def _smaller(one: Tensor, other: Tensor) -> Tensor:
@@ -107,6 +107,7 @@ class Doors:
     @classmethod
     def made(cls, size: int) -> Doors:
         def pipe() -> tuple[int, int]:
+            # No reader or writer here ever waits in the kernel, where it would not see a peer die.
             return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
         return cls(pipe(), tuple(pipe() for _ in range(size)), pipe())
@@ -151,6 +152,7 @@ class PortableHost(Host):
         size = members.size
         rank = members.rank
         memory = segment.tensor()
+        # The segment: the reason of the end, seats, deals (offset, offered, wanted), stages.
         numbers = memory[_REASON_BYTES:][: 8 * size * (_SEAT + 3 * size)].view(torch.int64)
         self._reason = memory[:_REASON_BYTES]
         self._seats = numbers[: size * _SEAT].view(size, _SEAT)
@@ -159,13 +161,14 @@ class PortableHost(Host):
         self._stages = stages.view(size, 2, _STAGE_BYTES)  # of each rank: its input, its result
         self._arrived = [0] * size
         self._syncs = self._number = 0
-        self._inbox = b""
+        self._inbox = b""  # a message about a sync that has come in part
         self._writers = [-1] * size
         self._letters = [-1] * size
         for peer in range(size):
             if peer != rank:
                 self._writers[peer] = _opened(members.processes[peer], addresses[peer][0])
                 self._letters[peer] = _opened(members.processes[peer], addresses[peer][1 + rank])
+        # Peers whose pipe was full: `bell_wait` wakes when one of them takes bytes again.
         self._blocked: set[int] = set()
         self._bell = self._waiters = 0
 
@@ -180,7 +183,7 @@ class PortableHost(Host):
                 _write_whole(writer, said)
         try:
             self._await()
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt as error:  # the others are told by `failure`
             self._error = error
             raise self.failure() from None
 
@@ -193,6 +196,7 @@ class PortableHost(Host):
                 raise ended
             if not self.missing():
                 return
+            # Peers are looked at only after a tick in which nothing was said.
             if not self._hear(TICK) and self.missing() and self.tick(time.monotonic() - start):
                 raise self.failure()
 
@@ -204,6 +208,7 @@ class PortableHost(Host):
         self._inbox += os.read(reader, 1 << 16)
         whole = len(self._inbox) // _SAID.size * _SAID.size
         for who, syncs in _SAID.iter_unpack(self._inbox[:whole]):
+            # `_ring_all` says 0, which only wakes.
             self._arrived[who] = max(self._arrived[who], syncs)
         self._inbox = self._inbox[whole:]
         return True
@@ -211,6 +216,7 @@ class PortableHost(Host):
     def _begin(self, call: Call, nbytes: int) -> None:
         self._number += 1
         own = self._seats[self.members.rank]
+        # In the order of `progress`; `extra` is cut to what a signed number holds.
         words = [
             nbytes,
             call.kind,
@@ -227,6 +233,7 @@ class PortableHost(Host):
         """After the first sync: raises, on every rank the same, unless all have called the same."""
         calls = [self.progress(rank).last for rank in range(self.members.size)]
         same = [(call.kind, call.dtype, call.op, call.root, call.extra) for call in calls]
+        # From GATHER on, ranks may give unequal sizes, which their deals compare.
         counts = [call.count for call in calls if call.kind < GATHER]
         error = None
         if len(set(same)) > 1 or len(set(counts)) > 1:
@@ -264,6 +271,8 @@ class PortableHost(Host):
             results = [
                 _as(self._stages[rank, 1], window).tensor_split(size)[rank] for rank in range(size)
             ]
+            # Every rank sums its N-th part of the window. Whoever is early with the next window
+            # writes its input only: results are read until all have met at the next sync.
             stages[self.members.rank].copy_(window)
             self._sync()
             if start == 0:
@@ -282,6 +291,7 @@ class PortableHost(Host):
         self._begin(call, sum(block.nbytes for block in blocks))
         flat = [block.view(-1) for block in blocks]
         target = out.view(-1)
+        # A stage has a share for each block, of whole numbers of 8 bytes, so that any dtype fits.
         most = _STAGE_BYTES // size // 8 * 8 // out.itemsize
         longest = max(1, *(block.numel() for block in flat))
         for start in range(0, longest, most):
@@ -320,7 +330,7 @@ class PortableHost(Host):
             words = [[deal.offset, deal.nbytes, deal.wanted] for deal in deals]
             self._deals[rank] = torch.tensor(words, dtype=torch.int64)
         start = 0
-        longest = 1
+        longest = 1  # until the first sync, after which all know the longest input
         while start < longest:
             window = mine[start : start + _STAGE_BYTES]
             self._stages[rank, 0, : window.numel()].copy_(window)
@@ -348,6 +358,7 @@ class PortableHost(Host):
     # Messages.
 
     def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:
+        # The memory of a tensor as a buffer, without a copy.
         body = (ctypes.c_char * min(nbytes, _LONGEST_WRITE)).from_address(address)
         if not header and not nbytes:
             return 0
@@ -386,6 +397,7 @@ class PortableHost(Host):
                 poll.register(writer, select.POLLOUT)
             poll.poll(1000 * seconds)
         finally:
+            # `ring` has written a byte for each who waits: this one takes its own.
             self._waiters -= 1
             with contextlib.suppress(BlockingIOError):
                 os.read(self._doors.wake[0], 1)
@@ -416,6 +428,7 @@ class PortableHost(Host):
         return [rank for rank, syncs in enumerate(self._arrived) if syncs < self._syncs]
 
     def _publish_loss(self, text: bytes) -> None:
+        # The first reason stays. A lock of the file, which the kernel frees if its holder dies.
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             if not self._reason[0]:
