@@ -30,6 +30,7 @@ def check_like(tensor: Tensor, other: Tensor) -> None:
 
 def reducible(tensor: Tensor, op: int) -> Tensor:
     check_tensor(tensor)
+    # The sum of complex numbers is that of their parts; a product, or an order, is not.
     if tensor.is_complex() and op in (SUM, AVG):
         tensor = torch.view_as_real(tensor)
     check_reducible(tensor.dtype, op)
@@ -38,6 +39,7 @@ def reducible(tensor: Tensor, op: int) -> Tensor:
 
 def unequal(sizes: Sequence[int]) -> int:
     """A hash of sizes that are not all the same, which all ranks must agree on; else 0."""
+    # crc32 because Python's own hash differs between processes; 1 more, so that it is never 0.
     return 1 + zlib.crc32(repr(tuple(sizes)).encode()) if len(set(sizes)) > 1 else 0
 
 

@@ -95,7 +95,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._rank = rank
         self._size = size
         self._store = store
-        self._process = os.getpid()
+        self._process = os.getpid()  # a forked child must not end its parent's group
         self._group_name = ""
         self._description = ""
         # Keys of an earlier group of the same ranks may still stand in the store.
@@ -115,6 +115,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._ranks: Collectives = self._across or self._host
         self._moves = Moves(self._ranks, rank, size)
         self._line = Line(f"dure group of {size}", self._host.failed)
+        # In place of the method, on this object: callers get the short way without a further call.
         if self._across is None:
             self.all_reduce = self._host.direct(self._line, self.all_reduce)
         self._mailbox = Mailbox(self._host, NUMBER_OF)
@@ -151,6 +152,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def name(self) -> str:
         return "dure"
 
+    # torch asks by several names, those of C++ and those of Python.
     getRank = rank  # noqa: N815
     getSize = size  # noqa: N815
     getBackendName = name  # noqa: N815
@@ -191,6 +193,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._line.now(lambda: self._moves.all_reduce(tensor, op))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        # The common case, one tensor and a caller that waits, goes the short way.
         if len(tensors) == 1 and not getattr(opts, "asyncOp", True):
             self.all_reduce(tensors[0], operation_of(opts.reduceOp))
             return FINISHED  # type: ignore[return-value]
@@ -439,6 +442,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         """
 
         def run() -> None:
+            # In the group's turn, so that no other collective sees the changed time-out.
             before = self._host.timeout
             self._host.timeout = timeout.total_seconds() if timeout is not None else before
             try:
@@ -478,7 +482,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
     def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Tensor]) -> Work:
         """Runs a call at once where the caller waits for it anyway; else in line."""
-        # Options of torch, which not all have the field
+        # Not all of torch's options have this field; where it is missing, a handle is always right.
         if not getattr(opts, "asyncOp", True):
             self._line.now(run)
             return FINISHED  # type: ignore[return-value]
@@ -501,6 +505,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         is aborted."""
         if self._closed or os.getpid() != self._process:
             return
+        # The order: no new calls; calls in line end; peers are told; and only then is memory given
+        # back that a call, here or at a peer, might use.
         self._closed = True
         seconds = timeout.total_seconds() if timeout is not None else self._host.timeout
         ended = self._line.close(seconds)

@@ -103,6 +103,8 @@ class BegunCalls:
         tensor = reducible(tensor, op)
         if not self.split_phase or not tensor.numel():
             return lambda: self.begin_all_reduce(tensor, op)
+        # `post`, `end` and `begin` share the number of the call that was begun last: it is begun
+        # again only when the one before has ended.
         host = self._host
         number = 0
         message = tensor
@@ -126,6 +128,7 @@ class BegunCalls:
             if message is not tensor:
                 with torch.inference_mode():
                     message.copy_(tensor)
+            # Kept until all ranks are through with it, even if the caller drops what it has.
             self._line.promptly(post)
             self._lend(number, message, [])
             return end
@@ -214,6 +217,8 @@ class BegunCalls:
             block = own
             # `start` is kept for what it keeps: the list that C has of what is own
             used: list[object] = [output, own, start]
+            # Before the call is posted: an interrupt may come after that and before `_lend`, and
+            # C would write to memory that is gone.
             self._starting = used
             self._line.promptly(post)
             block = ()
@@ -230,6 +235,7 @@ class BegunCalls:
             used.clear()  # others read the message alone
             return time.perf_counter()
 
+        # `number` is this call's, an argument: by then the closure's may be that of a later one.
         return Begun(end, lambda: self._closed or host.is_read(number))
 
     # All-gather.
@@ -261,12 +267,15 @@ class BegunCalls:
         """Keeps what a call that was begun reads and writes until no rank needs it; `used`: what
         only this one does."""
         lent = self._lent
+        # Calls are read in the order of their numbers, so the first that is not read ends the
+        # search.
         while lent and self._host.is_read(lent[0][0]):
             lent.popleft()
         lent.append((number, source, used))
 
     def _planned(self, call: Callable[[], UnderWay]) -> Callable[[], float]:
         """Begins what is planned; what is returned waits for its end, and tells when that was."""
+        # `now` returns nothing, so the call leaves here what it has begun.
         begun: list[UnderWay] = []
         self._line.now(lambda: begun.append(call()))
         (under_way,) = begun

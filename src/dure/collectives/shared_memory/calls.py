@@ -75,6 +75,8 @@ SENSIBLE: Final = {
     if op not in ((BAND, BOR, BXOR) if dtype.is_floating_point else (AVG,))
 }
 """The reductions that make sense."""
+# All further dtypes of torch, which travel and are not reduced. In the order of their names, and
+# without aliases such as torch.cfloat: so a dtype has the same number on all ranks.
 _OTHERS: Final = tuple(
     value
     for name, value in sorted(vars(torch).items())
@@ -118,6 +120,7 @@ def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
     plain tensors."""
     if op == _SUM:  # by far the most frequent, and the others take a microsecond
         return SUM
+    # A ReduceOp holds the plain operation as `op`; a RedOpType is one itself.
     number = _BY_REDUCE_OP.get(getattr(op, "op", op))  # type: ignore[arg-type]
     if number is None:
         raise ValueError(
@@ -176,6 +179,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:
     """The error for ranks whose calls differ; the same on every rank. names: what errors call the
     ranks."""
+    # Ranks that have made the same call stand together: "ranks 0, 2: …; rank 1: …".
     made: dict[str, list[int]] = {}
     for name, call in zip(names, calls, strict=True):
         made.setdefault(str(call), []).append(name)

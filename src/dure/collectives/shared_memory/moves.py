@@ -86,11 +86,13 @@ class Moves:
         call = Call(
             kind=ALL_GATHER,
             dtype=NUMBER_OF[source.dtype],
+            # Of unequal parts the sum, since the count has to agree on all ranks.
             count=sum(sizes) if extra else source.numel(),
             extra=extra,
         )
         dense = source.contiguous()
         self._ranks.exchange(call, [dense], self._pulls(outputs))
+        # A source that is its own place in the output is there already.
         own = outputs[self._rank]
         if own.data_ptr() != dense.data_ptr():
             own.view(-1).copy_(dense.view(-1))
@@ -104,6 +106,8 @@ class Moves:
     def gather(self, targets: Sequence[Tensor], source: Tensor, root: int) -> None:
         """targets: on the root one a rank, elsewhere none."""
         dense = [dense_like(target) for target in targets]
+        # Every rank says what it gives to the root; the root also says what room it has for each.
+        # What the root keeps for itself is in both, so that its own sizes are compared as well.
         deals = [
             Deal(
                 nbytes=source.nbytes if rank == root else 0,

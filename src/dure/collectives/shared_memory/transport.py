@@ -47,6 +47,7 @@ class OverMemory(Transport):
         self._begun = begun
         self._moves = moves
         self._line = line
+        # What `holds` promises is of this host's channels: over a network nothing is known.
         self._held = 0 if across is not None else host.channel_bytes
         self.sum = sum  # type: ignore[assignment, method-assign]
         self.apart = begun.apart

@@ -71,6 +71,7 @@ _PATIENCE = 0.5  # seconds in which those who know better may say who was lost
 def address_towards(store: Store) -> str | None:
     """The address by which this host reaches the one that keeps the store; None if that says
     nothing."""
+    # Out of all prefixes, to the store that knows its host.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     name = getattr(store, "host", None)
@@ -83,6 +84,7 @@ def address_towards(store: Store) -> str | None:
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)  # a datagram socket: nothing is sent
+            # What the kernel would send from; a loopback address means that the store is here.
             address = str(probe.getsockname()[0])
             return None if address.startswith("127.") or address == "::1" else address
     return None
@@ -133,9 +135,8 @@ class Across:
         address = address_towards(store)
         make = _Gloo.create_device
         options = _Gloo._Options()
-        options._timeout = timedelta(
-            seconds=host.timeout + 2
-        )  # this end has its own limit, and says more
+        # gloo's own limit comes last: `_wait` has one as well, and says more.
+        options._timeout = timedelta(seconds=host.timeout + 2)
         options._devices = [make(hostname=address) if address else _Gloo.create_default_device()]
         self._options = options
         self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
@@ -146,9 +147,9 @@ class Across:
         self._planned = self._for_plans(address) if len(hosts) == self._size else None
         host.tell = self._verdict.tell
         host.remote = self._verdict.told
-        host.grace = (
-            0.0 if self._leads else 2 * _PATIENCE
-        )  # leaders wait for each other, and know better who is late
+        # Leaders wait for each other, and know better who is late: ranks that wait for a leader
+        # give it time to say so.
+        host.grace = 0.0 if self._leads else 2 * _PATIENCE
 
     def _group_of_leaders(self, name: str) -> Any:
         return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
@@ -157,6 +158,7 @@ class Across:
         if self._size == 2:
             meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
             made = connection(meeting, address, self._host.in_c)
+            # Both ends know whether they are connected, so both go on to gloo, or neither.
             if made is not None:
                 return OverDuplex(Duplex(made, first=self._here == 0), self._here)
         return OverGloo(self._group_of_leaders("planned"), self._size)
@@ -200,6 +202,7 @@ class Across:
     def _reduced_over_hosts(self, parts: Sequence[Tensor], mine: Tensor, operation: int) -> Tensor:
         """On a leader: what all hosts have for the ranks of this one, reduced in the order of
         hosts."""
+        # Ranks of a host need not follow each other: blocks are put in the order of hosts.
         leaving = torch.cat([parts[rank] for ranks in self._hosts for rank in ranks])
         lengths = [_elements(parts, ranks) for ranks in self._hosts]
         arriving = mine.new_empty(mine.numel() * len(self._hosts))
@@ -246,6 +249,7 @@ class Across:
         here = self._hosts[self._here]
         near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
         self._host.exchange(Call(ALL_GATHER), [mine], near)
+        # A host's bytes in one piece: the tensor itself where it has one rank, else a copy.
         wholes = [_together(flat, ranks) for ranks in self._hosts]
         if self._leads:
             self._swap(wholes)
@@ -267,6 +271,8 @@ class Across:
         lengths = [
             0 if index == self._here else whole.numel() for index, whole in enumerate(wholes)
         ]
+        # An all-to-all takes a part for each receiver: the same one, copied where there are
+        # several.
         leaving = torch.cat([mine] * (len(wholes) - 1)) if len(wholes) > 2 else mine
         given = [0 if index == self._here else mine.numel() for index in range(len(wholes))]
         arriving = torch.empty(sum(lengths), dtype=torch.uint8)
@@ -283,6 +289,7 @@ class Across:
         self, parts: Sequence[Tensor], pulls: dict[int, Pull], deals: Sequence[Deal]
     ) -> None:
         """From rank to rank; what a rank keeps stays with the caller."""
+        # The empty one in front, because `cat` refuses to have nothing.
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(part) for part in parts)])
         others = [rank for rank in range(self._size) if rank != self._rank]
         given = {rank: flat[deals[rank].offset :][: deals[rank].nbytes] for rank in others}
@@ -312,6 +319,7 @@ class Across:
     @property
     def _plans(self) -> Planned:
         assert self._planned is not None, "some host has several ranks"
+        # Nobody asks the others here, so nobody would learn that the group has ended.
         loss = self._host.aborted()
         if loss is not None:
             raise loss
@@ -372,6 +380,8 @@ class Across:
         """Raises MismatchError, on every rank the same, unless all ranks have called the same."""
         self._number += 1
         self._host.doing = (str(call), f"call {self._number}")
+        # A row a rank: its call, then its deals with each rank, zeros where there are none. Within
+        # a host the rows are gathered; the leaders' tables, zeros elsewhere, add up to the whole.
         dealt = [number for deal in deals or () for number in (deal.nbytes, deal.wanted)]
         row = [call.kind, call.dtype, call.op, call.root, call.count, call.extra, *dealt]
         width = 6 + 2 * self._size
@@ -391,6 +401,7 @@ class Across:
         calls = [Call(*row) for row in rows]
         if len({(c.kind, c.dtype, c.op, c.root, c.extra) for c in calls}) > 1:
             raise mismatch(self._number, calls, self._names)
+        # Only up to BROADCAST have all ranks the same count.
         if calls[0].kind <= BROADCAST and len({c.count for c in calls}) > 1:
             raise mismatch(self._number, calls, self._names)
         deals = table[:, 6:].view(self._size, self._size, 2)
@@ -413,6 +424,8 @@ class Across:
                 work.wait(timedelta(seconds=TICK))
                 return
             except RuntimeError as error:
+                # A tick is over, or the work has failed: gloo raises the same for both. What others
+                # have told about a loss is better than what gloo says.
                 loss = self._host.aborted() or self._verdict.told()
                 if loss is None and over:
                     loss = self._closed(str(error))
@@ -437,6 +450,7 @@ class Across:
                 return told
             time.sleep(TICK / 2)
         others = [index for index in range(len(self._hosts)) if index != self._here]
+        # gloo's text names the address of the peer, but no rank.
         named = [index for index in others if self._address_of(index) in reason] or others
         return self._loss([self._hosts[index][0] for index in named], "closed its connection")
 
@@ -509,6 +523,7 @@ class Parcel(Work):
             try:
                 work.wait(timedelta(seconds=across.timeout))
             except RuntimeError as error:
+                # gloo has no error class for it; the T may be large or small.
                 silent = "imed out" in str(error)
                 reason = (
                     f"did not come within {across.timeout:g} s"
@@ -518,6 +533,7 @@ class Parcel(Work):
                 self.finish(across.lost(peer, name, reason))
                 return
             if into is not None and into is not dense:
+                # As calls in line: `into` may be a parameter.
                 with torch.inference_mode():
                     into.copy_(dense)
             self.finish()

@@ -63,6 +63,7 @@ class Exchange:
     def __init__(self, end: int, posted: Posted, tensors: Sequence[Tensor | None]) -> None:
         out, own, into = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self.tensors = tensors
+        # C has the address of this struct until the exchange is over: it must not move, nor go.
         self._end = end
         self.inner = _Exchange(call=posted, out=out, own=own, into=into)
 
@@ -104,11 +105,13 @@ class Duplex:
         core = library()
         assert core is not None
         self._core = core
-        self._descriptor = connection.detach()
+        self._descriptor = connection.detach()  # Python does not close it any more; C does
         self._end = core.duplex_open(self._descriptor, int(first))
         if not self._end:
             os.close(self._descriptor)
             raise MemoryError("no connection to the other host could be opened: out of memory")
+        # What C still uses, even if nobody waits for it. The finalizer holds these and not `self`:
+        # it runs when the group is gone, at the latest when the process ends.
         self._lent: deque[Exchange] = deque()
         self._close = weakref.finalize(self, _close, core, self._end, self._lent, os.getpid())
 
@@ -118,6 +121,7 @@ class Duplex:
         it."""
         if not self._close.alive:
             raise RuntimeError("this connection was closed")
+        # They end in the order of their beginning.
         while self._lent and self._lent[0].is_over:
             self._lent.popleft()
         exchange = Exchange(self._end, posted_call(call, out.nbytes), (out, own, into))
@@ -139,6 +143,7 @@ class Duplex:
 
 
 def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
+    # A forked child has no threads to end. After this no thread touches a tensor.
     if os.getpid() == process:
         core.duplex_close(end)
     lent.clear()
@@ -160,17 +165,20 @@ def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.s
     theirs, too = msgspec.json.decode(
         meeting.read(f"duplex {other}", other), type=tuple[str | None, bool]
     )
+    # Neither knows an address where the store is on this very machine: then loopback will do. Where
+    # only one knows one, they would not meet.
     if not (willing and too) or (address is None) != (theirs is None):
         return None
     made = _listening(meeting, address or "127.0.0.1") if meeting.rank == 0 else _connected(meeting)
     if made is not None:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short calls leave at once
         made.settimeout(None)
     return made
 
 
 def _listening(meeting: Meeting, address: str) -> socket.socket | None:
     made: socket.socket | None = None
+    # Anybody may call at the door; the word, which only the store tells, proves who it is.
     word = secrets.token_bytes(_WORD)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -178,8 +186,9 @@ def _listening(meeting: Meeting, address: str) -> socket.socket | None:
             door = address, server.getsockname()[1], word.hex()
             meeting.store.set("duplex door", msgspec.json.encode(door).decode())
             made = _accepted(server, word, _patience(meeting))
-    except OSError:
+    except OSError:  # no door: the other one must not wait for it
         meeting.store.set("duplex door", "null")
+    # The one that connects has heard the word last, so its verdict is the one for both.
     if meeting.read("duplex verdict", 1) == b"yes":
         return made
     if made is not None:
