@@ -82,6 +82,7 @@ class Bucket:
 
     def give_back(self, vector: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the vector's elements into the tensors, unless they are there already."""
+        # `vector` was the tensors' own memory (`one_piece`).
         if vector.data_ptr() == tensors[0].data_ptr() and vector.dtype == self.dtype:
             return
         whole = one_piece(tensors)
@@ -98,6 +99,7 @@ def one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()
     offset = first.storage_offset()
+    # Each has to begin where the one before it ends, in the same storage.
     for tensor in tensors:
         if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
             return None

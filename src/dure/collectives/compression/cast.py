@@ -84,6 +84,8 @@ class CastCompressor:
         if self.message is None:
             self.message = self._memory(group)
         vector = self.bucket.vector(tensors)
+        # float16 ends at 65504: divided first, the sum is as small as the mean. bfloat16 has the
+        # range of float32, and needs none of it.
         divided = self.half == torch.float16
         self.message.copy_(vector.div_(group.size) if divided else vector)
         all_reduce(self.message, group, algorithm)

@@ -85,12 +85,16 @@ class GatheredCompressor:
         group = Group.of(group)
         vector = bucket.vector(tensors)
         corrected = vector if self.feedback is None else self.feedback.corrected(vector)
+        # (call, rank): no two payloads of a run are rounded by the same random numbers.
         codec.encode(corrected, self.payload, self.seed, (self.calls, group.rank))
         payloads = all_gather(self.payload, group, carrier(algorithm, group, self.payload))
         self.calls += 1
+        # All payloads, so that all ranks decide alike; what was sent is this rank's own one,
+        # decoded.
         if self.feedback is not None and all(map(codec.is_finite, payloads)):
             codec.add(self.payload, corrected, -1)
             self.feedback.keep()
+        # In order of rank, and from zero on every rank: the same bits everywhere.
         vector.zero_()
         for payload in payloads:
             codec.add(payload, vector, 1)

@@ -69,6 +69,7 @@ class PlainCodec:
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         given = numbers(payload, self.dtype)
+        # In blocks, so that a piece is converted and added while it is in the cache.
         for _, part in in_blocks(1, len(into), into.device):
             into[part].add_(given[part].to(into.dtype), alpha=sign)
 

@@ -83,13 +83,17 @@ class OneBitCodec:
             signs.copy_(bits)
             above[which] += counts
             below[which] += matrix.shape[1] - counts
+            # NaN stays NaN in `clamp`, so a column that is not finite has a mean that is not.
             upper[which] += matrix.clamp(min=0).sum(1)
             lower[which] += matrix.clamp(max=0).sum(1)
+        # Where no number has a sign its sum is 0, and so is its mean.
         upper.div_(above.clamp_(min=1))
         lower.div_(below.clamp_(min=1))
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         upper, lower = self._means(payload)
+        # One where the number is at least 0: it chooses the upper mean, and its complement the
+        # lower.
         table = bits_table(0.0, 1.0, into.dtype, into.device)
         for which, matrix, signs in in_columns(self.columns, into, payload[self.split :]):
             ones = unpack_signs(signs, matrix.shape[1], table)

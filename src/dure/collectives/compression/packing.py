@@ -32,6 +32,7 @@ def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[sl
     block = BLOCK if device.type == "cpu" else max(rows * length, 1)
     height = max(1, block // max(length, 1))
     width = min(length, block)
+    # Whole rows where they are short, pieces of one row where they are long.
     for top in range(0, rows, height):
         for left in range(0, length, max(width, 1)):
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, length))
@@ -86,6 +87,8 @@ def pack_signs(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack_signs_in_torch(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """`pack_signs` where numpy is not, on a GPU."""
+    # Eight bools are the bytes of one word of 64 bits; a multiplication shifts each to a bit of its
+    # own in the highest byte, without a carry between them.
     signs = matrix >= 0
     padded = pad(signs.view(torch.uint8), (0, -matrix.shape[1] % 8)).contiguous()
     return (padded.view(torch.int64) * _GATHER_BITS >> 56).to(torch.uint8), signs.sum(1)
@@ -116,6 +119,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     out: uint8 (packed_bytes(n, bits),).
     """
     if bits > 8:
+        # The low bytes as they are, then the rest packed: the split falls on a whole byte.
         low = len(codes)
         out[:low].copy_(codes & 255)
         pack((codes >> 8).to(torch.uint8), bits - 8, out[low:])
@@ -142,6 +146,8 @@ def _pack_by_numpy(codes: Array, bits: int, out: Array) -> None:
     count = -(-len(codes) // 8)
     if len(codes) % 8:
         codes = np.concatenate([codes, np.zeros(-len(codes) % 8, np.uint8)])
+    # 8 codes are the bytes of a word. Each round joins neighbours in pairs, until all lie side by
+    # side at the low end of the word.
     words = codes.view(np.int64)
     for lane in (16, 32, 64):
         words = _closer(words, bits, lane)
@@ -158,6 +164,8 @@ def _unpack_by_numpy(packed: Array, bits: int, n: int) -> Array:
         packed = np.concatenate([packed, np.zeros(count * bits - len(packed), np.uint8)])
     words = np.zeros(0, np.int64)
     for lane in (64, 32, 16):
+        # `_pack_by_numpy` backwards, begun at the lane whose numbers fill one byte, if there is
+        # one.
         if bits * lane == 64:
             words = packed.astype(f"u{lane // 8}").view(np.int64)
         elif lane == 64:
@@ -193,6 +201,7 @@ def _closer(words: Words, bits: int, lane: int) -> Words:
     Before, half a lane of 8, 16 or 32 bits holds 1, 2 or 4 numbers.
     """
     half = lane // 2
+    # In place where it can be: a new array costs more than the arithmetic.
     upper = words & _mask(half, lane, half)
     upper >>= half - bits * lane // 16
     upper |= words & _mask(half, lane, 0)
@@ -213,4 +222,5 @@ def _apart(words: Words, bits: int, lane: int) -> Words:
 def _mask(bits: int, lane: int, shift: int) -> int:
     """The `bits` bits above `shift` in every lane of a word, as a signed number of 64 bits."""
     mask = sum(((1 << bits) - 1) << (start + shift) for start in range(0, 64, lane)) & (2**64 - 1)
+    # torch and numpy have the words as signed numbers, and refuse larger ones.
     return mask - 2**64 if mask >> 63 else mask

@@ -143,6 +143,7 @@ def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
 def orthonormal(factor: Tensor) -> Tensor:
     """Orthonormal rows, as many, whose span contains that of the factor's (r, n), r ≤ n, whatever
     its rank is."""
+    # QR by Householder reflections: Q is orthonormal even where columns depend on each other.
     rows: Tensor = torch.linalg.qr(factor.t()).Q.t().contiguous()
     return rows
 
@@ -193,6 +194,8 @@ class PowerSGDCompressor:
 
     def _all_reduce_factors(self, vector: Tensor, group: Group, algorithm: Algorithm) -> None:
         """Replaces the vector by the approximation of its sum."""
+        # The first message: the factors P, and after them all that is not compressed. `lefts`,
+        # `rest` and `rights` are views of the messages, so an all-reduce fills them.
         corrected = self.feedback.corrected(vector)
         first, second = map(vector.new_empty, message_lengths(self.bucket, self.matrices))
         lefts = factors_in(first, [(matrix.r, matrix.n) for matrix in self.matrices])
@@ -204,6 +207,7 @@ class PowerSGDCompressor:
 
         for matrix, factor, left in zip(self.matrices, self.factors, lefts, strict=True):
             torch.mm(orthonormal(factor), matrix.of(corrected).t(), out=left)
+        # What is not compressed leaves no error behind, so nothing has to be added to it.
         for part, piece in zip(self.rest, rest, strict=True):
             piece.copy_(vector[part])
         all_reduce(first, group, algorithm)
@@ -214,11 +218,14 @@ class PowerSGDCompressor:
         all_reduce(second, group, algorithm)
 
         for matrix, basis, right in zip(self.matrices, bases, rights, strict=True):
+            # The sum goes where the gradient was; its N-th part is what this rank has sent, and
+            # what is left of `corrected` is the error.
             torch.mm(basis.t(), right, out=matrix.of(vector))
             matrix.of(corrected).sub_(matrix.of(vector), alpha=1 / group.size)
         for part, piece in zip(self.rest, rest, strict=True):
             vector[part].copy_(piece)
             corrected[part].zero_()
+        # The same on all ranks: one overflow must not spoil the factors and errors of later calls.
         if bool(second.isfinite().all()):
             self.factors = [right.clone() for right in rights]
             self.feedback.keep()

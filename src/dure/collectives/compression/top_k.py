@@ -80,6 +80,7 @@ class TopKCodec:
 
     def _largest(self, vector: Tensor) -> Tensor:
         """The places of the k largest numbers, ascending, int64."""
+        # All of them: nothing to search.
         if self.k == self.bucket.n:
             return torch.arange(self.k, device=vector.device)
         if vector.device.type != "cpu":
@@ -91,6 +92,8 @@ class TopKCodec:
     def _bits(self, vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The numbers without their signs as whole numbers, which have the same order, infinity and
         NaN at the end."""
+        # Without its sign bit an IEEE number is ordered as the whole number of the same bits. The
+        # array is kept from call to call: a new one would be faulted in page by page.
         whole = np.dtype(f"i{vector.itemsize}")
         if len(self._magnitudes) != len(vector):
             self._magnitudes = np.empty(len(vector), dtype=whole)
@@ -103,11 +106,12 @@ class TopKCodec:
         n = len(magnitudes)
         k = self.k
         if n >= 8 * SAMPLE and 4 * k <= n:
+            # The seed is n alone: which numbers are looked at changes the time, never the result.
             sample = magnitudes[np.random.Generator(np.random.PCG64(n)).integers(0, n, SAMPLE)]
             expected = k / n * SAMPLE
-            rank = (
-                SAMPLE - 1 - math.ceil(expected + 4 * math.sqrt(expected) + 4)
-            )  # four deviations on the safe side
+            # About `expected` numbers of the sample are among the k largest, give or take its root;
+            # four deviations on the safe side, the guess is hardly ever too high.
+            rank = SAMPLE - 1 - math.ceil(expected + 4 * math.sqrt(expected) + 4)
             places = np.flatnonzero(magnitudes >= np.partition(sample, rank)[rank])
             if len(places) >= k:
                 return places
@@ -126,6 +130,7 @@ class TopKCodec:
         return bool(self._parts(payload)[0].isfinite().all())
 
     def check(self, payload: Tensor) -> None:
+        # Ascending places are different ones, so first and last tell the range of all.
         places = self._parts(payload)[1]
         if self.k and (
             int(places[0]) < 0
@@ -137,6 +142,7 @@ class TopKCodec:
 
 def first_largest(magnitudes: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
     """Which numbers are the k largest, the first ones where they are equal: bool."""
+    # All above the k-th largest, and of those equal to it as many as are missing, from the front.
     least = np.partition(magnitudes, len(magnitudes) - k)[len(magnitudes) - k]
     chosen: np.ndarray[Any, Any] = magnitudes > least
     equal = np.flatnonzero(magnitudes == least)
