@@ -25,7 +25,8 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 def _ring(chunks: list[Tensor], group: Group) -> None:
-    ring.all_gather(chunks[-1:] + chunks[:-1], group)  # its ranks hold chunk r+1
+    # Turned by one, since the ring expects chunk r+1 on rank r.
+    ring.all_gather(chunks[-1:] + chunks[:-1], group)
 
 
 _RULES = {"ring": _ring, "one_shot": one_shot.all_gather, "native": native.all_gather}

@@ -84,6 +84,7 @@ def all_reduce(
     operation that the dtype does not have; PeerLostError if a rank is lost while others wait.
     """
     if algorithm in ("native", "auto") and op == "sum" and not async_op:
+        # dure's own backend checks the tensor itself, so the short way may be taken at once.
         carrier = own_transport(group)
         if carrier is not None:
             settle(group)  # type: ignore[arg-type]
@@ -104,6 +105,7 @@ def all_reduce(
         rule = ALL_REDUCES[
             _chosen(tensor, group, partition, predict) if auto_chooses else algorithm
         ]
+    # A collective of its own, the first time: all ranks come by here.
     if rule.over_hosts and partition is None:
         partition = group.hosts()
 
@@ -129,6 +131,8 @@ def _chosen(
     kind = tensor.device.type
     backend = group.backend(tensor.device)
     own = auto.choose(tensor.nbytes, group.size, backend=backend, device=kind) == "native"
+    # Asking who shares a host is an all-gather, at least the first time: not where the answer is
+    # native in any case.
     if hosts is None and not own:
         hosts = group.hosts()
     return auto.choose(

@@ -116,6 +116,7 @@ def counts(
     path, reduced = rule.path(n, ranks)
     if not shared:
         return Counts(rule.rounds(ranks), max(messages), path * itemsize, reduced * itemsize)
+    # A rank waits at most once a round, however many messages it sends in it.
     sent = sum(bytes_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks))
     return Counts(
         min(sum(messages), ranks * rule.rounds(ranks)), sum(messages), sent, reduced * itemsize
@@ -156,6 +157,8 @@ def crossovers(
     size = low
     now = best(low, ranks, link, algorithms)
     while size < high:
+        # Steps of an eighth, in whole elements of 4 bytes; between two sizes with different winners
+        # the change is found by halving.
         above = min(high, size + max(4, size // 8 // 4 * 4))
         then = best(above, ranks, link, algorithms)
         if then != now:
@@ -167,9 +170,8 @@ def crossovers(
                     if best(middle, ranks, link, algorithms) == now
                     else (below, middle)
                 )
-            then = best(
-                above, ranks, link, algorithms
-            )  # between two sizes there may lie more than one change
+            # Between two sizes there may lie more than one change.
+            then = best(above, ranks, link, algorithms)
             found.append(Crossover(above, now, then))
             now = then
         size = above
@@ -188,8 +190,11 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
     rows = [(counts(s.algorithm, s.nbytes, s.ranks, shared), s.seconds) for s in samples]
     if not rows:
         raise ValueError("there is nothing to fit: give measured samples")
+    # Each row divided by its time: the wanted result is 1, and errors are relative, so that long
+    # times do not drown short ones.
     matrix = np.array([np.divide(counted, seconds) for counted, seconds in rows], dtype=float)
     waits, messages, sent, reduced = _nonnegative(matrix)
+    # Then both prices are one, of a byte that is sent or reduced, and it is fitted again.
     if reduced > sent:
         together = np.column_stack([matrix[:, :2], matrix[:, 2] + matrix[:, 3]])
         waits, messages, sent = _nonnegative(together)
@@ -211,12 +216,14 @@ def _nonnegative(matrix: Any) -> Any:
     scale[scale == 0] = 1.0  # counts and seconds differ by ten orders of magnitude
     winner = np.zeros(width)
     least = float("inf")
+    # Four numbers have 15 subsets: trying all is exact, and needs no iteration.
     for kept in itertools.chain.from_iterable(
         itertools.combinations(range(width), k) for k in range(1, width + 1)
     ):
         some = matrix[:, kept] / scale[list(kept)]
         solved = np.linalg.lstsq(some, np.ones(rows), rcond=None)[0]
         error = float(np.square(some @ solved - 1).sum())
+        # Fewer numbers come first, and more have to be better by more than rounding.
         if (solved >= 0).all() and error < least - 1e-12:
             winner = np.zeros(width)
             least = error
@@ -265,6 +272,7 @@ class Calibration:
                 f"measures it"
             )
         return self.links[
+            # Nearest by ratio: 8 is as near to 4 as 2 is. Of equals the smaller.
             min(known, key=lambda key: (max(key[1], ranks) / min(key[1], ranks), key[1]))
         ]
 

@@ -64,15 +64,15 @@ class Reduction:
         if signed is None:
             function(one, other, out=out)
             return
+        # Views of the same bits: nothing is copied, and `out` is filled through its view.
         one = one.view(signed)
         other = other.view(signed)
         out = out.view(signed)
         if self.op in ("sum", "product"):
             function(one, other, out=out)
             return
-        lowest = torch.iinfo(
-            signed
-        ).min  # flips the highest bit, which turns unsigned order into signed order
+        # Flipping the highest bit turns unsigned order into signed order; the end flips it back.
+        lowest = torch.iinfo(signed).min
         function(one ^ lowest, other ^ lowest, out=out)
         out.bitwise_xor_(lowest)
 
@@ -101,6 +101,8 @@ class Reduction:
             self.finish(out)
             return
         exact = out.dtype not in _HALVES
+        # Partial results need a place that is not this rank's own part: another rank's will do,
+        # which is not read again. For halves it is one of float32.
         scratch = (
             (parts[1] if mine == 0 else parts[0])
             if exact
@@ -109,6 +111,7 @@ class Reduction:
         target = out if exact else scratch
         so_far = parts[0]
         for position, part in enumerate(parts[1:], 2):
+            # Only the last step writes to `out`, which may be this rank's own part.
             into = target if position == len(parts) else scratch
             self.combine(so_far if exact else so_far.float(), part, into)
             so_far = into
@@ -158,6 +161,7 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
 def in_torch(reduction: Reduction, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
     """The operation of torch.distributed whose result `Reduction.finish` completes; for bool, on
     its bytes."""
+    # Backends do not average everywhere; bool travels as bytes of 0 and 1, whose sum could be 2.
     op = reduction.partial().op
     if dtype == torch.bool:
         op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]

@@ -63,6 +63,7 @@ def choose(
         return "one_shot"
     if nbytes <= SHORT:
         return "tree"
+    # ranks & (ranks - 1) clears the lowest one bit: 0 for a power of two.
     if nbytes <= LONG or ranks & (ranks - 1) == 0:
         return "halving_doubling"
     return "ring"

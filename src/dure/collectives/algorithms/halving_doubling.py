@@ -60,6 +60,7 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
     extra = size - power
     if folds_into(size, rank) is not None:
         return []
+    # Among those that take part ranks are numbered anew: of the first 2e only the odd ones count.
     number = rank // 2 if rank < 2 * extra else rank - extra
     start = 0
     end = n
@@ -70,6 +71,7 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
         middle = start + (end - start) // 2
         lower = (start, middle)
         upper = (middle, end)
+        # The partner keeps what this rank gives, since the bit differs; then back to its rank.
         keep, give = (upper, lower) if number & distance else (lower, upper)
         steps.append(Step(2 * other + 1 if other < extra else other + extra, keep, give))
         start, end = keep
@@ -87,6 +89,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
         return
     stands_for = folded(group.size, group.rank)
     steps = schedule(n, group.size, group.rank)
+    # The larger half of the first window, or a whole tensor of the rank that is folded.
     scratch = torch.empty(
         n if stands_for is not None else (n + 1) // 2, dtype=flat.dtype, device=flat.device
     )
@@ -99,6 +102,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
         part = scratch[: mine.numel()]
         group.exchange(flat[slice(*give)], partner, part, partner)
         reduction.combine(mine, part, mine)
+    # `mine` is the only window whose sum is complete here; all others arrive finished.
     reduction.finish(mine)
     for partner, keep, give in reversed(steps):
         group.exchange(flat[slice(*keep)], partner, flat[slice(*give)], partner)

@@ -40,8 +40,10 @@ def all_reduce(
     not given."""
     partition = group.hosts() if hosts is None else checked(hosts, group.size)
     neighbours = next(ranks for ranks in partition if group.rank in ranks)
+    # As many lanes as the smallest host has ranks: on every host there is a rank for each lane.
     lanes = ring.chunks_of(flat, min(map(len, partition)))
     local = group.among(neighbours)
+    # An average is divided once, after the sum over the hosts.
     one_shot.reduce_scatter(lanes, local, reduction.partial())
     if local.rank < len(lanes):
         across = group.among([ranks[local.rank] for ranks in partition])

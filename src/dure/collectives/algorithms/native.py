@@ -30,6 +30,7 @@ def _carried(tensor: Tensor) -> Tensor:
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    # A backend that divides on the way saves a pass over the tensor.
     averages = reduction.op == "avg" and group.transport.averages(flat.device)
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
     dist.all_reduce(_carried(flat), operation, group=group.process_group)
@@ -145,6 +146,7 @@ def _count(group: Group, tensor: Tensor, targets: list[int]) -> None:
 def all_gather(chunks: list[Tensor], group: Group) -> None:
     """Fills all `chunks` in place, where this rank's chunk r is the complete one. Unequal ones
     travel padded."""
+    # torch wants tensors of one size. The rows of one padded matrix are what is filled.
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
     if all(chunk.numel() == longest for chunk in chunks):
@@ -175,6 +177,7 @@ def reduce_scatter(
     padded = mine.new_zeros(group.size, longest)
     for chunk, row in zip(chunks, padded, strict=True):
         row[: chunk.numel()] = chunk
+    # A tensor apart from `into`, which may be shorter than the padded result.
     whole = torch.empty_like(padded[0])
     operation = in_torch(reduction, mine.dtype)
     dist.reduce_scatter(

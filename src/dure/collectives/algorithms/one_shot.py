@@ -48,8 +48,11 @@ def reduce_scatter(
         group.transfer(sends, [])
         return
     mine = chunks[group.rank]
+    # Room for the parts of all others; this rank's own one stays where it is, at its place in the
+    # order of ranks.
     parts = list(torch.empty(group.size - 1, mine.numel(), dtype=mine.dtype, device=mine.device))
     parts.insert(group.rank, mine)
+    # The rank before this one sends to this one first, hence the other way round.
     group.transfer(sends, [(parts[rank], rank) for rank in reversed(ranks)])
     reduction.fold(parts, group.rank, mine if into is None else into)
 

@@ -45,6 +45,7 @@ def reduce_scatter(
     if size == 1:
         reduction.fold(chunks, 0, into)
         return whole
+    # Two buffers in turn: what arrived in the step before leaves while the next part arrives.
     longest = max(chunks, key=Tensor.numel)
     buffers = [torch.empty_like(longest) for _ in range(min(2, size - 1))]
     leaving = chunks[group.rank]
@@ -52,6 +53,7 @@ def reduce_scatter(
         own = chunks[(group.rank - step - 1) % size]
         part = buffers[step % 2][: own.numel()]
         group.exchange(leaving, whole, part, (group.rank - 1) % size)
+        # The sum so far comes first, the own chunk second: the order of the ring.
         reduction.combine(part, own, into if step == size - 2 else part)
         leaving = part
     reduction.finish(into)

@@ -17,6 +17,7 @@ _FILES = (
     "dure.collectives.algorithms.native",
 )
 
+# By name and not by an import of each, so that the list is the only place that knows them.
 _DECLARED: tuple[AllReduce, ...] = tuple(import_module(file).ALL_REDUCE for file in _FILES)
 
 ALL_REDUCES: dict[str, AllReduce] = {declared.name: declared for declared in _DECLARED}
