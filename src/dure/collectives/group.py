@@ -56,6 +56,7 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
     if process_group is None:
         return _Shared()
+    # Two threads may come at once: `setdefault` gives both the same one.
     known = _shared.get(process_group)
     return known if known is not None else _shared.setdefault(process_group, _Shared())
 
@@ -83,6 +84,7 @@ class _During:
         group = self._group
         self._before = group.operation
         group.operation = self._operation
+        # Whoever was waited for last has nothing to do with what may fail now.
         group._shared.peer = None
 
     def __exit__(
@@ -127,7 +129,8 @@ class Group:
         self._global = (
             dist.get_process_group_ranks(process_group) if process_group is not None else [0]
         )
-        self._places = list(range(self.size))  # of my ranks, in the process group
+        # Errors name ranks of the whole job; transports count places in the process group.
+        self._places = list(range(self.size))
 
     @classmethod
     def default(cls) -> Group:
@@ -154,6 +157,7 @@ class Group:
     def among(self, ranks: Sequence[int]) -> Group:
         """The group of these ranks of mine, in this order; this rank is one of them. It can do
         transfers only."""
+        # Shallow: meter, transport and the order of operations are shared with the whole group.
         part = copy.copy(self)
         part.rank = ranks.index(self.rank)
         part.size = len(ranks)
@@ -174,6 +178,7 @@ class Group:
         for part in parts:
             if len(part) > 1:
                 ranks = [self._global[rank] for rank in part]
+                # Every rank makes every group, also those that it is not in: torch wants it so.
                 limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
                 made = dist.new_group(ranks, timeout=limit, use_local_synchronization=False)
                 if self.rank in part:
@@ -221,6 +226,7 @@ class Group:
         operation: its name, for errors. tensor: one of those that travel; on a GPU the work is
         queued on the stream that is current here.
         """
+        # As they are at the time of the call: on the other thread they may have changed since.
         step = self.step
         inference = torch.is_inference_mode_enabled()
 
@@ -311,6 +317,7 @@ class Group:
             self.meter.received(into.nbytes)
 
     def _transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        # From several sources: all are asked for first, since any of them may be the slow one.
         if len(receives) > 1 and len({source for _, source in receives}) > 1:
             self._wait(self._start(sends, receives))
             return
@@ -330,7 +337,7 @@ class Group:
         for tensor, to in sends:
             shared.peer = self._global[to]
             pending = self.transport.post(tensor, self._places[to])
-            if pending is not None:
+            if pending is not None:  # else all of it has left already
                 posted.append((to, pending))
         return posted
 
@@ -343,6 +350,7 @@ class Group:
         return expected + posted
 
     def _wait(self, started: Sequence[_Started]) -> None:
+        # One after another; the one that is waited for when it fails is blamed (`_diagnosed`).
         for peer, pending in started:
             self._shared.peer = self._global[peer]
             pending.wait()
@@ -376,6 +384,7 @@ class Group:
         def end() -> None:
             with self.during(operation, step):
                 self._wait(started)
+            # `arrived` is `into` on the CPU; on a GPU the tensor of memory that it passed through.
             for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
                 if arrived is not into:
                     into.copy_(arrived)
@@ -411,6 +420,7 @@ class Group:
         if self.size == 1:
             return [values]
         self.settle()
+        # Where NCCL is the only backend, the numbers have to lie on a GPU.
         device = "cpu" if self.backend(torch.device("cpu")) else "cuda"
         mine = torch.tensor(values, dtype=torch.float64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
@@ -443,13 +453,13 @@ class Group:
             self.meter.received(message.nbytes)
         start = 0
         for tensor in tensors:
+            # A copy, since a dtype wants its bytes at a multiple of its size.
             arrived = (
                 message[start : start + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
             )
             start += tensor.nbytes
-            if not torch.equal(
-                arrived, tensor
-            ):  # an expanded tensor cannot be written, and never changes
+            # An expanded tensor cannot be written, and never changes.
+            if not torch.equal(arrived, tensor):
                 tensor.copy_(arrived)
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
@@ -475,6 +485,7 @@ class Group:
         lengths = [int(length) for (length,) in self.all_gather_values([float(len(content))])]
         with self.during("gather of the timelines"):
             if self.rank != 0:
+                # At least one byte, because `frombuffer` refuses none; rank 0 cuts it off.
                 mine = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
                 dist.send(mine, self._global[0], group=self.process_group)
                 return []

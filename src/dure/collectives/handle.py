@@ -69,6 +69,7 @@ class Handle(Generic[Value]):
         self._done.wait()
         if self._value:
             return self._value[0]
+        # Given away: an error holds, by its traceback, what the operation used.
         error = self._error
         self._error = None
         if error is None:
@@ -111,16 +112,17 @@ class Line:
     def _serve(self) -> None:
         while True:
             with self._changed:
+                # With the lock held: `put` either finds the thread, or starts another one.
                 if not self._changed.wait_for(lambda: bool(self._waiting), IDLE):
                     self.thread = None
                     return
                 handle = self._waiting.popleft()
                 self._busy = True
-            error = handle.run()
-            del handle
+            error = handle.run()  # without the lock, so that others can issue meanwhile
+            del handle  # its value lives no longer than those who wait for it
             with self._changed:
                 while error is not None and self._waiting:
                     self._waiting.popleft().end(error)
                 self._busy = False
                 self._changed.notify_all()
-            del error
+            del error  # its traceback holds the frames, and so the tensors, of the operation

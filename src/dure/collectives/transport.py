@@ -166,6 +166,7 @@ def _there(work: dist.Work | None) -> dist.Work:
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
     """torch's name of the backend for tensors of this device; empty if there is none."""
+    # torch writes "cpu:gloo,cuda:nccl".
     pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
     return next((name for kind, _, name in pairs if kind == device.type), "")
 
