@@ -1,5 +1,4 @@
-"""Tensors as the backend's calls take them: what is refused with ValueError or TypeError, and parts
-laid end to end."""
+"""Tensors as the backend's calls take them: what is refused, and parts laid end to end."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
 
 
 def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
-    """Raises ValueError unless `output` is one of as many equal parts of `source` as there are
-    ranks."""
+    """Raises ValueError unless `source` is as long as one `output` for each rank."""
     _check_dtypes("reduce_scatter", output, source)
     if source.numel() != output.numel() * ranks:
         raise ValueError(

@@ -495,14 +495,18 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         return self._line.later(lambda: None, [])
 
     def abort(self) -> None:
-        """Ends the group for all ranks at once; what is under way raises PeerLostError
-        everywhere."""
+        """Ends the group for all ranks at once.
+
+        What is under way raises PeerLostError everywhere.
+        """
         if not self._closed:
             self._host.end("aborted the group")
 
     def shutdown(self, timeout: timedelta | None = None) -> None:
-        """Leaves the group: destroy_process_group calls it. Calls in line end first, or the group
-        is aborted."""
+        """Leaves the group: destroy_process_group calls it.
+
+        Calls in line end first. If they do not within `timeout`, the group is aborted.
+        """
         if self._closed or os.getpid() != self._process:
             return
         # The order: no new calls; calls in line end; peers are told; and only then is memory given

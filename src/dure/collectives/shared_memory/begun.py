@@ -34,8 +34,10 @@ from dure.collectives.transport import Begun
 
 
 class BegunCalls:
-    """The begun calls of one rank. across: where the group spans hosts. op: a number of
-    `calls.OPERATIONS`."""
+    """The begun calls of one rank.
+
+    across: where the group spans hosts. op: a number of `calls.OPERATIONS`.
+    """
 
     def __init__(
         self, host: Host, across: Across | None, line: Line, moves: Moves, rank: int, size: int
@@ -54,8 +56,7 @@ class BegunCalls:
 
     @property
     def apart(self) -> bool:
-        """Whether every rank has a host of its own, so that what all begin by a plan is begun at
-        once."""
+        """Whether every rank has a host of its own: what all begin by a plan is begun at once."""
         return self._across is not None and self._across.apart
 
     @property
@@ -71,8 +72,9 @@ class BegunCalls:
     # All-reduce.
 
     def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
-        """`all_reduce`, where all ranks know that all of them begin it, for as many elements, as by
-        a plan.
+        """`all_reduce` that is begun now and ended later.
+
+        All ranks know that all of them begin it, for as many elements, as by a plan.
 
         What is returned waits for its end, and tells when that was, in seconds of
         `time.perf_counter`. Where ranks share memory by the C core nobody waits in between: up to
@@ -94,8 +96,9 @@ class BegunCalls:
     def prepare_all_reduce(
         self, tensor: Tensor, op: int = SUM
     ) -> Callable[[], Callable[[], float]]:
-        """`begin_all_reduce` of one tensor, for those who begin it again and again: all that can be
-        is looked at here.
+        """`begin_all_reduce` of one tensor, for callers that begin it again and again.
+
+        All that can be looked at ahead is looked at here.
 
         It is begun by calling what is returned, when the one before has ended. MPI calls it a
         persistent request.
@@ -140,8 +143,9 @@ class BegunCalls:
     def begin_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM, own: Sequence[Tensor] = ()
     ) -> Begun:
-        """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between,
-        nothing is copied.
+        """`reduce_scatter_single`, begun on all ranks and ended later.
+
+        Nobody waits in between, and nothing is copied.
 
         output, source: contiguous. Where ranks share memory by the C core a source that is not in
         shared memory (`empty_shared`) is copied there first, and any other call ends those that are
@@ -157,9 +161,11 @@ class BegunCalls:
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """`begin_reduce_scatter` of the same tensors again and again: what is returned begins it,
-        when the message of the one before is read (`Begun.is_read`), and is given what is this
-        rank's own."""
+        """`begin_reduce_scatter` of the same tensors again and again.
+
+        What is returned begins it, and is given what is this rank's own. It is called when the
+        message of the one before is read (`Begun.is_read`).
+        """
         check_scattered(output, source, self._size)
         output = reducible(output, op)
         source = reducible(source, op)
@@ -241,8 +247,9 @@ class BegunCalls:
     # All-gather.
 
     def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
-        """`all_gather_single`, begun on all ranks and ended by what is returned, which tells when
-        it had ended.
+        """`all_gather_single`, begun on all ranks.
+
+        What is returned ends it, and tells when it had ended.
 
         output, source: contiguous; the source may be its place in the output. Where ranks are
         `apart`, all must know that all begin it, as with `begin_reduce_scatter`; elsewhere it is
@@ -264,8 +271,10 @@ class BegunCalls:
     # The three ways.
 
     def _lend(self, number: int, source: Tensor, used: list[object]) -> None:
-        """Keeps what a call that was begun reads and writes until no rank needs it; `used`: what
-        only this one does."""
+        """Keeps what a begun call reads and writes until no rank needs it.
+
+        used: what only this rank uses.
+        """
         lent = self._lent
         # Calls are read in the order of their numbers, so the first that is not read ends the
         # search.

@@ -1,5 +1,4 @@
-"""The ranks of one host, and what both cores (C and torch) know of each other: who is lost, and
-what it last did."""
+"""The ranks of one host, as both cores (C and torch) know them: who is lost, what it last did."""
 
 from __future__ import annotations
 
@@ -42,8 +41,10 @@ class Members:
 
 @dataclass(frozen=True)
 class Pull:
-    """What a rank reads of a peer's input: bytes from `offset` on, into the contiguous tensor
-    `into`."""
+    """What a rank reads of a peer's input: bytes from `offset` on, as many as `into` has.
+
+    into: contiguous.
+    """
 
     offset: int
     into: Tensor
@@ -51,8 +52,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class Deal:
-    """A range of bytes of its input that a rank offers to a peer, and how many bytes it wants of
-    that peer."""
+    """What a rank offers to a peer, and how many bytes it wants of that peer.
+
+    offset, nbytes: the range of its input that it offers, in bytes.
+    """
 
     offset: int = 0
     nbytes: int = 0
@@ -61,8 +64,10 @@ class Deal:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: the number of the call it has begun last, of the one it has finished last,
-    and that call."""
+    """How far a rank is.
+
+    begun, finished: the numbers of the last call it has begun, and finished; last: the former.
+    """
 
     begun: int
     finished: int
@@ -71,8 +76,10 @@ class Progress:
 
 
 class Watch:
-    """Sees processes die, by their pidfd: also those that are no children, and at once, before they
-    are reaped."""
+    """Sees processes die, by their pidfd.
+
+    That works for processes that are no children as well, and at once, before they are reaped.
+    """
 
     def __init__(self, members: Members) -> None:
         self._processes = members.processes
@@ -129,8 +136,10 @@ class Collectives(Protocol):
     """What a group needs of its ranks: those of one host (`Host`) or of several (`Across`)."""
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
-        """In place; with a root only the root's tensor changes. `op`: a number of
-        `calls.OPERATIONS`."""
+        """In place; with a root only the root's tensor changes.
+
+        op: a number of `calls.OPERATIONS`.
+        """
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
         """`out` becomes the reduction of all ranks' `blocks[rank]`."""
@@ -142,8 +151,7 @@ class Collectives(Protocol):
         pulls: dict[int, Pull],
         deals: Sequence[Deal] | None = None,
     ) -> None:
-        """Every rank offers `parts`, one after another, as its input, and pulls what it wants of
-        its peers'.
+        """Every rank offers `parts`, end to end, and pulls what it wants of its peers'.
 
         deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then
         the peer's to say. What a rank wants of itself is the caller's to copy.
@@ -187,20 +195,29 @@ class Host(ABC):
     def prepare_reduce_scatter(
         self, message: Tensor, out: Tensor, op: int
     ) -> Callable[[Sequence[Tensor]], int]:
-        """What begins to make `out` the reduction of all ranks' block of `message`, which lies in
-        the pool, and returns the call's number. Where calls are `split_phase`. It is given parts
-        that together are this rank's own block, if that lies elsewhere; it is called again when the
-        call before has ended."""
+        """What begins a reduce-scatter of `message`, and returns the call's number.
+
+        Only where calls are `split_phase`.
+
+        `out` becomes the reduction of all ranks' block of `message`, which lies in the pool. What
+        is returned is given parts that together are this rank's own block, if that lies elsewhere;
+        it is called again when the call before has ended.
+        """
         raise NotImplementedError
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
-        """What begins to make `message`, which lies in the pool, the reduction of all ranks', and
-        returns the call's number. Where calls are `split_phase`."""
+        """What begins an all-reduce of `message`, and returns the call's number.
+
+        Only where calls are `split_phase`. `message`, which lies in the pool, becomes the reduction
+        of all ranks'.
+        """
         raise NotImplementedError
 
     def end_call(self, number: int) -> None:
-        """Waits for the end of a call that was begun, and of those before; all-reduces end all that
-        are under way."""
+        """Waits for the end of a begun call, and of those before it.
+
+        The end of an all-reduce is that of all that are under way.
+        """
         raise NotImplementedError
 
     def is_read(self, number: int) -> bool:
@@ -238,8 +255,10 @@ class Host(ABC):
         """Bytes that came out of the channel from `source`; never waits."""
 
     def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
-        """Reads a body out of the channel from `source` if all of it has come, after just this
-        header; whether it did. Else nothing is read."""
+        """Reads a body out of the channel from `source`, if it has come after just this header.
+
+        Returns whether it did. Else nothing is read.
+        """
         return False
 
     @abstractmethod
@@ -289,8 +308,10 @@ class Host(ABC):
     # What follows from it.
 
     def abort(self, loss: PeerLostError) -> PeerLostError:
-        """Ends the group for all ranks of the host; returns the error that was told first, the same
-        everywhere."""
+        """Ends the group for all ranks of the host.
+
+        Returns the error that was told first, the same everywhere.
+        """
         # First what the hosts agree on, then what the ranks of this one agree on. Another rank may
         # have published before: what stands then is what all raise.
         self._publish_loss(msgspec.json.encode(Loss.of(self.tell(loss))))
@@ -353,8 +374,10 @@ class Host(ABC):
         )
 
     def tick(self, waited: float) -> bool:
-        """Called now and then while a collective waits; True: give up, with the error kept for
-        `failure`."""
+        """Looks at the peers, now and then while a collective waits.
+
+        True: give up. `failure` then has the error.
+        """
         try:
             self._error = self.look_around(waited)
         except BaseException as error:  # Ctrl-C, above all
@@ -378,6 +401,9 @@ class Host(ABC):
         self.abort(PeerLostError((self.members.names[self.members.rank],), *self._now(), reason))
 
     def failed(self, error: Exception) -> None:
-        """Ends the group because a call has failed here. Arguments are checked before a call
-        begins, so that this is a surprise: the others are told, and do not wait."""
+        """Ends the group because a call has failed here.
+
+        Arguments are checked before a call begins, so that this is a surprise: the others are told,
+        and do not wait.
+        """
         self.end(f"failed ({type(error).__name__}: {error})")

@@ -1,5 +1,7 @@
-"""How a process leaves its groups: at its end, so that no peer waits for it, and in a forked child,
-which has its parent's groups and must not use them."""
+"""How a process leaves its groups: when it ends, and in a forked child.
+
+At its end no peer is to wait for it. A forked child has its parent's groups, and must not use them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages from one rank of a host to another: matched by source and tag, in the order in which
-they were sent.
+"""Messages between ranks of a host, matched by source and tag in the order of sending.
 
 A message is a header and its bytes, streamed through the channel from its sender to its receiver;
 one that nobody has asked for yet is put aside. Sends and receives make progress when somebody waits
@@ -72,8 +71,10 @@ class Letter:
 
 
 class Receipt(Work):
-    """A letter as torch knows it, for those who go on while it is under way. `wait` carries it on
-    itself."""
+    """A letter as torch knows it, for callers that go on while it is under way.
+
+    `wait` carries the letter on itself.
+    """
 
     def __init__(self, letter: Letter) -> None:
         super().__init__([letter.tensor])
@@ -85,8 +86,7 @@ class Receipt(Work):
 
 @dataclass
 class _Stream:
-    """What comes in from one source: a header, then a body, for a receive that has asked for it or
-    to put aside."""
+    """What comes in from one source: a header, then a body, for a receive or to put aside."""
 
     header: Any = field(default_factory=lambda: (c_char * _HEADER.size)())
     read: int = 0  # bytes, of the header or of the body
@@ -158,8 +158,7 @@ class Mailbox:
         return letter
 
     def post(self, tensor: Tensor, to: int, tag: int) -> Work | None:
-        """`send` of a contiguous tensor, for those who count microseconds: None if all of it has
-        left already."""
+        """`send` of a contiguous tensor, by a shorter way; None if all of it has left already."""
         if to == self._own:
             return self.send(tensor, to, tag)
         nbytes = tensor.nbytes
@@ -182,8 +181,7 @@ class Mailbox:
         return receipt
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Starts to receive from `source`, or from ANY; the work's `source` says from whom it
-        came."""
+        """Starts to receive from `source`, or from ANY; the work's `source` says who it was."""
         letter = self._letter_from(tensor, source, tag)
         receipt = letter.receipt = Receipt(letter)
         with self._lock:
@@ -219,8 +217,7 @@ class Mailbox:
             raise letter.error
 
     def _ask(self, letter: Letter) -> None:
-        """Matches a receive with what was put aside, or lets it wait for what comes; the lock is
-        held."""
+        """Matches a receive with what was put aside, or lets it wait; the lock is held."""
         # In the order of arrival, so that of two messages with one tag the first is taken first.
         # One that is still coming in is taken as well: it is handed over when it is complete.
         for aside in self._aside:
@@ -263,8 +260,10 @@ class Mailbox:
         return True
 
     def close(self) -> bool:
-        """No more messages: what is still under way fails. Whether nobody uses the host's channels
-        any more."""
+        """No more messages: what is still under way fails.
+
+        Returns whether nobody uses the host's channels any more.
+        """
         self._closed = True
         self._end(self._left())
         # The thread may rest, or sleep for the bell, and other threads may carry: all look again.
@@ -283,8 +282,10 @@ class Mailbox:
     # Progress; the lock is held.
 
     def _step(self, others: int) -> bool:
-        """Moves whatever can be moved; whether anything was. others: how many other threads carry,
-        and may wait for what this one has done."""
+        """Moves whatever can be moved; whether anything was.
+
+        others: how many other threads carry, and may wait for what this one has done.
+        """
         moved = False
         for to, letters in self._leaving.items():
             # One after another: the bytes of a letter lie together in the channel.
@@ -339,8 +340,10 @@ class Mailbox:
                 return pulled
 
     def _open(self, source: int, stream: _Stream) -> bool:
-        """A header is there: where does its body go? False: nowhere yet, and there is too much put
-        aside already."""
+        """A header is there: finds the place for its body.
+
+        False: there is none yet, because too much is put aside already.
+        """
         length, tag, kind = _HEADER.unpack(stream.header)
         letter = self._wanted_by(source, tag)
         if letter is None and self._full(source):
@@ -481,8 +484,7 @@ class Mailbox:
             raise
 
     def _carry_what_nobody_carries(self) -> None:
-        """Looks every now and then for messages that nobody has carried on meanwhile; rests when
-        there are none."""
+        """Looks now and then for messages that nobody carries on; rests if there are none."""
         quiet = 0
         while not self._closed:
             if quiet >= _QUIET_ROUNDS:

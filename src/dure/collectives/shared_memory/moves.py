@@ -79,8 +79,11 @@ class Moves:
             self._ranks.exchange(call, [], {root: Pull(0, dense)})
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor) -> None:
-        """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known
-        to all."""
+        """Every rank's tensor on all ranks.
+
+        outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to
+        all.
+        """
         sizes = [output.numel() for output in outputs]
         extra = unequal(sizes)
         call = Call(
@@ -176,8 +179,10 @@ class Moves:
         pulls: dict[int, Pull],
         deals: Sequence[Deal],
     ) -> None:
-        """An exchange in which ranks know only their own sizes. What a rank keeps for itself does
-        not take part."""
+        """An exchange in which ranks know only their own sizes.
+
+        What a rank keeps for itself does not take part.
+        """
         count = sum(part.numel() for part in parts)
         call = Call(kind=kind, dtype=NUMBER_OF[dtype], root=root, count=count)
         self._ranks.exchange(call, parts, pulls, deals)

@@ -1,5 +1,4 @@
-"""The C core: the collectives of a host in plain C on shared memory, called without copies and
-without the GIL."""
+"""The C core: the collectives of a host in plain C on shared memory, without copies or the GIL."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ _Tick = ctypes.CFUNCTYPE(c_int, c_double)
 
 
 class _Interpreter(Structure):
-    """What the core needs of Python to run signal handlers while it waits, so that Ctrl-C ends a
-    wait."""
+    """What the core needs of Python to run signal handlers while it waits, for Ctrl-C."""
 
     _fields_ = (
         ("PyGILState_Ensure", c_void_p),
@@ -213,8 +211,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _short_way() -> Callable[..., int] | None:
-    """`core_all_reduce` without ctypes; None where the package was installed without Python's
-    headers."""
+    """`core_all_reduce` without ctypes; None where dure was installed without Python's headers."""
     try:
         module = importlib.import_module("dure.collectives.shared_memory._direct")
     except ImportError:

@@ -1,5 +1,4 @@
-"""Tensors that live in shared memory: what `empty_shared` returns is reduced in place, without
-staging copies.
+"""Tensors that live in shared memory: those of `empty_shared` are reduced in place, without copies.
 
 A process has one pool: a file without a name (memfd), as large as the machine's memory and empty
 until touched, so that it can grow without being mapped again. Peers on the host open it by
@@ -44,14 +43,18 @@ class Mapping:
 
 
 def open_of(pid: int, descriptor: int, flags: int = os.O_RDWR) -> int:
-    """The file that another process of this host holds as `descriptor`. Raises OSError where that
-    is not allowed."""
+    """The file that another process of this host holds as `descriptor`.
+
+    Raises OSError where that is not allowed.
+    """
     return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 class Pool:
-    """This process's shared memory, and which of it is free. `allocate` and `release` may come from
-    any thread."""
+    """This process's shared memory, and which of it is free.
+
+    `allocate` and `release` may come from any thread.
+    """
 
     def __init__(self) -> None:
         wanted = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
@@ -142,8 +145,7 @@ class Pool:
 
 @lru_cache(256)
 def _block_of(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """A kind of buffer that can be watched: the pool takes the memory back when its last tensor is
-    gone."""
+    """A kind of buffer that can be watched, so that the pool sees when its last tensor is gone."""
     # A subclass is what weak references can be made to. Making one is slow, hence the cache.
     return type("Block", (ctypes.c_char * nbytes,), {})
 

@@ -1,5 +1,6 @@
-"""The torch core: the same collectives where no C compiler was at hand. Same results, slower; the
-oracle of the C core.
+"""The torch core: the same collectives where no C compiler was at hand.
+
+It gives the same results, more slowly; tests compare the C core with it.
 
 Tensors pass through shared memory, and torch adds them. What orders memory is the kernel: a rank
 that has written says so through a pipe to each peer, and a peer reads only what it has been told
@@ -59,8 +60,10 @@ _LONGEST_WRITE = 1 << 20  # bytes of a body that are offered to a pipe, which ta
 
 
 def _smaller(one: Tensor, other: Tensor) -> Tensor:
-    """As the C core has it. torch.minimum of 0.0 and -0.0 is either, depending on where in the
-    tensor they stand."""
+    """The minimum as the C core has it.
+
+    torch.minimum of 0.0 and -0.0 is either, depending on where in the tensor they stand.
+    """
     return torch.where((one < other) | (one != one), one, other)
 
 
@@ -82,8 +85,10 @@ _FOLDS_OF_BOOLS = {**_FOLDS, SUM: torch.logical_or, PRODUCT: torch.logical_and}
 
 
 def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
-    """tensors[0] op tensors[1] op …, in this order; half precision is summed in float32 and rounded
-    once."""
+    """tensors[0] op tensors[1] op …, in this order.
+
+    Half precision is reduced in float32 and rounded once.
+    """
     dtype = tensors[0].dtype
     halves = dtype in (torch.float16, torch.bfloat16)
     fold = (_FOLDS_OF_BOOLS if dtype == torch.bool else _FOLDS)[op]
@@ -97,8 +102,7 @@ def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Doors:
-    """The pipes of a rank: one that its peers say their syncs through, and one for the messages of
-    each peer."""
+    """The pipes of a rank: one for the syncs of its peers, one for the messages of each of them."""
 
     syncs: tuple[int, int]
     messages: tuple[tuple[int, int], ...]
@@ -114,8 +118,7 @@ class Doors:
 
     @property
     def addresses(self) -> list[int]:
-        """What peers have to know: the write end for syncs, then the write ends for messages by
-        sender."""
+        """What peers have to know: the write end for syncs, then those for messages, by sender."""
         return [self.syncs[1], *(write for _, write in self.messages)]
 
     def close(self) -> None:
@@ -346,8 +349,10 @@ class PortableHost(Host):
         self._finish()
 
     def _take(self, peer: int, start: int, offset: int, into: Tensor) -> None:
-        """Copies what lies in the window from `start` on of the peer's bytes [offset, offset +
-        len(into))."""
+        """Copies what a window holds of the peer's bytes [offset, offset + len(into)).
+
+        start: where in the peer's bytes the window begins.
+        """
         low = max(offset, start)
         high = min(offset + into.numel(), start + _STAGE_BYTES)
         if low < high:

@@ -1,5 +1,7 @@
-"""What a group asks of the shared-memory backend: messages without torch's layers around them, the
-shortest sum, and begun calls."""
+"""What a group asks of the shared-memory backend: messages, the shortest sum, and begun calls.
+
+None of them passes through torch's layers.
+"""
 
 from __future__ import annotations
 

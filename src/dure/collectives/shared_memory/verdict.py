@@ -1,5 +1,4 @@
-"""What hosts tell each other of a lost rank, through the group's store: the first one that tells is
-right for all."""
+"""What hosts tell each other of a lost rank, through the group's store: the first one holds."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from dure.errors import PeerLostError
 
 
 class Verdict:
-    """One group's, as one rank asks for it and gives it. It has a connection of its own to the
-    store."""
+    """One group's verdict, as one rank asks for it and gives it."""
 
     def __init__(self, store: Store) -> None:
         # Of its own, since a connection of a TCPStore serves one request at a time, and another

@@ -1,5 +1,4 @@
-"""Handles of asynchronous calls, and the thread that runs a group's collectives in the order of
-their issue."""
+"""Handles of asynchronous calls, and the thread that runs them in the order of their issue."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from dure.errors import DureError
 
 
 class Work(dist.Work):
-    """One call, under way or done. The first to wait for a failed one gets its error, as does
-    everyone after.
+    """One call, under way or done. Everybody who waits for a failed one gets its error.
 
     tensors: what the future holds when the call is done.
     """
@@ -63,8 +61,10 @@ class Work(dist.Work):
             future.set_result(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when the call is done. Raises its error, or TimeoutError after `timeout`; the call
-        then goes on."""
+        """True when the call is done.
+
+        Raises its error, or TimeoutError after `timeout`; the call then goes on.
+        """
         seconds = timeout.total_seconds() if timeout else 0
         if not self._await(seconds if seconds > 0 else None):
             raise TimeoutError(f"the call is not done after {seconds:g} s; it goes on")
@@ -112,8 +112,10 @@ class Work(dist.Work):
 
 
 def _result_of(future: Future[Any]) -> Any:
-    """What a future holds, or the error it holds: raised here, it reaches C++ as an error and not
-    as a value."""
+    """What a future holds; an error that it holds is raised.
+
+    Raised here, it reaches C++ as an error and not as a value.
+    """
     value = future.value()
     if isinstance(value, BaseException):
         raise value
@@ -227,8 +229,10 @@ class Line:
         return work
 
     def _start_thread(self) -> None:
-        """One more thread that takes calls; two are enough unless futures wait for calls that
-        futures wait for."""
+        """One more thread that takes calls.
+
+        Two are enough unless futures wait for calls that futures wait for.
+        """
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._threads.append(thread)
         self._free += 1

@@ -1,5 +1,4 @@
-"""Collectives of a group that spans hosts: within each host through shared memory, between hosts
-through gloo.
+"""Collectives of a group that spans hosts: shared memory within hosts, gloo between them.
 
 The first rank of each host is its leader, and only leaders use the network for what all ranks
 share:
@@ -69,8 +68,7 @@ _PATIENCE = 0.5  # seconds in which those who know better may say who was lost
 
 
 def address_towards(store: Store) -> str | None:
-    """The address by which this host reaches the one that keeps the store; None if that says
-    nothing."""
+    """The address by which this host reaches the one that keeps the store; None if unknown."""
     # Out of all prefixes, to the store that knows its host.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -100,8 +98,10 @@ def _together(parts: dict[int, Tensor], ranks: Sequence[int]) -> Tensor:
 
 
 class UnderWay(NamedTuple):
-    """What was begun. finish: waits for it; ended: when it had ended, in seconds of
-    `time.perf_counter`, or 0."""
+    """What was begun.
+
+    finish: waits for it. ended: when it had ended, in seconds of `time.perf_counter`, or 0.
+    """
 
     finish: Callable[[], None]
     ended: Callable[[], float]
@@ -200,8 +200,7 @@ class Across:
         settle(own, op, out.view(-1), self._size)
 
     def _reduced_over_hosts(self, parts: Sequence[Tensor], mine: Tensor, operation: int) -> Tensor:
-        """On a leader: what all hosts have for the ranks of this one, reduced in the order of
-        hosts."""
+        """On a leader: what all hosts have for this one's ranks, reduced in the order of hosts."""
         # Ranks of a host need not follow each other: blocks are put in the order of hosts.
         leaving = torch.cat([parts[rank] for ranks in self._hosts for rank in ranks])
         lengths = [_elements(parts, ranks) for ranks in self._hosts]
@@ -265,8 +264,10 @@ class Across:
                     flat[rank].copy_(part)
 
     def _swap(self, wholes: Sequence[Tensor]) -> None:
-        """On a leader: what each host has, to all others, both ways at once. wholes: a host's bytes
-        each."""
+        """On a leader: what each host has, to all others, both ways at once.
+
+        wholes: the bytes of each host.
+        """
         mine = wholes[self._here]
         lengths = [
             0 if index == self._here else whole.numel() for index, whole in enumerate(wholes)
@@ -441,8 +442,10 @@ class Across:
                     raise self._host.abort(loss) from error
 
     def _closed(self, reason: str) -> PeerLostError:
-        """A connection has failed. The ranks of the other host know best whom they lost, if any of
-        them lives."""
+        """The error for a connection that has failed.
+
+        The ranks of the other host know best whom they lost, if any of them lives.
+        """
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             told = self._verdict.told()
@@ -502,8 +505,9 @@ class Across:
 
 
 class Parcel(Work):
-    """A message to or from another host, which gloo carries; a thread waits for it, as gloo cannot
-    be asked.
+    """A message to or from another host, which gloo carries.
+
+    A thread waits for it, as gloo cannot be asked.
 
     `work` on its way to or from `peer`. into: where what arrives goes from `dense`, if it has
     another layout."""

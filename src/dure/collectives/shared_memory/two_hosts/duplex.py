@@ -1,5 +1,6 @@
-"""The connection between two hosts of one rank each, in C (core/duplex.c): what both begin, both
-ends give and take.
+"""The connection between two hosts of one rank each, in C (core/duplex.c).
+
+Both ends begin the same calls, and give and take for each.
 
 gloo carries any number of hosts and is made for short messages: its thread wakes for every few
 packets, takes a core from the one that computes, and an all-reduce crosses the link in two rounds.
@@ -78,13 +79,17 @@ class Exchange:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody touches its tensors any more; if it was lost, threads may until they have
-        ended."""
+        """Whether nobody touches its tensors any more.
+
+        If it was lost, threads may touch them until they have ended.
+        """
         return self._status(0.0) in (_DONE, _MISMATCH)
 
     def wait(self, limit: timedelta) -> None:
-        """Raises RuntimeError if it is not over by then, or if the connection was lost;
-        UnlikeCallsError."""
+        """Waits until it is over.
+
+        Raises RuntimeError if it is not by then, or if the connection was lost; UnlikeCallsError.
+        """
         status = self._status(limit.total_seconds())
         if status == _MISMATCH:
             raise UnlikeCallsError(self.inner.theirs.call())
@@ -98,8 +103,10 @@ class Exchange:
 
 
 class Duplex:
-    """One end. first: whether this rank's numbers come first in a reduction. It takes the
-    connection over."""
+    """One end. It takes the connection over.
+
+    first: whether this rank's numbers come first in a reduction.
+    """
 
     def __init__(self, connection: socket.socket, first: bool) -> None:
         core = library()
@@ -116,9 +123,11 @@ class Duplex:
         self._close = weakref.finalize(self, _close, core, self._end, self._lent, os.getpid())
 
     def begin(self, call: Call, out: Tensor, into: Tensor, own: Tensor | None = None) -> Exchange:
-        """Gives `out` and takes as many bytes: into `into`, reduced with `own` by the call's dtype
-        and operation if there is one. All are contiguous; `into` is `out`, or does not overlap with
-        it."""
+        """Gives `out` and takes as many bytes.
+
+        They go into `into`, reduced with `own` by the call's dtype and operation if there is one.
+        All are contiguous; `into` is `out`, or does not overlap with it.
+        """
         if not self._close.alive:
             raise RuntimeError("this connection was closed")
         # They end in the order of their beginning.
@@ -154,8 +163,9 @@ def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
 
 
 def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.socket | None:
-    """This host's end of a connection between two; None, on both, where they do not reach each
-    other or one does not want to.
+    """This host's end of a connection between two.
+
+    None, on both, where they do not reach each other or one does not want to.
 
     meeting: of rank 0 and rank 1. address: by which others reach this host; None where that is not
     known. Raises PeerLostError if the other does not come within the meeting's time.

@@ -1,5 +1,4 @@
-"""What ranks that have a host each have agreed on before, as by a plan: begun at once, several
-calls under way.
+"""What ranks that have a host each begin by a plan: at once, with several calls under way.
 
 Nobody asks the others first whether they begin the same. Two hosts have a connection of their own
 (`duplex`), where both cores are C; more hosts, and the core in torch, have gloo. Both are handed
@@ -143,8 +142,10 @@ def _noted(work: Any, then: Callable[[], None]) -> Carried:
 
 
 def workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:
-    """The values in a dtype in which gloo reduces, and the operation on them; averages are divided
-    at the end."""
+    """The values in a dtype in which gloo reduces, and the operation on them.
+
+    Averages are sums here, and are divided at the end.
+    """
     operation = SUM if op == AVG else op
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float(), operation
