@@ -58,8 +58,9 @@ def all_gather(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The tensors of all ranks: of shape (N, *shape), in order of rank; or a handle whose `wait()`
-    returns that.
+    """The tensors of all ranks, in order of rank: of shape (N, *shape).
+
+    With `async_op`, a handle whose `wait()` returns that.
 
     tensor: any dtype and shape, the same on every rank; it is not changed. n: instead, the ranks
     hold the N chunks of n elements that `reduce_scatter` leaves them, which may be of unequal

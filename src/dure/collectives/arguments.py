@@ -1,5 +1,4 @@
-"""What the collectives ask of their arguments, before anything travels; and tensors as what
-travels: flat."""
+"""What the collectives ask of their arguments, before anything travels; and tensors made flat."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_writable(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor whose elements share memory with each other, such as an
-    expanded one."""
+    """Raises ValueError for a tensor whose elements share memory, such as an expanded one."""
     check_tensor(tensor)
     if not tensor.is_contiguous() and any(
         stride == 0 and length > 1

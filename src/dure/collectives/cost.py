@@ -1,5 +1,6 @@
-"""What an all-reduce costs: messages and bytes from the algorithms' own formulas, and the time that
-follows.
+"""What an all-reduce costs: messages, bytes, and the time that follows from them.
+
+Messages and bytes come from the algorithms' own formulas.
 
 A link has alpha seconds for a transfer that is waited for, beta for a byte that is sent, gamma for
 a byte that is reduced, and an overhead for every message. Where each rank has a machine of its own,
@@ -151,8 +152,10 @@ def crossovers(
     low: int = 1 << 10,
     high: int = 1 << 30,
 ) -> list[Crossover]:
-    """The sizes between `low` and `high` bytes from which on another algorithm is best, to one
-    element."""
+    """The sizes from which on another algorithm is best, to one element.
+
+    low, high: bytes, between which they are looked for.
+    """
     found: list[Crossover] = []
     size = low
     now = best(low, ranks, link, algorithms)
@@ -179,8 +182,9 @@ def crossovers(
 
 
 def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
-    """The link that explains measured times best: least squares of the relative errors, no number
-    below zero.
+    """The link that explains measured times best: least squares of the relative errors.
+
+    No number is below zero.
 
     Take samples of at least two algorithms and sizes, small and large. With a machine for each rank
     no sample tells beta from gamma, since each of these algorithms sends twice what it reduces:
@@ -209,8 +213,10 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
 
 
 def _nonnegative(matrix: Any) -> Any:
-    """x without negative numbers, so that matrix·x is nearest to ones: the best of all ways to set
-    some x to zero."""
+    """x without negative numbers, so that matrix·x is nearest to ones.
+
+    It is the best of all ways to set some x to zero.
+    """
     rows, width = matrix.shape
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0  # counts and seconds differ by ten orders of magnitude
@@ -260,8 +266,9 @@ class Calibration:
         )
 
     def link(self, backend: str, ranks: int, cores: int) -> Link:
-        """The link of this backend and number of cores, for as many ranks or the nearest number
-        that was measured.
+        """The link of this backend and number of cores.
+
+        For as many ranks, or the nearest number that was measured.
 
         Raises ValueError if nothing was measured.
         """
@@ -277,8 +284,7 @@ class Calibration:
         ]
 
     def predictor(self, backend: str, cores: int) -> Callable[[str, int, int], float]:
-        """predict(algorithm, nbytes, ranks) by these links, for
-        `all_reduce(..., "auto", predict=...)`."""
+        """predict(algorithm, nbytes, ranks) by these links, for `all_reduce(..., predict=...)`."""
         return lambda algorithm, nbytes, ranks: predict(
             algorithm, nbytes, ranks, self.link(backend, ranks, cores)
         )

@@ -38,16 +38,14 @@ _Started = tuple[int, Pending]
 
 
 class _Shared:
-    """What all groups over one process group have in common: the order of their operations, and
-    what was found out."""
+    """What all groups over one process group share: the order of operations, what was found out."""
 
     def __init__(self) -> None:
         self.line = Line()
         self.hosts: Hosts | None = None
         self.connected = False
         self.peer: int | None = None
-        """The global rank with which the transfer is that is begun or waited for, to be blamed
-        where it fails."""
+        """The global rank of the other end of the current transfer: blamed if that fails."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
@@ -62,16 +60,14 @@ def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
 
 
 def settle(process_group: dist.ProcessGroup) -> None:
-    """Waits until all operations that were issued on a process group through `Group`s have
-    ended."""
+    """Waits until all operations that `Group`s have issued on a process group have ended."""
     known = _shared.get(process_group)
     if known is not None:
         known.line.settle()
 
 
 class _During:
-    """`Group.during`: a class, since it is entered and left in the middle of backward passes, twice
-    a message."""
+    """`Group.during`: a class, because it is entered in backward passes, twice a message."""
 
     __slots__ = ("_before", "_group", "_operation", "_step")
 
@@ -105,10 +101,9 @@ class _During:
 class Group:
     """The ranks 0 … size-1 of a process group, seen from `rank`.
 
-    process_group: a torch.distributed group; None for a group of one. meter: counts what this rank
-        sends.
-    diagnose: called when a transfer fails; by default the error of torch.distributed goes on as it
-    is.
+    process_group: a torch.distributed group; None for a group of one.
+    meter: counts what this rank sends.
+    diagnose: called when a transfer fails; by default torch.distributed's error goes on as it is.
     """
 
     def __init__(
@@ -134,14 +129,16 @@ class Group:
 
     @classmethod
     def default(cls) -> Group:
-        """All ranks of the job, or this process alone where torch.distributed is not
-        initialised."""
+        """All ranks of the job, or this process alone if torch.distributed is not initialised."""
         return cls(dist.group.WORLD if dist.is_initialized() else None)
 
     @classmethod
     def of(cls, group: Group | dist.ProcessGroup | None) -> Group:
-        """The group that is meant: itself, over a group of torch.distributed, or `default` for
-        None."""
+        """The group that is meant.
+
+        A `Group` is itself; of torch.distributed's, a group over it; None is `default`. Raises
+        ValueError for anything else, and where this process is not in the group.
+        """
         if isinstance(group, Group):
             return group
         if group is None:
@@ -155,8 +152,10 @@ class Group:
         return self._global[rank]
 
     def among(self, ranks: Sequence[int]) -> Group:
-        """The group of these ranks of mine, in this order; this rank is one of them. It can do
-        transfers only."""
+        """The group of these ranks of mine, in this order, for transfers only.
+
+        This rank is one of them.
+        """
         # Shallow: meter, transport and the order of operations are shared with the whole group.
         part = copy.copy(self)
         part.rank = ranks.index(self.rank)
@@ -195,8 +194,10 @@ class Group:
         return part
 
     def hosts(self) -> Hosts:
-        """Who shares a host. All ranks call it together; found out once a process group
-        (`dure.collectives.hosts`)."""
+        """Who shares a host (`dure.collectives.hosts`). All ranks call it together.
+
+        It is found out once for each process group.
+        """
         if self._shared.hosts is None:
             numbers = self.all_gather_values(
                 [number_of(name_of_this_host())], "finding out who shares a host"
@@ -205,8 +206,10 @@ class Group:
         return self._shared.hosts
 
     def backend(self, device: torch.device) -> str:
-        """The name of torch's backend for tensors of this device, as "gloo"; empty if there is
-        none."""
+        """The name of torch's backend for tensors of this device, such as "gloo".
+
+        It is empty if there is none.
+        """
         if self.process_group is None:
             return ""
         return backend_name(self.process_group, device)
@@ -220,8 +223,7 @@ class Group:
     def perform(
         self, operation: str, work: Callable[[], Value], tensor: Tensor, async_op: bool = False
     ) -> Value | Handle[Value]:
-        """Does `work`, after all that was issued before: now, or alongside the
-        program if `async_op`.
+        """Does `work` after all that was issued before: now, or alongside the program.
 
         operation: its name, for errors. tensor: one of those that travel; on a GPU the work is
         queued on the stream that is current here.
@@ -257,8 +259,10 @@ class Group:
             line.settle()
 
     def _connect(self, device: torch.device) -> None:
-        """torch wants all ranks in the first call on NCCL, and later some of them may transfer
-        alone."""
+        """Makes all ranks take part in the first call on NCCL, as torch wants it.
+
+        Later some of them may transfer alone.
+        """
         if not self._shared.connected and self.backend(device) == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
             self._shared.connected = True
@@ -278,8 +282,10 @@ class Group:
         )
 
     def holds(self, messages: int, nbytes: int) -> bool:
-        """Whether so many messages, of `nbytes` together, leave at once, and lie with their
-        receiver till it asks."""
+        """Whether so many messages, of `nbytes` together, leave at once.
+
+        They lie with their receiver until it asks for them.
+        """
         return self.transport.holds(messages, nbytes)
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -295,8 +301,9 @@ class Group:
         self.transfer([(tensor, to)], [(into, source)])
 
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives all of these at once: pairs of a contiguous tensor and a rank, on one
-        device.
+        """Sends and receives all of these at once.
+
+        They are pairs of a contiguous tensor and a rank, all on one device.
 
         Between two ranks they arrive in the order of sending. Empty tensors do not travel.
         """
@@ -432,8 +439,7 @@ class Group:
     def broadcast_values(
         self, tensors: Sequence[Tensor], counted: bool = True, root: int = 0
     ) -> None:
-        """The root's tensors into every rank's, in place, as one message of their bytes: any dtype
-        and stride.
+        """The root's tensors into every rank's, in place, as one message: any dtype and stride.
 
         counted: whether the meter counts it, as N-1 messages of the root.
         """
@@ -478,8 +484,10 @@ class Group:
         return buffer.numpy().tobytes()
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Every rank's `content`, on rank 0 in order of rank; elsewhere an empty list. Not counted
-        by the meter."""
+        """Every rank's `content`, on rank 0 in order of rank; elsewhere an empty list.
+
+        Not counted by the meter.
+        """
         if self.size == 1:
             return [content]
         lengths = [int(length) for (length,) in self.all_gather_values([float(len(content))])]

@@ -1,5 +1,4 @@
-"""Operations that run alongside the program: a handle for each, and the thread that carries them
-out in order.
+"""Operations alongside the program: a handle for each, and a thread that does them in order.
 
 The operations of one process group run one after another, in the order of issue, on one thread,
 because their messages are told apart by nothing but their order. The thread starts with the first
@@ -45,7 +44,7 @@ class Handle(Generic[Value]):
         error: BaseException | None = None
         try:
             self._value.append(self._work())
-        except BaseException as raised:  # whatever it is belongs to the one who waits
+        except BaseException as raised:  # whatever it is, whoever waits gets it
             error = raised
         self.end(error)
         return error
@@ -63,8 +62,8 @@ class Handle(Generic[Value]):
     def wait(self) -> Value:
         """Waits for the end; returns what the operation returns.
 
-        An error of the operation is raised here, the first time. Who waits once more is told that
-        it failed.
+        An error of the operation is raised here, the first time. Whoever waits once more is told
+        that it failed.
         """
         self._done.wait()
         if self._value:

@@ -1,5 +1,4 @@
-"""The operations of a reduction: sum, average, minimum, maximum, product; and which dtypes have
-them.
+"""The operations of a reduction, sum, average, minimum, maximum, product, and their dtypes.
 
 float16 and bfloat16 are added, multiplied and compared in float32. Where an algorithm sends partial
 results on (ring, tree, halving_doubling, hierarchical), each is rounded to the tensor's dtype
@@ -12,7 +11,7 @@ The average is the sum divided by N. In float16 each part is divided before the 
 so that no partial sum overflows where the average would not.
 
 Integers wrap around as in torch. For bool sum and max are `or`, product and min are `and`. Minimum
-and maximum give NaN where any rank has NaN, as torch.minimum.
+and maximum give NaN where any rank has NaN, as torch.minimum does.
 """
 
 from __future__ import annotations
@@ -90,8 +89,9 @@ class Reduction:
         return tensor.float() if tensor.dtype in _HALVES else tensor
 
     def fold(self, parts: Sequence[Tensor], mine: int, out: Tensor) -> None:
-        """out = the finished result of all parts, in their order; `parts[mine]` is left as it is,
-        unless it is `out`.
+        """out = the finished result of all parts, in their order.
+
+        `parts[mine]` is left as it is, unless it is `out`.
 
         All other parts are scratch. Halves are rounded once.
         """
@@ -159,8 +159,10 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
 
 
 def in_torch(reduction: Reduction, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    """The operation of torch.distributed whose result `Reduction.finish` completes; for bool, on
-    its bytes."""
+    """The operation of torch.distributed whose result `Reduction.finish` completes.
+
+    For bool it is one on its bytes.
+    """
     # Backends do not average everywhere; bool travels as bytes of 0 and 1, whose sum could be 2.
     op = reduction.partial().op
     if dtype == torch.bool:

@@ -63,8 +63,9 @@ def reduce(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The reduction over all ranks into the tensor of rank `root`, in place; returns `tensor`, or a
-    handle.
+    """The reduction over all ranks into the tensor of rank `root`, in place.
+
+    Returns `tensor`, or a handle whose `wait()` returns it.
 
     tensor: any shape, the same shape and dtype on every rank; those of the other ranks are not
     changed. op: as in `all_reduce`. Raises ValueError, before anything travels, for an algorithm,

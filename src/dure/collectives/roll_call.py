@@ -24,8 +24,10 @@ from dure.errors import PeerLostError
 
 
 def transfer_seconds(deadline: float) -> float:
-    """How long a transfer may take so that, the roll call included, everybody has raised within
-    `deadline` seconds."""
+    """How long a transfer may take, so that everybody has raised within `deadline` seconds.
+
+    The rest of them is for the roll call.
+    """
     return deadline - min(2.0, deadline / 4)
 
 
@@ -38,8 +40,11 @@ def deadline_of(seconds: float) -> float:
 
 
 class Answer(msgspec.Struct):
-    """What a rank says. failed: its own error, if it had one. waited_for: the peer of the transfer
-    that failed."""
+    """What a rank says.
+
+    failed: its own error, if it had one. waited_for: the peer of the transfer that failed.
+    timed_out: whether that peer was silent, as far as the error tells.
+    """
 
     failed: str | None = None
     waited_for: int | None = None
@@ -71,8 +76,10 @@ class Known:
     deaths: dict[int, str]
 
     def verdict(self, size: int, operation: str, step: str, waited: str) -> Verdict:
-        """The lost ranks, as far as can be known. waited: how long a transfer was waited for, in
-        words."""
+        """The lost ranks, as far as can be known.
+
+        waited: how long a transfer was waited for, in words.
+        """
         failed = {
             rank: f"failed: {answer.failed}"
             for rank, answer in self.answers.items()

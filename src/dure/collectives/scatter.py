@@ -1,8 +1,7 @@
 """Scatter: every rank ends with its part of the root's tensor.
 
 `linear`: the root sends each of the N-1 others its m elements: (N-1)·m by one link, and nothing
-    travels twice.
-`native`: the backend's own; counted as linear.
+travels twice. `native`: the backend's own; counted as linear.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -71,8 +70,9 @@ def scatter(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """Row r of the root's `source` into the `tensor` of rank r, in place; returns `tensor`, or a
-    handle.
+    """Row r of the root's `source` into the `tensor` of rank r, in place.
+
+    Returns `tensor`, or a handle whose `wait()` returns it.
 
     source: on rank `root`, of shape (N, *tensor.shape) and the same dtype; elsewhere it is not
     looked at. Raises ValueError, before this rank sends anything, for an algorithm or a root that

@@ -28,8 +28,11 @@ Numbers = Mapping[str, Sequence[float]]
 
 
 class Field(NamedTuple):
-    """A part of a tail. width: numbers of a rank. own: whether every rank has numbers of its own.
-    is_time: whether they are one moment, in two parts."""
+    """A part of a tail.
+
+    width: numbers of a rank. own: whether every rank has numbers of its own. is_time: whether they
+    are one moment, in two parts.
+    """
 
     name: str
     width: int

@@ -49,9 +49,8 @@ def choose(
     """The name of an all-reduce.
 
     nbytes: of the tensor. hosts: who shares one; None is all on one. backend: torch's name of what
-        carries the bytes.
-    device: the type of the tensor's device. predict: a cost model, asked for the candidates
-    `candidates`.
+    carries the bytes. device: the type of the tensor's device. predict: a cost model, which is
+    asked for each of the `candidates`.
     """
     if ranks == 1 or (backend, device) in (("dure", "cpu"), ("nccl", "cuda")):
         return "native"
@@ -70,7 +69,9 @@ def choose(
 
 
 def candidates(ranks: int, hosts: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """The algorithms among which a cost model chooses: those that depend on hosts only where the
-    hosts have a hierarchy."""
+    """The algorithms among which a cost model chooses.
+
+    Those that depend on hosts are among them only where the hosts have a hierarchy.
+    """
     hierarchy = hosts is not None and 1 < len(hosts) < ranks
     return [name for name, rule in PREDICTABLE.items() if hierarchy or not rule.over_hosts]

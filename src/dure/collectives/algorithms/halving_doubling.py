@@ -43,8 +43,7 @@ def power_below(size: int) -> int:
 
 
 def folds_into(size: int, rank: int) -> int | None:
-    """The rank that stands for an even one of the first 2e; None for those that take part
-    themselves."""
+    """The rank that stands for an even one of the first 2e; None for ranks that take part."""
     return rank + 1 if rank < 2 * (size - power_below(size)) and rank % 2 == 0 else None
 
 
@@ -54,8 +53,10 @@ def folded(size: int, rank: int) -> int | None:
 
 
 def schedule(n: int, size: int, rank: int) -> list[Step]:
-    """The steps of the halving; the doubling is the same backwards. Empty for a rank that is
-    folded."""
+    """The steps of the halving; the doubling is the same backwards.
+
+    Empty for a rank that is folded.
+    """
     power = power_below(size)
     extra = size - power
     if folds_into(size, rank) is not None:
@@ -120,8 +121,10 @@ def sends(n: int, size: int, rank: int) -> list[int]:
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that `rank` sends: both halves of every window it halves, and n for a rank that is
-    folded into it."""
+    """Elements that `rank` sends.
+
+    Both halves of every window that it halves, and n for a rank that is folded into it.
+    """
     return sum(sends(n, size, rank))
 
 
@@ -137,8 +140,10 @@ def rounds(size: int) -> int:
 
 
 def path(n: int, ranks: int) -> tuple[float, float]:
-    """As `even_path` among the power of two below N; where N is folded, the whole tensor before and
-    after."""
+    """As `even_path` among P ranks, the power of two that is not above N.
+
+    Where N is folded, the whole tensor before and after.
+    """
     power = power_below(ranks)
     halved = n * (power - 1) / power
     folded = n if ranks > power else 0

@@ -40,22 +40,19 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
 
 
 def is_planned(group: Group) -> bool:
-    """Whether what all ranks begin by a plan is carried by the backend alone, several calls at
-    once."""
+    """Whether the backend alone carries what all ranks begin by a plan, several calls at once."""
     return group.transport.apart
 
 
 def is_split_phase(group: Group) -> bool:
-    """Whether ranks that share memory sum what all have begun when they come to it, so that none
-    waits in between."""
+    """Whether ranks that share memory end later what they begin, so that none waits in between."""
     return group.transport.split_phase
 
 
 def prepare_all_reduce(
     flat: Tensor, group: Group, reduction: Reduction = SUM
 ) -> Callable[[], Callable[[], float]]:
-    """`all_reduce` of a tensor that is reduced again and again, where all ranks know what comes, as
-    by a plan.
+    """`all_reduce` of a tensor that is reduced again and again, where all ranks know that it comes.
 
     It is begun by calling what is returned, which gives what waits for its end, and tells when that
     was, in seconds of `time.perf_counter`. Over other backends than dure's it is done at once.
@@ -144,8 +141,10 @@ def _count(group: Group, tensor: Tensor, targets: list[int]) -> None:
 
 
 def all_gather(chunks: list[Tensor], group: Group) -> None:
-    """Fills all `chunks` in place, where this rank's chunk r is the complete one. Unequal ones
-    travel padded."""
+    """Fills all `chunks` in place, where this rank's chunk r is the complete one.
+
+    Unequal ones travel padded.
+    """
     # torch wants tensors of one size. The rows of one padded matrix are what is filled.
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
@@ -169,8 +168,10 @@ def all_gather(chunks: list[Tensor], group: Group) -> None:
 def reduce_scatter(
     chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
 ) -> None:
-    """Reduces the ranks' `chunks` so that this rank's chunk r is in `into`. Unequal ones travel
-    padded."""
+    """Reduces the ranks' `chunks` so that this rank's chunk r is in `into`, or else in its place.
+
+    Unequal ones travel padded.
+    """
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
     into = mine if into is None else into

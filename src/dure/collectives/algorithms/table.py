@@ -1,5 +1,7 @@
-"""The all-reduces that dure brings along. One more is a file, which declares an `ALL_REDUCE`, and a
-line here."""
+"""The all-reduces that dure brings along.
+
+One more is a file, which declares an `ALL_REDUCE`, and a line here.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,10 @@ def parent(size: int, rank: int, root: int = 0) -> int:
 
 
 def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
-    """The reduction over all ranks, in place on `root`; the other ranks with children are left with
-    a part of it."""
+    """The reduction over all ranks, in place on `root`.
+
+    The other ranks with children are left with a part of it.
+    """
     below = children(group.size, group.rank, root)
     # Leaves receive nothing, and need no room for it.
     incoming = torch.empty_like(flat) if below else flat

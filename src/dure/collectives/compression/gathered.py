@@ -1,5 +1,6 @@
-"""The sum of compressed parts: every rank encodes its part, all parts are all-gathered, and each
-rank decodes and adds them in order of rank.
+"""The sum of compressed parts: they are all-gathered, and every rank decodes and adds them.
+
+Every rank encodes its part; the parts are added in order of rank.
 
 Parts that are not linear (signs, levels, indices) cannot be added on the way, so a rank sends its
 payload of L bytes to all N-1 others: (N-1)·L bytes in N-1 messages. The sum of N parts is not
@@ -23,16 +24,20 @@ from dure.collectives.group import Group
 
 
 class Codec(Protocol):
-    """Bytes of a bucket's vector, and back. The vector has shape (n,) and the bucket's `work`
-    dtype."""
+    """Bytes of a bucket's vector, and back.
+
+    The vector has shape (n,) and the bucket's `work` dtype.
+    """
 
     bucket: Bucket
     nbytes: int
     """Length of a payload: the same for every content."""
 
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
-        """Fills `payload`, uint8 of shape (nbytes,). seed, position: what random numbers are a
-        function of."""
+        """Fills `payload`, uint8 of shape (nbytes,).
+
+        seed, position: what random numbers are a function of.
+        """
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         """into += sign · (what the payload decodes to); sign is 1 or -1."""

@@ -47,8 +47,10 @@ class NoCompression(Compression):
 
 
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
-    """Elements that a rank sends in an all-reduce. Raises ValueError for `auto`, which may be any
-    of the others."""
+    """Elements that a rank sends in an all-reduce.
+
+    Raises ValueError for `auto`, which may be any of the others.
+    """
     if algorithm not in ALL_REDUCES:
         raise ValueError(
             f"what {algorithm!r} sends depends on its choice; name one of {', '.join(ALL_REDUCES)}"

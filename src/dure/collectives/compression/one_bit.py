@@ -1,5 +1,4 @@
-"""1-bit SGD: of each number the sign travels, and of each column the means of its positive and its
-negative ones.
+"""1-bit SGD: signs travel, and of each column the means of its positive and its negative numbers.
 
     p = g + e                                  error feedback
     sent_ij = mean of the p_ij ≥ 0 in column j, where p_ij ≥ 0;  mean of the others, elsewhere
@@ -58,8 +57,7 @@ def columns_of(shape: torch.Size) -> tuple[int, int]:
 
 
 class OneBitCodec:
-    """Payload: the means of what is at least 0, one a column; those of the others; then each
-    column's signs."""
+    """Payload: each column's mean of what is at least 0; then of the others; then its signs."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

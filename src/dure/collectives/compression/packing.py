@@ -27,8 +27,10 @@ _GATHER_BITS = 0x0102040810204080  # brings the lowest bits of a word's bytes in
 
 
 def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns; on a
-    GPU, in one piece."""
+    """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns.
+
+    On a GPU it is one piece.
+    """
     block = BLOCK if device.type == "cpu" else max(rows * length, 1)
     height = max(1, block // max(length, 1))
     width = min(length, block)
@@ -41,8 +43,7 @@ def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[sl
 def in_columns(
     columns: Sequence[tuple[int, int]], vector: Tensor, signs: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A vector of n numbers that stands for columns, and their signs, each column's in whole bytes;
-    in pieces.
+    """A vector that stands for columns, and their signs, each column's in whole bytes; in pieces.
 
     columns: (how many, length of each), as they lie one after another in the vector. Yields which
     columns, their numbers (columns, length) and their signs (columns, ⌈length/8⌉), both as views.
@@ -74,8 +75,10 @@ def numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_signs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Which numbers of a matrix (rows, L) are at least 0: uint8 (rows, ⌈L/8⌉); and how many of a
-    row, int64 (rows,)."""
+    """Which numbers of a matrix (rows, L) are at least 0: uint8 (rows, ⌈L/8⌉).
+
+    And how many of each row are: int64 (rows,).
+    """
     if matrix.device.type == "cpu":
         at_least_0 = np.greater_equal(matrix.numpy(), 0)
         counts = np.count_nonzero(at_least_0, axis=1)
@@ -195,8 +198,7 @@ def unpack_in_torch(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def _closer(words: Words, bits: int, lane: int) -> Words:
-    """In every lane of so many bits, what the upper half holds is brought down onto what the lower
-    half holds.
+    """In every lane of so many bits, brings the upper half's numbers down onto the lower half's.
 
     Before, half a lane of 8, 16 or 32 bits holds 1, 2 or 4 numbers.
     """

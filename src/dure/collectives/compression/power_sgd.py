@@ -1,5 +1,6 @@
-"""PowerSGD: a gradient is sent as a matrix of low rank, by one step of a power iteration that all
-ranks make together.
+"""PowerSGD: a gradient travels as a matrix of low rank, found by one step of a power iteration.
+
+All ranks make that step together.
 
 For each weight, as a matrix M_w (n, m) of n = its first dimension on rank w, with the same Q (m, r)
 on all ranks:
@@ -95,8 +96,7 @@ class PowerSGD(Compression):
 
 
 class Matrix(NamedTuple):
-    """A tensor that is compressed: which one, where it begins in the vector, rows, columns,
-    rank."""
+    """A tensor that is compressed: which one, its start in the vector, rows, columns, rank."""
 
     tensor: int
     start: int
@@ -141,8 +141,10 @@ def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """Orthonormal rows, as many, whose span contains that of the factor's (r, n), r ≤ n, whatever
-    its rank is."""
+    """Orthonormal rows, as many, whose span contains that of the factor's.
+
+    factor: (r, n), r ≤ n, of whatever rank.
+    """
     # QR by Householder reflections: Q is orthonormal even where columns depend on each other.
     rows: Tensor = torch.linalg.qr(factor.t()).Q.t().contiguous()
     return rows

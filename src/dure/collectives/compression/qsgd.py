@@ -1,5 +1,6 @@
-"""QSGD: numbers are rounded at random to one of 2s+1 levels, so that the mean of what arrives is
-what was sent.
+"""QSGD: numbers are rounded at random to one of 2s+1 levels, without bias.
+
+The mean of what arrives is what was sent.
 
 For a bucket v of numbers, with a random choice of its own for each number:
 
@@ -38,8 +39,7 @@ from dure.randomness.seeds import derive
 
 @dataclass(frozen=True)
 class QSGD(Compression):
-    """Random rounding to `levels` on each side of 0, relative to the norm of every `bucket`
-    numbers.
+    """Random rounding to `levels` on each side of 0, relative to the norm of each `bucket`.
 
     levels: 1 are 2 bits a number, 7 are 4 bits, 127 are 8 bits; at most 32767. bucket: a multiple
     of 8; short ones are more exact. Raises ValueError for others.
@@ -81,8 +81,7 @@ class QSGDCodec:
         self.nbytes = self.split + packed_bytes(bucket.n, self.bits)
 
     def _blocks(self) -> Iterator[tuple[int, int, slice]]:
-        """Where pieces begin and end, of whole buckets but for the last one; and which buckets they
-        are."""
+        """Where pieces begin and end, and which buckets they are: whole ones, but for the last."""
         for start in range(0, self.bucket.n, self.step):
             end = min(start + self.step, self.bucket.n)
             yield start, end, slice(start // self.length, -(-end // self.length))
@@ -158,8 +157,10 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 class Noise:
-    """Random numbers, uniform in [1, 2), that depend on the seed alone: the bits of the mantissa
-    are drawn."""
+    """Random numbers, uniform in [1, 2), that depend on the seed alone.
+
+    The bits of the mantissa are drawn.
+    """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype

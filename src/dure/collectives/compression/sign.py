@@ -1,5 +1,4 @@
-"""Signs with error feedback: of each number only the sign travels, and of each tensor the mean
-magnitude.
+"""Signs with error feedback: only signs travel, and of each tensor the mean magnitude.
 
     p = g + e;  sent = ‖p‖₁/d · sgn(p) for a tensor of d numbers, sgn(0) = 1;  e = p - sent
 

@@ -1,5 +1,4 @@
-"""Top-k: the k numbers of largest magnitude travel, with their places; what stays is kept for
-later.
+"""Top-k: the k numbers of largest magnitude travel, with their places; what stays is kept.
 
     p = g + e                     error feedback
     sent = the k largest |p|      e = p - sent, which is 0 at the places that were sent
@@ -42,8 +41,10 @@ whole."""
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The `ratio` of the numbers that is largest, with error feedback. Raises ValueError unless it
-    is in (0, 1]."""
+    """The `ratio` of the numbers that is largest, with error feedback.
+
+    Raises ValueError unless `ratio` is in (0, 1].
+    """
 
     name: ClassVar[str] = "top-k"
     remembers: ClassVar[bool] = True
@@ -58,8 +59,7 @@ class TopK(Compression):
 
 
 class TopKCodec:
-    """Payload: the k numbers in the work dtype, in the order of their places; then the places,
-    int32, ascending."""
+    """Payload: the k numbers in the work dtype, by place; then the places, int32, ascending."""
 
     def __init__(self, bucket: Bucket, ratio: float) -> None:
         if bucket.n >= 2**31:
@@ -90,8 +90,10 @@ class TopKCodec:
         return torch.from_numpy(places[first_largest(magnitudes[places], self.k)])
 
     def _bits(self, vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers without their signs as whole numbers, which have the same order, infinity and
-        NaN at the end."""
+        """The numbers' magnitudes as whole numbers, of the same order.
+
+        Infinity and NaN come at the end.
+        """
         # Without its sign bit an IEEE number is ordered as the whole number of the same bits. The
         # array is kept from call to call: a new one would be faulted in page by page.
         whole = np.dtype(f"i{vector.itemsize}")
@@ -101,8 +103,10 @@ class TopKCodec:
         return self._magnitudes
 
     def _candidates(self, magnitudes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Ascending places that hold the k largest and few others: those above a guess, or else
-        all."""
+        """Ascending places that hold the k largest and few others.
+
+        Those are the ones above a guess, or else all.
+        """
         n = len(magnitudes)
         k = self.k
         if n >= 8 * SAMPLE and 4 * k <= n:

@@ -181,7 +181,7 @@ class Host(ABC):
     """Whether this is the C core."""
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
-        """`all_reduce(tensor, op)` in the line's turn, for those who count microseconds.
+        """`all_reduce(tensor, op)` in the line's turn, by the shortest way.
 
         otherwise: does it for tensors, and at times, that need more care.
         """

@@ -135,8 +135,7 @@ def segment_bytes(size: int) -> int:
 class PortableHost(Host):
     """A host over torch.
 
-    segment: the group's shared memory, all zeros at first; descriptor: its file, which closes with
-        this.
+    segment: the group's shared memory, all zeros at first; descriptor: its file, closed by `close`.
     doors: this rank's pipes; addresses: of each rank's `Doors`.
     """
 
@@ -402,7 +401,7 @@ class PortableHost(Host):
                 poll.register(writer, select.POLLOUT)
             poll.poll(1000 * seconds)
         finally:
-            # `ring` has written a byte for each who waits: this one takes its own.
+            # `ring` has written a byte for each thread that waits: this one takes its own.
             self._waiters -= 1
             with contextlib.suppress(BlockingIOError):
                 os.read(self._doors.wake[0], 1)

@@ -86,7 +86,7 @@ class Work(dist.Work):
             future = self._future
         if settled:
             self._settle(future)
-        # A new one for each who asks: its errors are raised in `_result_of`.
+        # A new one for each caller: its errors are raised in `_result_of`.
         return future.then(_result_of)
 
     def is_completed(self) -> bool:
@@ -240,7 +240,7 @@ class Line:
 
     def _run(self) -> None:
         while True:
-            with self._door:  # who takes the next call also takes the next turn
+            with self._door:  # the thread that takes the next call also takes the next turn
                 item = self._waiting.get()
                 if item is None:  # the end, which `close` has put there
                     self._waiting.put(None)  # for the other threads

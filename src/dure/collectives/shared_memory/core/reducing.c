@@ -2,7 +2,7 @@
  *
  * A tensor of one slot or less: every rank copies it to its slot; one sync; every rank that wants the sum reads all
  * slots. Tensors in pools: one sync; rank r reads its N-th part of all tensors and writes the sum to all, then helps
- * those that are behind; one sync.
+ * those that are not through; one sync.
  * Other tensors go through windows in the stages, small enough to stay in the cache: a rank copies in what others
  * sum, sums its own part, copies out what others have summed. The three steps of neighbouring windows run between
  * the same two syncs:

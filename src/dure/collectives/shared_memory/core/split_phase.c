@@ -6,9 +6,9 @@
  * anywhere.
  *
  * All-reduce: as with tensors in pools (summing.c), each rank sums its N-th part and writes it to all. A rank that
- * begins one, as the last of all, sums its part at once, while its message is in the cache and the others still compute, so
- * that ranks do not ask for memory at the same time. A rank that is behind the others leaves them some of its part: with
- * P seconds of work in a part and ranks that are e_i seconds ahead, all come to the end together if it does
+ * begins one as the last of all sums its part at once, while its message is in the cache and the others still compute,
+ * so that ranks do not ask for memory at the same time. A rank that comes later than the others leaves them some of its
+ * part: with P seconds of work in a part and ranks that are e_i seconds ahead, all come to the end together if it does
  *
  *     P - (sum of e_i) / N
  *
@@ -89,7 +89,7 @@ int core_begin_reduce_scatter(struct core *core, struct call *call, char *out, c
     return status == DONE ? begin_split(core, call, out, own, n_own) : status;
 }
 
-/* How long this rank's part of the call core->at may be left to those who have begun it before. */
+/* How long this rank's part of the call core->at may be left to the ranks that have begun it before. */
 static double spare_ns(const struct core *core) {
     double ahead = 0; /* a sum of differences with a sign: a rank that came later than this one counts as negative */
     for (int rank = 0; rank < core->size; rank++)

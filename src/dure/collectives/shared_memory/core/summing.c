@@ -1,8 +1,8 @@
 /* What all reductions share: how the elements are divided among the ranks, and sums of tensors that lie in pools.
  *
  * Rank r owns the r-th part of the elements, and sums are formed in the order of ranks whoever forms them. In a pool
- * the owner's part is dealt out in shares (seat.taken), so that a rank that has nothing left of its own sums on for one
- * that does not run.
+ * the owner's part is dealt out in shares (seat.taken), so that a rank that has nothing left of its own goes on with
+ * the part of one that does not run.
  */
 #include "core.h"
 
@@ -64,7 +64,7 @@ uint64_t left_of(const struct core *core, const struct call *call, int owner) {
 }
 
 void sum_all_parts(struct core *core, const struct call *call) {
-    /* The own part first, then the next rank's: helpers spread over those that are behind. */
+    /* The own part first, then the next rank's: helpers spread over those that are late. */
     for (int step = 0; step < core->size; step++)
         while (sum_share_of(core, call, (core->rank + step) % core->size) > 0) {
         }
