@@ -29,6 +29,7 @@ def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0
     if parts is None:
         group.send(mine, root)
         return
+    # From all at once: none of them waits for one that is slow.
     parts[root].copy_(mine)
     group.transfer([], [(part, source) for source, part in enumerate(parts) if source != root])
 

@@ -198,6 +198,7 @@ class Group:
 
         It is found out once for each process group.
         """
+        # All groups over one process group share the answer, so all ranks ask or none does.
         if self._shared.hosts is None:
             numbers = self.all_gather_values(
                 [number_of(name_of_this_host())], "finding out who shares a host"
@@ -241,6 +242,7 @@ class Group:
         if not async_op:
             self.settle()
             return here()
+        # The work has to come after what the caller has queued on its stream.
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
         def there() -> Value:  # modes, devices and streams are a thread's own
@@ -307,6 +309,7 @@ class Group:
 
         Between two ranks they arrive in the order of sending. Empty tensors do not travel.
         """
+        # Both ends leave empty ones out, so nobody waits for one.
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
         if not sends and not receives:
@@ -473,6 +476,7 @@ class Group:
         if self.size == 1:
             return content or b""
         self.settle()
+        # Only rank 0 knows how long it is: first the length, then the bytes.
         length = torch.tensor([len(content) if content is not None else 0])
         with self.during("broadcast of the run's state"):
             dist.broadcast(length, self._global[0], group=self.process_group)

@@ -91,6 +91,7 @@ def scatter(
         if group.size == 1 and rows is not None:
             flat.copy_(flat_of(rows))
         else:
+            # None on all ranks but the root.
             parts = list(flat_of(rows).view(group.size, -1)) if rows is not None else None
             _RULES[algorithm](flat, parts, group, root)
         return give_back(flat, tensor)

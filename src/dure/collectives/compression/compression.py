@@ -139,6 +139,7 @@ class Compression:
                 f"and shapes"
             )
         codec.check(payload)
+        # Codecs only add, as in a sum over ranks: to decode is to add to zeros.
         vector = codec.bucket.zeros()
         codec.add(payload, vector, 1)
         return codec.bucket.tensors(vector)

@@ -119,6 +119,7 @@ def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Ma
             n = shape[0]
             m = length // shape[0]
             r = min(settings.rank, n, m)
+            # Two factors have r·(n + m) elements, the matrix n·m.
             if r * (n + m) * settings.min_compression < n * m:
                 matrices.append(Matrix(number, start, n, m, r))
         start += length
@@ -173,6 +174,7 @@ class PowerSGDCompressor:
         self.calls = 0
         self.factors: list[Tensor] = []
         for matrix in self.matrices:
+            # On the CPU, and then moved: the same numbers whatever the device.
             random = generator(seed, "power-sgd", matrix.tensor)
             factor = torch.randn(matrix.r, matrix.m, generator=random, dtype=bucket.work)
             self.factors.append(factor.to(bucket.device))
@@ -214,6 +216,7 @@ class PowerSGDCompressor:
             piece.copy_(vector[part])
         all_reduce(first, group, algorithm)
 
+        # Of the summed P, which all ranks have with the same bits.
         bases = list(map(orthonormal, lefts))
         for matrix, basis, right in zip(self.matrices, bases, rights, strict=True):
             torch.mm(basis, matrix.of(corrected), out=right)

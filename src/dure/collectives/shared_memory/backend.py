@@ -118,7 +118,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         # In place of the method, on this object: callers get the short way without a further call.
         if self._across is None:
             self.all_reduce = self._host.direct(self._line, self.all_reduce)
-        self._mailbox = Mailbox(self._host, NUMBER_OF)
+        self._mailbox = Mailbox(self._host, NUMBER_OF)  # which goes on while a collective waits
         self._here = next(host for host in self.hosts if rank in host)
         self.begun = BegunCalls(
             host=self._host,
@@ -252,6 +252,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
+        # All pairs are checked before the first call begins: a rank that fails in the middle would
+        # end the group.
         for output, source in zip(outputs, inputs, strict=True):
             check_scattered(output, source, self._size)
         pairs = [
@@ -336,6 +338,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
+                # A strided output is filled through a contiguous one; `chunk` of nothing is one
+                # chunk.
                 dense = dense_like(output)
                 blocks = (
                     dense.view(-1).chunk(self._size) if dense.numel() else [source] * self._size

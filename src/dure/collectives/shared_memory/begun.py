@@ -1,4 +1,6 @@
-"""Calls that are begun, and ended later: what all ranks know that all begin, as by a plan.
+"""Calls that are begun now and ended later, where all ranks know that all of them begin them.
+
+They know it as by a plan, such as the order of layers in a backward pass.
 
     one host, the C core    split-phase: up to four are under way, nobody waits in between, and
                             ranks read each other's messages where they lie
@@ -50,9 +52,9 @@ class BegunCalls:
         self._size = size
         self._closed = False
         self._lent: deque[tuple[int, Tensor, list[object]]] = deque()
-        """A call's number, what all ranks read, and what the call uses."""
+        """Of each begun call its number, what all ranks read, and what else the call uses."""
         self._starting: list[object] = []
-        """What the call uses that was begun last, even if an interrupt came then."""
+        """What the last begun call uses: kept even if an interrupt comes before `_lend`."""
 
     @property
     def apart(self) -> bool:
@@ -74,16 +76,19 @@ class BegunCalls:
     def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
         """`all_reduce` that is begun now and ended later.
 
-        All ranks know that all of them begin it, for as many elements, as by a plan.
+        All ranks know that all of them begin it, for as many elements, as by a plan. What is
+        returned waits for its end, and tells when that was, in seconds of `time.perf_counter`.
 
-        What is returned waits for its end, and tells when that was, in seconds of
-        `time.perf_counter`. Where ranks share memory by the C core nobody waits in between: up to
-        four are under way, what all have begun is summed by ranks that begin last or have come to
-        the end, and all are ended together, by all ranks alike; any other call ends them. Where
-        ranks are `apart` the next one may be begun before, and nobody asks the others first, which
-        takes longer than a short sum: between two hosts with the core in C ranks that begin
-        different things are told when these have come, and otherwise they wait until the group's
-        time-out is over. Elsewhere it is done at once, and checked.
+        Where ranks share memory by the C core, nobody waits in between. Up to four are under way.
+        What all have begun is summed by ranks that begin last, or that have come to the end. All
+        are ended together, by all ranks alike, and any other call ends them as well.
+
+        Where ranks are `apart`, the next one may be begun before this one has ended. Nobody asks
+        the others first, because that takes longer than a short sum. Ranks that begin different
+        things get a MismatchError when these have come, between two hosts with the core in C;
+        otherwise they wait until the group's time-out is over.
+
+        Elsewhere it is done at once, and checked.
         """
         across = self._across
         tensor = reducible(tensor, op)
@@ -104,6 +109,7 @@ class BegunCalls:
         persistent request.
         """
         tensor = reducible(tensor, op)
+        # Nothing to prepare; and memory without elements has no address in the pool.
         if not self.split_phase or not tensor.numel():
             return lambda: self.begin_all_reduce(tensor, op)
         # `post`, `end` and `begin` share the number of the call that was begun last: it is begun

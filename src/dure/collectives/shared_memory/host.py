@@ -168,7 +168,7 @@ class Host(ABC):
         self.members = members
         self.timeout = timeout
         self._watch = Watch(members)
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # from `tick`, through C, to `failure`
         # Where the group spans hosts: what this rank does, in words; seconds that it waits longer,
         # because a rank it waits for may itself wait for the network; how to tell the others of a
         # loss, which returns the one told first; and what has been told.
@@ -343,6 +343,7 @@ class Host(ABC):
 
     def loss_among(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError | None:
         """The error for those of `ranks` that have died or left."""
+        # A process that ended in order has left as well: death is what is told.
         dead = [rank for rank in ranks if self._watch.dead(rank)]
         left = [rank for rank in ranks if rank not in dead and self.progress(rank).left]
         if dead:
@@ -380,7 +381,7 @@ class Host(ABC):
         """
         try:
             self._error = self.look_around(waited)
-        except BaseException as error:  # Ctrl-C, above all
+        except BaseException as error:  # Ctrl-C, above all; nothing may be raised through C
             self._error = error
         return self._error is not None
 

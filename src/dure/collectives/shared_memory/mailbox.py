@@ -30,13 +30,15 @@ ANY = -1
 _SOON = 0.001
 """Seconds after which the thread takes over what nobody waits for."""
 _ASIDE_BYTES = 64 << 20
-"""Of messages that nobody has asked for, from each source, before it has to wait."""
+"""Bytes of messages of one source that nobody has asked for; with more, the source has to wait."""
 _QUIET_ROUNDS = 50
-"""Of `_SOON`, after which the thread rests."""
+"""Rounds of `_SOON` seconds in which nothing was under way, after which the thread rests."""
 
 
 class Letter:
-    """A send or receive under way. peer: its other end, or ANY; name: what errors call it.
+    """A send or receive under way.
+
+    peer: its other end, or ANY; name: what errors call it.
 
     Whoever holds the mailbox's lock may finish it, and anybody may look whether it is `done`.
     """
@@ -44,6 +46,8 @@ class Letter:
     def __init__(self, mailbox: Mailbox, tensor: Tensor, peer: int, tag: int, name: str) -> None:
         self.mailbox = mailbox
         self.tensor = tensor
+        # Channels carry bytes in one piece: a strided tensor is sent from a copy, or arrives in
+        # one.
         self.dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         self.peer = peer
         self.tag = tag
@@ -62,6 +66,7 @@ class Letter:
             self.receipt.finish(error)
 
     def delivered(self, source: int) -> None:
+        # In inference mode, as calls in line: the tensor may be a parameter.
         if self.dense is not self.tensor:
             with torch.inference_mode():
                 self.tensor.copy_(self.dense)
@@ -123,6 +128,7 @@ class Mailbox:
         self._own = host.members.rank
         self._others = [rank for rank in range(host.members.size) if rank != self._own]
         self._lock = threading.RLock()
+        # By receiver, in the order of sending; and the receives that nothing has come for yet.
         self._leaving: dict[int, deque[Letter]] = {}
         self._wanted: list[Letter] = []
         self._streams = [_Stream() for _ in range(host.members.size)]
@@ -147,7 +153,7 @@ class Mailbox:
                 letter.finish()
             else:
                 self._leaving.setdefault(to, deque()).append(letter)
-                self._step(self._carriers)
+                self._step(self._carriers)  # this thread is none of them
         self._care_for(letter)
         return receipt
 
@@ -269,6 +275,7 @@ class Mailbox:
         # The thread may rest, or sleep for the bell, and other threads may carry: all look again.
         self._work_to_do.set()
         self._host.ring(self._own)
+        # Not for ever: a rank that leaves must not hang. What is still used then stays.
         if self._thread is not None:
             self._thread.join(1)
         until = time.monotonic() + 1
@@ -331,6 +338,7 @@ class Mailbox:
             left = stream.length - stream.read
             moved = read(source, body.data_ptr() + stream.read, left) if left else 0
             stream.read += moved
+            # A body without bytes is complete, though nothing moves.
             pulled = pulled or moved > 0 or not left
             if stream.read < stream.length:
                 return pulled
@@ -422,6 +430,7 @@ class Mailbox:
         return nbytes == letter.dense.nbytes and kind == self._number_of[letter.tensor.dtype]
 
     def _misfit(self, letter: Letter, source: int, nbytes: int) -> MismatchError:
+        # Only the receiver gets it: the sender is through, its bytes have left.
         sent = f"send of {nbytes} bytes with tag {letter.tag}"
         dtype = str(letter.tensor.dtype).removeprefix("torch.")
         asked = f"recv of {letter.dense.nbytes} bytes of {dtype}"

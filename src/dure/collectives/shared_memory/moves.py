@@ -48,6 +48,7 @@ class Moves:
 
     def reduce(self, tensor: Tensor, op: int, root: int) -> None:
         """On ranks other than the root the tensor stays as it is."""
+        # Only the root's tensor is written to, so the others need no copy back.
         dense = tensor.contiguous()
         self._ranks.all_reduce(dense, op, root)
         if root == self._rank and dense is not tensor:
@@ -134,6 +135,7 @@ class Moves:
         """sources: on the root one a rank, elsewhere none."""
         parts = [source.contiguous() for source in sources]
         dense = dense_like(output)
+        # Only the root offers: a range of its parts, laid end to end, to each rank.
         given = offers(parts) if parts else [(0, 0)] * self._size
         deals = [
             Deal(offset, nbytes, dense.nbytes if rank == root else 0)

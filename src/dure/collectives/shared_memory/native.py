@@ -53,9 +53,11 @@ SLOT_BYTES = 16 << 10
 STAGE_BYTES = 256 << 10
 CHANNEL_BYTES = 2 << 20
 ALL_CHANNELS = 256 << 20
-"""Bytes of a channel, and about how many of all of a group, one from each rank to each. What fits
-into a channel leaves at once; the rest of a longer one waits until the receiver has made room, and
-then for a thread that finds a core."""
+"""CHANNEL_BYTES are those of one channel, at most; ALL_CHANNELS about those of all of a group.
+
+There is a channel from each rank to each. A message that fits into it leaves at once. The rest of a
+longer one waits until the receiver has made room, and then for a thread that finds a core.
+"""
 
 
 class Posted(Structure):
@@ -284,9 +286,10 @@ class NativeHost(Host):
             raise MemoryError("the C core could not be opened: out of memory")
         for rank, mapping in enumerate(self._peers):
             core.core_set_pool(self._core, rank, mapping.address, mapping.nbytes)
-        self._all_reduce = core.core_all_reduce
+        self._all_reduce = core.core_all_reduce  # looked up once, for the call that is made most
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
+        # dtype and operation in one number: each argument takes ctypes time.
         code = NUMBER_OF[tensor.dtype] + 256 * op
         status = self._all_reduce(self._core, code, root, tensor.numel(), tensor.data_ptr())
         if status:
@@ -294,7 +297,7 @@ class NativeHost(Host):
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
         # All that each call would look up is looked up once: a sum of a few kilobytes takes no
-        # longer than some attributes of Python.
+        # longer than a few attributes in Python.
         reduce = _short_way() or self._by_ctypes
         core = self._core
         function = ctypes.cast(self._all_reduce, c_void_p).value or 0
@@ -349,6 +352,7 @@ class NativeHost(Host):
 
         def begin(own: Sequence[Tensor]) -> int:
             nonlocal parts  # which C reads until the end
+            # Filled again rather than made anew, since the call before has ended.
             parts = parts if len(parts) == len(own) else (_Part * len(own))()
             for part, tensor in zip(parts, own, strict=True):
                 part.address = tensor.data_ptr()
@@ -407,6 +411,7 @@ class NativeHost(Host):
         ):
             posted.place = _POOL
             posted.pool = offset
+        # NULL for C where what each rank offers follows from the call.
         dealt = (
             (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals))
             if deals

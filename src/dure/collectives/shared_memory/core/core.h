@@ -114,7 +114,7 @@ struct seat {
 struct header {
     uint64_t magic, size, slot_bytes, stage_bytes, channel_bytes;
     _Alignas(LINE) _Atomic uint32_t bell;
-    _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks that sleep for it: nobody is woken, at a system call, for none */
+    _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks that sleep for it; if none do, no system call is made */
     _Alignas(LINE) _Atomic uint32_t aborting; /* 1: somebody writes the reason */
     _Atomic uint32_t aborted;                 /* 1: the reason is written */
     char reason[REASON_BYTES];

@@ -12,9 +12,11 @@ share:
 
 With two hosts every byte that has to cross the link crosses it once per direction. What ranks send
 each other one by one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision
-is summed in float32 and rounded once. Before every call the leaders exchange what their ranks have
-called, so that all ranks see the same mistake; but for calls that ranks have agreed on before
-(`begin_all_reduce` and its like: `dure.collectives.shared_memory.two_hosts.planned`).
+is summed in float32 and rounded once.
+
+Before every call the leaders exchange what their ranks have called, so that all ranks see the same
+mistake. The exception are calls that ranks have agreed on before (`begin_all_reduce` and its like:
+`dure.collectives.shared_memory.two_hosts.planned`).
 """
 
 from __future__ import annotations
@@ -139,6 +141,7 @@ class Across:
         options._timeout = timedelta(seconds=host.timeout + 2)
         options._devices = [make(hostname=address) if address else _Gloo.create_default_device()]
         self._options = options
+        # One group of all ranks, for what goes from rank to rank; one of the leaders, for the rest.
         self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
         self._leaders: Any = None
         if self._leads:
@@ -175,6 +178,7 @@ class Across:
                 count=tensor.numel(),
             )
         )
+        # Sum to the leader, over the leaders, and back out to the ranks of each host.
         work, operation = workable(tensor, op)
         if root >= 0 and work.data_ptr() == tensor.data_ptr():
             work = work.clone()  # what a rank that is not the root gave stays as it was
@@ -230,6 +234,7 @@ class Across:
 
     def _broadcast(self, root: int, tensor: Tensor) -> None:
         flat = bytes_of(tensor)
+        # On the root's host all have it first, the leader too, which gives it to the other leaders.
         if root in self._hosts[self._here]:
             self._share(flat, self._hosts[self._here].index(root))
         if self._leads:
@@ -293,6 +298,7 @@ class Across:
         # The empty one in front, because `cat` refuses to have nothing.
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(part) for part in parts)])
         others = [rank for rank in range(self._size) if rank != self._rank]
+        # What a rank keeps for itself is left out: the parts of all others follow each other.
         given = {rank: flat[deals[rank].offset :][: deals[rank].nbytes] for rank in others}
         leaving = torch.cat([given[rank] for rank in others])
         taken = [pulls[rank].into.nbytes if rank in pulls else 0 for rank in range(self._size)]
@@ -353,6 +359,7 @@ class Across:
             try:
                 self._wait(carried.work)
             except UnlikeCallsError as unlike:
+                # In the order of ranks, so that both ends raise the same: [::-1] on the second.
                 raise mismatch(
                     number, [call, unlike.theirs][:: 1 - 2 * self._here], self._names
                 ) from None
@@ -425,8 +432,8 @@ class Across:
                 work.wait(timedelta(seconds=TICK))
                 return
             except RuntimeError as error:
-                # A tick is over, or the work has failed: gloo raises the same for both. What others
-                # have told about a loss is better than what gloo says.
+                # A tick is over, or the work has failed: both raise RuntimeError. What others have
+                # told about a loss is better than what this end can say.
                 loss = self._host.aborted() or self._verdict.told()
                 if loss is None and over:
                     loss = self._closed(str(error))
@@ -446,6 +453,7 @@ class Across:
 
         The ranks of the other host know best whom they lost, if any of them lives.
         """
+        # When a rank is lost, many connections break. A rank that saw it die says so in this time.
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             told = self._verdict.told()

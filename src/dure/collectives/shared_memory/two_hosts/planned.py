@@ -78,6 +78,7 @@ class OverDuplex:
         return self._begun(call, tensor, tensor, tensor)
 
     def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
+        # The other's block leaves; what comes is its part of the own one.
         blocks = source.view(2, -1)
         return self._begun(call, blocks[self._there], out, blocks[self._here])
 
