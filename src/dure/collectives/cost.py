@@ -125,6 +125,7 @@ def counts(
 
 
 def _rule(algorithm: str) -> AllReduce:
+    """What the algorithm declares. Raises ValueError where its cost is not known."""
     if algorithm not in ALGORITHMS:
         raise ValueError(
             f"the cost of {algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"

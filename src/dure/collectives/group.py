@@ -52,6 +52,7 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
+    """What the groups over this process group share; of a single rank, something new."""
     if process_group is None:
         return _Shared()
     # Two threads may come at once: `setdefault` gives both the same one.
@@ -327,6 +328,7 @@ class Group:
             self.meter.received(into.nbytes)
 
     def _transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """`transfer` of tensors of the CPU, none of them empty."""
         # From several sources: all are asked for first, since any of them may be the slow one.
         if len(receives) > 1 and len({source for _, source in receives}) > 1:
             self._wait(self._start(sends, receives))
@@ -352,6 +354,7 @@ class Group:
         return posted
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[_Started]:
+        """Begins all sends and receives; what is still under way."""
         posted = self._post(sends)
         expected: list[_Started] = []
         for into, source in receives:

@@ -100,6 +100,7 @@ def scatter(
 
 
 def _checked(source: Tensor | None, tensor: Tensor, size: int) -> Tensor:
+    """The root's source. Raises ValueError if it does not fit."""
     if source is None:
         raise ValueError("the root of a scatter gives a source")
     check_tensor(source)

@@ -84,6 +84,7 @@ def prepare_at_once(
 
 
 def _count_all_reduce(flat: Tensor, group: Group) -> None:
+    """On the meter: one message each way, as long as a ring's together."""
     nbytes = elements_sent(flat.numel(), group.size, group.rank) * flat.itemsize
     group.meter.sent(nbytes)
     group.meter.received(nbytes)
@@ -200,6 +201,7 @@ def all_to_all(source: Tensor, target: Tensor, group: Group) -> None:
 
 
 def _meter(group: Group, sent: Tensor, received: Tensor) -> None:
+    """One message each way; an empty one does not leave."""
     if sent.numel():
         group.meter.sent(sent.nbytes)
     group.meter.received(received.nbytes)

@@ -113,6 +113,7 @@ class GatheredCompressor:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`. Raises ValueError if it is another bucket's."""
         if self.feedback is not None:
             error = state.get("error")
             if error is None or error.shape != self.feedback.error.shape:

@@ -67,6 +67,7 @@ class OneBitCodec:
         self.nbytes = self.split + sign_bytes(self.columns)
 
     def _means(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """The means in a payload, as views: those of what is at least 0, those of the others."""
         upper, lower = numbers(payload[: self.split], self.bucket.work).view(2, self.count)
         return upper, lower
 

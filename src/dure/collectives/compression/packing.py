@@ -146,6 +146,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def _pack_by_numpy(codes: Array, bits: int, out: Array) -> None:
+    """`pack` on a CPU; up to 7 bits."""
     count = -(-len(codes) // 8)
     if len(codes) % 8:
         codes = np.concatenate([codes, np.zeros(-len(codes) % 8, np.uint8)])
@@ -162,6 +163,7 @@ def _pack_by_numpy(codes: Array, bits: int, out: Array) -> None:
 
 
 def _unpack_by_numpy(packed: Array, bits: int, n: int) -> Array:
+    """`unpack` on a CPU; up to 7 bits."""
     count = -(-n // 8)
     if len(packed) < count * bits:
         packed = np.concatenate([packed, np.zeros(count * bits - len(packed), np.uint8)])

@@ -244,6 +244,7 @@ class PowerSGDCompressor:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`. Raises ValueError if its shapes are others."""
         error = state.get("error")
         factors = state.get("factors", [])
         known = [factor.shape for factor in self.factors]

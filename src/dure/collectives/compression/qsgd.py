@@ -116,6 +116,7 @@ class QSGDCodec:
             pack(codes, self.bits, levels[start * self.bits // 8 : packed_bytes(end, self.bits)])
 
     def _codes(self, payload: Tensor, start: int, end: int) -> Tensor:
+        """The levels plus s of the numbers from `start` to `end`."""
         levels = payload[self.split :]
         return unpack(
             levels[start * self.bits // 8 : packed_bytes(end, self.bits)], self.bits, end - start

@@ -14,12 +14,14 @@ from dure.collectives.shared_memory.calls import AVG, SUM, check_reducible, chec
 
 
 def single(values: list[Any]) -> Any:
+    """The one value of a list. torch's calls have lists for processes with several devices."""
     if len(values) != 1:
         raise ValueError(f"a rank has one device here and so gives one tensor, not {len(values)}")
     return values[0]
 
 
 def check_like(tensor: Tensor, other: Tensor) -> None:
+    """Raises ValueError unless the tensor can be carried, and has the other's dtype."""
     check_tensor(tensor)
     if tensor.dtype != other.dtype:
         raise ValueError(
@@ -28,6 +30,7 @@ def check_like(tensor: Tensor, other: Tensor) -> None:
 
 
 def reducible(tensor: Tensor, op: int) -> Tensor:
+    """The tensor as it is reduced. Raises ValueError if the operation makes no sense for it."""
     check_tensor(tensor)
     # The sum of complex numbers is that of their parts; a product, or an order, is not.
     if tensor.is_complex() and op in (SUM, AVG):
@@ -64,6 +67,7 @@ def offers(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
+    """Parts along the first dimension: of these lengths, or `size` of them if there are none."""
     if splits:
         return list(torch.split(tensor, splits))
     return list(tensor.tensor_split(size)) if tensor.dim() else [tensor] * size

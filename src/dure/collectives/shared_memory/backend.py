@@ -218,6 +218,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def _checked_blocks(
         self, output: Tensor, blocks: Sequence[Tensor], op: int
     ) -> tuple[Tensor, list[Tensor]]:
+        """The output and the blocks as they are reduced. Raises ValueError if they do not fit."""
         output = reducible(output, op)
         blocks = [reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
@@ -287,6 +288,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         return self._issue(run, opts, tensors)
 
     def _check_gathered(self, outputs: Sequence[Tensor], source: Tensor) -> None:
+        """Raises ValueError unless there is an output for each rank, and this one's fits."""
         for tensor in (source, *outputs):
             check_tensor(tensor)
         if len(outputs) != self._size:

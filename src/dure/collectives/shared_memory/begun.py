@@ -204,6 +204,7 @@ class BegunCalls:
         return begun
 
     def _scatter_at_once(self, output: Tensor, source: Tensor, op: int) -> Begun:
+        """Where nothing can be begun: the end only tells when it was."""
         blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
         end = self._at_once(lambda: self._moves.reduce_scatter(output, blocks, op))
         return Begun(end, lambda: True)
@@ -211,6 +212,7 @@ class BegunCalls:
     def _prepare_scatter(
         self, output: Tensor, source: Tensor, op: int
     ) -> Callable[[Sequence[Tensor]], Begun]:
+        """Split-phase, by the C core; what is returned begins it with what is this rank's own."""
         message = source
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
@@ -240,6 +242,7 @@ class BegunCalls:
         return begin
 
     def _begun(self, number: int, used: list[object]) -> Begun:
+        """A split-phase reduce-scatter under way. used: what is needed until its end."""
         host = self._host
 
         def end() -> float:
@@ -302,6 +305,7 @@ class BegunCalls:
         return end
 
     def _at_once(self, call: Callable[[], None]) -> Callable[[], float]:
+        """Does it here; what is returned tells when that was."""
         self._line.now(call)
         ended = time.perf_counter()
         return lambda: ended

@@ -86,6 +86,7 @@ class Watch:
         self._fds = [_pidfd(process) for process in members.processes]
 
     def dead(self, rank: int) -> bool:
+        """Whether the process of a rank has ended."""
         # A pidfd becomes readable when its process ends. Without one, /proc tells; a zombie (Z) is
         # dead as well.
         if self._fds[rank] < 0:
@@ -95,6 +96,7 @@ class Watch:
         return bool(poll.poll(0))
 
     def close(self) -> None:
+        """Gives the descriptors back."""
         for fd in self._fds:
             if fd >= 0:
                 os.close(fd)
@@ -357,11 +359,13 @@ class Host(ABC):
         return self._lost(ranks, f"did not come within {self.timeout:g} s", operation, step)
 
     def _lost(self, ranks: Sequence[int], reason: str, operation: str, step: str) -> PeerLostError:
+        """The error for these ranks, with what the first of them last did."""
         names = tuple(self.members.names[rank] for rank in ranks)
         did = self._last_did(ranks[0]) if ranks else ""
         return PeerLostError(names, operation, step, f"{reason}{did}")
 
     def _last_did(self, rank: int) -> str:
+        """How far a rank came, in words, as the end of a reason."""
         progress = self.progress(rank)
         if self.doing is not None:  # its calls on this host are parts of the group's
             return ""

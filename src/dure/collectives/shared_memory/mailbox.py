@@ -66,6 +66,7 @@ class Letter:
             self.receipt.finish(error)
 
     def delivered(self, source: int) -> None:
+        """What was asked for has come from `source`; the lock is held."""
         # In inference mode, as calls in line: the tensor may be a parameter.
         if self.dense is not self.tensor:
             with torch.inference_mode():
@@ -417,6 +418,7 @@ class Mailbox:
             self._hand_over(aside)
 
     def _hand_over(self, aside: _Aside) -> None:
+        """A complete message that was put aside goes to the receive that wants it."""
         self._aside = [other for other in self._aside if other is not aside]
         letter = aside.letter
         assert letter is not None
@@ -430,6 +432,7 @@ class Mailbox:
         return nbytes == letter.dense.nbytes and kind == self._number_of[letter.tensor.dtype]
 
     def _misfit(self, letter: Letter, source: int, nbytes: int) -> MismatchError:
+        """The error of a receive for which something else has come."""
         # Only the receiver gets it: the sender is through, its bytes have left.
         sent = f"send of {nbytes} bytes with tag {letter.tag}"
         dtype = str(letter.tensor.dtype).removeprefix("torch.")
@@ -440,6 +443,7 @@ class Mailbox:
     # Trouble, and the thread.
 
     def _look_around(self, letter: Letter, waited: float) -> PeerLostError | None:
+        """What there is to say, after a tick, of those that a letter waits for."""
         ended = self._host.aborted()
         if ended is not None:
             return ended
@@ -469,12 +473,14 @@ class Mailbox:
             self._wanted.clear()
 
     def _raise_if_over(self) -> None:
+        """Raises PeerLostError if the group has ended, or was left."""
         if self._closed:
             raise self._left()
         if self._host.is_over():
             raise self._host.aborted() or AssertionError("over without a reason")
 
     def _care_for(self, letter: Letter) -> None:
+        """Makes the thread look after a letter for which nobody may wait."""
         if letter.done or self._work_to_do.is_set():
             return
         # A thread only where letters are left under way: most ranks never need one.

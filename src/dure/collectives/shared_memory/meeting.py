@@ -82,6 +82,7 @@ class Meeting:
             ) from error
 
     def cards(self, own: Card) -> list[Card]:
+        """The cards of all ranks, in order of rank. Raises PeerLostError as `read` does."""
         self.store.set(f"card {self.rank}", msgspec.json.encode(own).decode())
         return [
             msgspec.json.decode(self.read(f"card {rank}", rank), type=Card)

@@ -118,6 +118,7 @@ class _Interpreter(Structure):
 
     @classmethod
     def this(cls) -> _Interpreter:
+        """This interpreter's functions."""
         # By address, so that the library is built without Python's headers.
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         return cls(
@@ -154,6 +155,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the types of its functions as in core.h."""
     signatures: dict[str, tuple[type | None, tuple[type, ...]]] = {
         "core_segment_bytes": (c_uint64, (c_int, c_uint64, c_uint64, c_uint64)),
         "core_open": (
@@ -367,11 +369,13 @@ class NativeHost(Host):
         return lambda: self._number_of(begin(self._core, posted), posted)
 
     def _number_of(self, status: int, posted: Posted) -> int:
+        """The number of a call that was begun; raises what its status says."""
         if status:
             raise self._failed(status)
         return int(posted.number)
 
     def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> Posted:
+        """A call whose message lies in this process's pool."""
         # Where every rank has mapped it, at another address each: hence an offset.
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
@@ -422,6 +426,7 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def _failed(self, status: int) -> BaseException:
+        """The error that a status other than 0 stands for."""
         # A peer may still be in the middle of a sum that it writes to this rank's pool.
         if status in (_GAVE_UP, _ABORTED):
             self._pool.pin()
@@ -443,11 +448,13 @@ class NativeHost(Host):
         return unequal(number, call, self._deal, self.members.names)
 
     def _this_call(self, rank: int) -> Posted:
+        """The call that is worked on, as a rank has posted it."""
         call = Posted()
         self._c.core_this_call(self._core, rank, call)
         return call
 
     def _deal(self, rank: int, peer: int) -> tuple[int, int]:
+        """The bytes that a rank offers to a peer, and those that it wants of it."""
         deal = _Deal()
         self._c.core_deal(self._core, rank, peer, deal)
         return deal.bytes, deal.wanted

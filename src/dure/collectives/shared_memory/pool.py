@@ -101,6 +101,7 @@ class Pool:
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
+        """Gives back what `allocate` gave for `nbytes`."""
         length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         if length >= _PUNCH_FROM:
             with contextlib.suppress(OSError, ValueError):
@@ -131,6 +132,7 @@ class Pool:
             self._pinned |= self._used
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in the pool, whose memory comes back when it is gone."""
         nbytes = math.prod(size) * dtype.itemsize
         offset = self.allocate(nbytes)
         block = _block_of(max(1, nbytes)).from_address(self.address + offset)

@@ -177,6 +177,7 @@ class PortableHost(Host):
     # Synchronisation.
 
     def _sync(self) -> None:
+        """Tells all ranks that this one has arrived, and waits until all have."""
         self._syncs += 1
         self._arrived[self.members.rank] = self._syncs
         said = _SAID.pack(self.members.rank, self._syncs)
@@ -216,6 +217,7 @@ class PortableHost(Host):
         return True
 
     def _begin(self, call: Call, nbytes: int) -> None:
+        """Posts a call, before its first sync. nbytes: of this rank's input."""
         self._number += 1
         own = self._seats[self.members.rank]
         # In the order of `progress`; `extra` is cut to what a signed number holds.

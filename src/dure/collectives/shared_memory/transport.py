@@ -80,6 +80,7 @@ class OverMemory(Transport):
             self._mailbox.fetch(into, place, 0)
 
     def _far(self) -> Across:
+        """What carries messages to ranks of other hosts."""
         assert self._across is not None, "all ranks are here"
         return self._across
 

@@ -54,6 +54,7 @@ class Work(dist.Work):
             ).start()
 
     def _settle(self, future: Future[Any]) -> None:
+        """Tells those that wait for the future. An error is its value, see `_result_of`."""
         error = self._error
         if error is None:
             future.set_result(self._tensors)
@@ -99,6 +100,7 @@ class Work(dist.Work):
         return self._error
 
     def result(self) -> list[Tensor]:
+        """The tensors, when the call is done. Raises its error."""
         self.wait()
         return self._tensors
 

@@ -18,7 +18,7 @@ struct layout {
 /* The file is all zeros at first, which is the right beginning of every counter and flag. Pages that nobody touches
  * take no memory, so slots, stages and channels may be generous.
  *
- * A stage holds two windows of input and two of results; a slot one small input; each of them twice. */
+ * Of each rank: two slots of a small input each, and a stage of two windows of input and two of results. */
 static struct layout layout_of(uint64_t size, uint64_t slot, uint64_t stage, uint64_t channel) {
     struct layout at;
     at.seats = rounded(sizeof(struct header), LINE);

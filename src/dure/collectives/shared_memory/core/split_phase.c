@@ -45,7 +45,8 @@ static int end_first(struct core *core) {
     if (status == DONE && !agreed(core)) status = MISMATCH;
     if (status == DONE && split.out != NULL) sum_own_block(core, posted(core), &split);
     if (status == DONE && split.out == NULL) sum_all_parts(core, posted(core));
-    /* From here on this rank neither reads nor writes the messages of this call: their owners may use them again. */
+    /* From here on this rank neither reads nor writes the messages of this call. When all ranks have said so, their owners
+     * may use them again (core_is_read). */
     atomic_store(&core->seats[core->rank].read, split.number);
     return finish(core, status);
 }

@@ -158,6 +158,7 @@ class Across:
         return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
 
     def _for_plans(self, address: str | None) -> Planned:
+        """What carries planned calls: a connection of our own between two hosts, else gloo."""
         if self._size == 2:
             meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
             made = connection(meeting, address, self._host.in_c)
@@ -325,6 +326,7 @@ class Across:
 
     @property
     def _plans(self) -> Planned:
+        """What carries planned calls. Raises PeerLostError if the group has ended."""
         assert self._planned is not None, "some host has several ranks"
         # Nobody asks the others here, so nobody would learn that the group has ended.
         loss = self._host.aborted()
@@ -351,6 +353,7 @@ class Across:
         return self._begun(call, self._plans.all_gather(call, whole, own))
 
     def _begun(self, call: Call, carried: Carried) -> UnderWay:
+        """A planned call under way, whose end raises MismatchError or PeerLostError."""
         self._number += 1
         number = self._number
 
@@ -405,6 +408,7 @@ class Across:
         self._compare(table)
 
     def _compare(self, table: Tensor) -> None:
+        """Raises MismatchError unless all rows of the table say the same. table: as in `_agree`."""
         rows = table[:, :6].tolist()
         calls = [Call(*row) for row in rows]
         if len({(c.kind, c.dtype, c.op, c.root, c.extra) for c in calls}) > 1:
@@ -425,6 +429,7 @@ class Across:
         self._wait(call(self._leaders))
 
     def _wait(self, work: Any) -> None:
+        """Until gloo, or the connection, is done. Raises PeerLostError, which ends the group."""
         start = time.monotonic()
         over = False
         while True:
@@ -472,6 +477,7 @@ class Across:
             return "unknown"
 
     def _loss(self, ranks: Sequence[int], reason: str) -> PeerLostError:
+        """The error for ranks that are lost to the call that is worked on."""
         operation, step = self._host.doing or ("a call", "this group")
         return PeerLostError(tuple(self._names[rank] for rank in ranks), operation, step, reason)
 

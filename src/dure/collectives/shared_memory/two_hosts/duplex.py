@@ -69,6 +69,7 @@ class Exchange:
         self.inner = _Exchange(call=posted, out=out, own=own, into=into)
 
     def _status(self, seconds: float) -> int:
+        """C's status after at most so many seconds."""
         core = library()
         assert core is not None
         return int(core.duplex_wait(self._end, addressof(self.inner), seconds))
@@ -152,6 +153,7 @@ class Duplex:
 
 
 def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
+    """Closes one end, unless this is a forked child, and lets its tensors go."""
     # A forked child has no threads to end. After this no thread touches a tensor.
     if os.getpid() == process:
         core.duplex_close(end)
@@ -163,7 +165,7 @@ def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
 
 
 def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.socket | None:
-    """This host's end of a connection between two.
+    """This host's end of a connection between two hosts.
 
     None, on both, where they do not reach each other or one does not want to.
 
@@ -187,6 +189,7 @@ def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.s
 
 
 def _listening(meeting: Meeting, address: str) -> socket.socket | None:
+    """Rank 0's end: opens a door, tells where, and waits for the one with the word."""
     made: socket.socket | None = None
     # Anybody may call at the door; the word, which only the store tells, proves who it is.
     word = secrets.token_bytes(_WORD)
@@ -227,6 +230,7 @@ def _accepted(server: socket.socket, word: bytes, patience: float) -> socket.soc
 
 
 def _connected(meeting: Meeting) -> socket.socket | None:
+    """Rank 1's end: calls at the door, and tells whether it was let in."""
     door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
     made: socket.socket | None = None
     heard = False

@@ -133,6 +133,7 @@ class OverGloo:
 
 
 def _noted(work: Any, then: Callable[[], None]) -> Carried:
+    """A work of gloo, with the time of its end."""
     # gloo does not say when a call has ended: a callback looks at the clock, on gloo's thread.
     moments: list[float] = []
     work.get_future().add_done_callback(lambda _: moments.append(time.perf_counter()))
@@ -161,6 +162,7 @@ def workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:
 
 
 def reduce_options(op: int) -> Any:
+    """gloo's options for an all-reduce. op: a number of `calls.OPERATIONS`."""
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[op]
     return options
