@@ -112,6 +112,7 @@ def counts(
     n = nbytes // itemsize
     if ranks == 1 or n == 0:
         return Counts(0, 0, 0, 0)
+    # By rank, since some send more than others: the busiest counts, or all together.
     messages = [messages_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks)]
     assert rule.path is not None  # or it would not be predictable
     path, reduced = rule.path(n, ranks)
@@ -142,7 +143,8 @@ def predict(algorithm: str, nbytes: int, ranks: int, link: Link) -> float:
 def best(nbytes: int, ranks: int, link: Link, algorithms: Sequence[str] = CANDIDATES) -> str:
     """The algorithm that is predicted to be fastest; of equals the first."""
     times = {name: predict(name, nbytes, ranks, link) for name in algorithms}
-    limit = min(times.values()) * (1 + 1e-9)  # equal but for rounding
+    # Equal but for rounding counts as equal: then the order of the table decides.
+    limit = min(times.values()) * (1 + 1e-9)
     return next(name for name in algorithms if times[name] <= limit)
 
 

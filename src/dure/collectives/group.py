@@ -329,7 +329,7 @@ class Group:
 
     def _transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """`transfer` of tensors of the CPU, none of them empty."""
-        # From several sources: all are asked for first, since any of them may be the slow one.
+        # From several sources: all are asked for before any is waited for, which may be slow.
         if len(receives) > 1 and len({source for _, source in receives}) > 1:
             self._wait(self._start(sends, receives))
             return

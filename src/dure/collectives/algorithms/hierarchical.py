@@ -47,6 +47,7 @@ def all_reduce(
     local = group.among(neighbours)
     # An average is divided once, after the sum over the hosts.
     one_shot.reduce_scatter(lanes, local, reduction.partial())
+    # On a larger host the last ranks have no lane, and wait for the result.
     if local.rank < len(lanes):
         across = group.among([ranks[local.rank] for ranks in partition])
         ring.all_reduce(lanes[local.rank], across, reduction)

@@ -122,6 +122,7 @@ class TopKCodec:
         return np.arange(n)
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
+        # Places are different ones, so the order of additions does not matter for the bits.
         values, places = self._parts(payload)
         into.index_add_(0, places, values, alpha=sign)
 

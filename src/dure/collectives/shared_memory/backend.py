@@ -527,6 +527,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         if self._across is not None:
             self._across.close()
         leaving.keep(self.begun.close())
+        # Before memory goes: what somebody has kept of this group raises from now on.
         for name in _OF_RANKS:
             setattr(self._ranks, name, _destroyed)
         self.all_reduce = self.transport.sum = _destroyed

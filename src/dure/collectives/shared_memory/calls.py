@@ -33,7 +33,7 @@ KINDS: Final = dict(
             "begun all_reduce",
             "end of begun all_reduces",
         ),
-        start=1,
+        start=1,  # 0 is a rank that has not called yet: its memory is zeros
     )
 )
 

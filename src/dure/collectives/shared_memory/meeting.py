@@ -121,6 +121,7 @@ def meet(
         )
     )
     hosts = hosts_of(cards)
+    # From here on ranks are places on this host; `names` and `processes` follow the same order.
     here = next(host for host in hosts if rank in host)
     members = Members(
         here.index(rank), tuple(names[r] for r in here), tuple(cards[r].process for r in here)
@@ -128,6 +129,7 @@ def meet(
     # All ranks read the same cards, and so choose the same core.
     if any(cards[r].core == "torch" for r in here):
         segment, descriptor = _segment(meeting, here, cards, portable.segment_bytes(len(here)))
+        # Pipes have no names either: peers open them by their numbers, which the store tells.
         doors = Doors.made(len(here))
         meeting.store.set(f"doors {rank}", msgspec.json.encode(doors.addresses).decode())
         addresses = [

@@ -61,7 +61,7 @@ longer one waits until the receiver has made room, and then for a thread that fi
 
 
 class Posted(Structure):
-    """A rank's call, as C has it."""
+    """A rank's call, as C has it: `struct call` in core.h, field by field."""
 
     _fields_ = (
         ("number", c_uint64),
@@ -482,6 +482,7 @@ class NativeHost(Host):
     def progress(self, rank: int) -> Progress:
         call = Posted()
         self._c.core_last_call(self._core, rank, call)
+        # The numbers of `core_look` in life.c, here and below.
         begun, finished, left = (
             int(self._c.core_look(self._core, rank, what)) for what in (1, 2, 3)
         )
@@ -512,6 +513,7 @@ class NativeHost(Host):
         self._c.core_leave(self._core)
 
     def close(self) -> None:
+        # After this a NULL would reach C: the group lets nobody come here any more (`_OF_RANKS`).
         super().close()
         self._c.core_close(self._core)
         self._core = None

@@ -306,6 +306,8 @@ class PortableHost(Host):
             self._sync()
             if start == 0:
                 self._compare(deals=False)
+            # Blocks of other ranks may be longer than this one's, which is through then but still
+            # syncs.
             window = target[start : start + most]
             if window.numel():
                 window.copy_(reduced([self._share(peer, rank, window) for peer in range(size)], op))
@@ -326,6 +328,7 @@ class PortableHost(Host):
     ) -> None:
         rank = self.members.rank
         given = [bytes_of(part) for part in parts]
+        # One piece, copied only where there are several parts; the empty one is for no parts.
         mine = (
             given[0] if len(given) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *given])
         )
